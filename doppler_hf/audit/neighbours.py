@@ -284,11 +284,6 @@ class ScriptedRun:
             of_loss = Witness(run.private_loss.mechanism, max_norm=run.private_loss.mechanism.max_grad_norm)
             run.private_loss.mechanism = of_loss
             self.witnesses.append(of_loss)
-        if run.adaptive_clip is not None:
-            of_count = Witness(run.adaptive_clip.mechanism, max_norm=run.adaptive_clip.mechanism.max_grad_norm)
-            run.adaptive_clip.mechanism = of_count
-            run.adaptive_clip.rate = 0.0  # the sums of neighbouring draws are compared at one clip norm
-            self.witnesses.append(of_count)
         return run
 
 

@@ -68,8 +68,6 @@ class AuditTrainer(DopplerTrainer, ABC):
                 "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set target_epsilon "
                 "to have a claim to audit."
             )
-        if args.clipping_quantile is not None:
-            raise ValueError(f"clipping_quantile must be None in an audit, got {args.clipping_quantile}. Leave it out.")
         if args.world_size > 1:
             raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
         if num_canaries < 1:

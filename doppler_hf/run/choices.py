@@ -51,7 +51,7 @@ def chosen_noise_shape(
     # of it. The taps of an optimal filter are estimated from white noise. Shaped noise covers contributions within one
     # clip norm.
     is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
-    if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir or args.clipping_quantile is not None:
+    if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir:
         return WHITE
     # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:

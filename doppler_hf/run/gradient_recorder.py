@@ -171,12 +171,10 @@ class GradientRecorder(TrainerCallback):
             logs |= {"snr_before": before.snr, "snr_after": after.snr}
 
 
-def refuse_other_noise(shape: NoiseShape, *, clipping_quantile: float | None) -> None:
-    """Refuse to record under noise that is not white, or changes its size."""
+def refuse_other_noise(shape: NoiseShape) -> None:
+    """Refuse to record under noise that is not white."""
     if not shape.is_white:
         raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
-    if clipping_quantile is not None:
-        raise ValueError(f"clipping_quantile must be None with a GradientRecorder, got {clipping_quantile}. Leave it out.")
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:

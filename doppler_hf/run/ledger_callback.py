@@ -179,7 +179,7 @@ class PrivacyCallback(TrainerCallback):
                     renew_section(card, None)  # which PEFT keeps
                 return
             if checkpoint_step is not None:
-                ledger.checkpoint(checkpoint_step, max_grad_norm=self._current_run().moving_max_grad_norm)
+                ledger.checkpoint(checkpoint_step)
             is_new = ledger.speak_for(weights, model=digests_of(model))
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
@@ -213,14 +213,11 @@ class PrivacyCallback(TrainerCallback):
         return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
-        """Add ε so far and a moving clip norm to a log (in place), and leave out a loss that is not reported."""
+        """Add ε so far to a log (in place), and leave out a loss that is not reported."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
             logs["epsilon"] = self._rounded_epsilon(is_last=is_last)
-        if self.ledger is not None and "grad_norm" in logs:
-            moving = self._current_run().moving_max_grad_norm
-            logs |= {} if moving is None else {"clip_norm": moving}
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)

@@ -1,12 +1,11 @@
-"""The releases of a step, each with its own noise: the gradient, and on request the loss and a count."""
+"""The releases of a step, each with its own noise: the gradient, and on request the loss."""
 
 from typing import NamedTuple
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import GaussianMechanism, PrivacyLedger, PrivacyStatement
-from doppler_hf.privacy.noise import AdaptiveClip, Mechanism, PrivateLoss
-from doppler_hf.privacy.noise.adaptive_clip import COUNT_SENSITIVITY
+from doppler_hf.privacy import GaussianMechanism, PrivacyStatement
+from doppler_hf.privacy.noise import Mechanism, PrivateLoss
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -16,12 +15,10 @@ class Mechanisms(NamedTuple):
     Attributes:
         gradient: Turns clipped sums into private gradients.
         loss: The private training loss; None if there is none.
-        clip: What moves the clip norm, by a private count; None if it stays.
     """
 
     gradient: Mechanism
     loss: PrivateLoss | None
-    clip: AdaptiveClip | None
 
 
 def mechanisms_of(
@@ -30,7 +27,6 @@ def mechanisms_of(
     *,
     shape: NoiseShape,
     first_step: int,
-    earlier: PrivacyLedger | None,
 ) -> Mechanisms:
     """Return the mechanisms of a run.
 
@@ -39,7 +35,6 @@ def mechanisms_of(
         statement: The run's statement, with the size of each noise.
         shape: The shape of the gradient's noise.
         first_step: The step at which the run begins.
-        earlier: The ledger that it continues, or None.
     """
 
     def gaussian(
@@ -64,14 +59,4 @@ def mechanisms_of(
     if statement.loss_noise_multiplier is not None:
         assert args.per_sample_max_loss is not None
         loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
-    clip: AdaptiveClip | None = None
-    if statement.count_noise_multiplier is not None:
-        assert args.clipping_quantile is not None
-        clip = AdaptiveClip(
-            gaussian(statement.count_noise_multiplier, COUNT_SENSITIVITY),
-            quantile=args.clipping_quantile,
-            first=args.per_sample_max_grad_norm,
-            max_grad_norm=None if earlier is None else earlier.max_grad_norm_at(first_step),
-        )
-        of_gradient.rescale(clip.max_grad_norm)
-    return Mechanisms(of_gradient, loss, clip)
+    return Mechanisms(of_gradient, loss)

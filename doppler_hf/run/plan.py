@@ -2,8 +2,7 @@
 
 With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
 clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
-σ₀. A share s of the budget for the loss means 1/σ_L² = s/σ₀². A clip norm that follows a quantile adds a third sum likewise,
-the count of gradients within it, with a hundredth of what the loss leaves.
+σ₀. A share s of the budget for the loss means 1/σ_L² = s/σ₀².
 """
 
 import math
@@ -18,11 +17,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 # What a calibrated σ follows from, in the words of the statement.
 _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
-    "noise_shape", "count_noise_multiplier",
+    "noise_shape",
 )  # fmt: skip
-# The share of the budget (of 1/σ₀²) for the count of gradients that are not clipped: at σ = 1 and B = 500 it is known to one
-# in a hundred, and adds 0.5 % to the gradient's noise.
-COUNT_BUDGET: Final = 0.01
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler) -> int:
@@ -78,8 +74,7 @@ def planned_statement(
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
-    of_count = 0.0 if args.clipping_quantile is None else COUNT_BUDGET * (1.0 - of_loss)
-    of_gradient = 1.0 - of_loss - of_count
+    of_gradient = 1.0 - of_loss
     column = args.privacy_unit_column
 
     def under(noise_multiplier: float) -> PrivacyStatement:
@@ -105,8 +100,6 @@ def planned_statement(
             steps_planned=steps,
             private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
             noise_source=noise_source,
-            clipping_quantile=args.clipping_quantile,
-            count_noise_multiplier=noise_multiplier * math.sqrt(of_gradient / of_count) if of_count else None,
         )
 
     if args.noise_multiplier is not None:

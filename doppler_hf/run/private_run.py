@@ -76,7 +76,6 @@ class PrivateRun:
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
         private_loss: The private training loss; None if there is none.
-        adaptive_clip: What moves the clip norm; None if it stays.
         ledger: The record of what was spent; None before `begin`.
         affordable_steps: The number of further steps that the budget allows.
 
@@ -126,7 +125,7 @@ class PrivateRun:
         resumed = earlier.statement if checkpoint is not None and earlier is not None else None
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         if recorders:
-            refuse_other_noise(shape, clipping_quantile=args.clipping_quantile)
+            refuse_other_noise(shape)
         self.sampler.take_turns(shape.bands)
         self.statement = planned_statement(
             args,
@@ -139,9 +138,7 @@ class PrivateRun:
             earlier=earlier,
             first_step=self._first_step,
         )
-        self.mechanism, self.private_loss, self.adaptive_clip = mechanisms_of(
-            args, self.statement, shape=shape, first_step=self._first_step, earlier=earlier
-        )
+        self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
 
@@ -242,7 +239,6 @@ class PrivateRun:
             check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
         if sharding.is_asked_for:
             clipped.hold_apart()
-        clipped.max_grad_norm = self.mechanism.max_grad_norm  # a resumed run goes on with that of its checkpoint
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -254,11 +250,6 @@ class PrivateRun:
         return {} if self._clipped is None else self._clipped.fallbacks
 
     @property
-    def moving_max_grad_norm(self) -> float | None:
-        """The clip norm of the next step, if it moves."""
-        return None if self.adaptive_clip is None else self.mechanism.max_grad_norm
-
-    @property
     def settled_noise_std(self) -> float:
         """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
@@ -266,11 +257,12 @@ class PrivateRun:
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate, groups = self.sampler.sample_rate, self.sampler.groups
-        mechanisms = [self.mechanism, *(part.mechanism for part in (self.private_loss, self.adaptive_clip) if part)]
-        releases = [mechanism.releases(steps, sample_rate=rate, groups=groups) for mechanism in mechanisms]
-        if len(releases) == 1:
-            return releases[0]
-        return releases[0]._replace(noise_multiplier=joint_noise_multiplier(*(each.noise_multiplier for each in releases)))
+        of_gradient = self.mechanism.releases(steps, sample_rate=rate, groups=groups)
+        if self.private_loss is None:
+            return of_gradient
+        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate, groups=groups)
+        joint = joint_noise_multiplier(of_gradient.noise_multiplier, of_loss.noise_multiplier)
+        return of_gradient._replace(noise_multiplier=joint)
 
     def begin(self, *, step: int) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
@@ -442,9 +434,6 @@ class PrivateRun:
             parameter = self._clipped.parameters[name]
             parameter.grad = in_shards(gradient.to(parameter.dtype), like=parameter)
         optimizer.noise_std = self.mechanism.noise_std(step)
-        if self.adaptive_clip is not None:
-            self.mechanism.rescale(self.adaptive_clip.release(self._clipped.num_within.to(self._args.device), step=step))
-            self._clipped.max_grad_norm = self.mechanism.max_grad_norm
         self._is_released, self._num_non_finite = True, self._clipped.num_non_finite
         self._clipped.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -141,11 +141,6 @@ def _refuse_trainable(model: nn.Module, args: DopplerTrainingArguments) -> None:
             f"Trained parameters must be real numbers, got {complex_name!r} of type {trainable[complex_name]}. Keep its "
             "real and its imaginary part in the last dimension of a real one, and use torch.view_as_complex in the forward."
         )
-    if args.clipping_quantile is not None and computes_in_bf16(model, args):
-        raise ValueError(
-            f"clipping_quantile must be None in bfloat16, got {args.clipping_quantile}: padding changes the rounding of "
-            "norms, and with it the count within the clip norm. Train in float32, or leave it out."
-        )
 
 
 def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:

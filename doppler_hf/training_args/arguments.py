@@ -78,11 +78,6 @@ class DopplerTrainingArguments(TrainingArguments):
         help="automatic: scale every example's gradient to C, but a classifier's small ones in proportion. vanilla: "
         "shorten only gradients above C.",
     )
-    clipping_quantile: float | None = HfArg(
-        default=None,
-        help="With clipping=vanilla, move C so that this share of gradients stays unclipped (Andrew et al. 2021). Costs a "
-        "hundredth of the privacy budget. Default: C stays fixed.",
-    )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
     )
@@ -117,7 +112,7 @@ class DopplerTrainingArguments(TrainingArguments):
         default="auto",
         help="Noise over the steps. white: independent in each step. banded:bands=4: takes back part of the noise of the "
         "three steps before, and keeps bands - 1 gradients in memory. auto: the shape with the least expected loss "
-        "within 2 GiB; white with noise_multiplier, GaLore, clipping_quantile or an optimal-fir filter.",
+        "within 2 GiB; white with noise_multiplier, GaLore or an optimal-fir filter.",
     )
     low_pass_filter: str = HfArg(
         default="auto",

@@ -19,9 +19,10 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
-from doppler_hf.privacy.noise.adaptive_clip import SMALLEST_CLIP_NORM
 
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
+# Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
+_SMALLEST_CLIP_NORM: Final = 1e-4
 _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
@@ -44,11 +45,10 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
     "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
     "per_sample_max_grad_norm": (
-        (f"be a finite number ≥ {SMALLEST_CLIP_NORM:g}", lambda value: SMALLEST_CLIP_NORM <= value < math.inf),
+        (f"be a finite number ≥ {_SMALLEST_CLIP_NORM:g}", lambda value: _SMALLEST_CLIP_NORM <= value < math.inf),
         "Usual is 1. Far below that, rounding errors would count as much as gradients.",
     ),
     "learning_rate": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Leave it out for one that fits."),
-    "clipping_quantile": (_UNIT_INTERVAL, "Usual is 0.5."),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
@@ -217,10 +217,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         **dict.fromkeys(("noise_shape", "noise_generator", "floating_point_safe"), no_noise),
         **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
         **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
-        "clipping_quantile": (
-            args.clipping == "vanilla", f"with clipping={args.clipping!r}, which also scales short gradients up to C",
-            "Set clipping='vanilla'",
-        ),
         "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
@@ -246,15 +242,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
             "estimated for white noise. Leave one of them out."
         )
-    for name, allowed, reason in (
-        ("noise_shape", ("auto", "white"), "its guarantee needs one C for all steps"),
-        ("clipping_granularity", ("flat",), "the quantile is taken over norms of all parameters"),
-    ):
-        if args.clipping_quantile is not None and getattr(args, name) not in allowed:
-            raise ValueError(
-                f"{name}={getattr(args, name)!r} cannot be used with clipping_quantile={args.clipping_quantile}: {reason}. "
-                f"Set {name}={allowed[-1]!r}, or leave clipping_quantile out."
-            )
 
 
 def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:

@@ -299,7 +299,6 @@ ALL_TRAINED = {
     "full": functools.partial(run, model=full_model, **ADAM),
     "small-full": functools.partial(small_draws, model=full_model),
     "shaped": functools.partial(run, model=full_model, noise_shape="banded:bands=3", **RARE),
-    "quantile": functools.partial(run, model=full_model, clipping_quantile=0.5, clipping="vanilla", **RARE),
 }  # fmt: skip
 CASES = {
     "law": law,

@@ -79,7 +79,6 @@ def released(folder, *, passes, **overrides):
     "overrides",
     [
         dict(report_train_loss="private"),
-        dict(clipping="vanilla", clipping_quantile=0.5),
         dict(noise_shape="banded:bands=3", per_device_train_batch_size=2),
         dict(augmentation_multiplicity=2),
     ],

@@ -13,7 +13,7 @@ def statement(**overrides):
     values = dict(
         num_units=1000, unit_of_privacy="one example", max_examples_per_unit=None, expected_batch_size=50, sample_rate=0.05,
         noise_multiplier=1.0, noise_shape="white", per_sample_max_grad_norm=1.0, clipping="automatic",
-        clipping_granularity="flat", clipping_quantile=None, count_noise_multiplier=None, augmentation_multiplicity=1,
+        clipping_granularity="flat", augmentation_multiplicity=1,
         clip_unit_mean=False, train_loss="none", per_sample_max_loss=None, loss_noise_multiplier=None, target_delta=1e-5,
         target_epsilon=None, accountant="pld", steps_planned=60, private=True, noise_source="a test",
     )  # fmt: skip

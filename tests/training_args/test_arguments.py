@@ -67,16 +67,6 @@ REFUSED = [
     (dict(low_pass_filter="auto:order=2"), "auto"),
     (dict(low_pass_filter="optimal-fir:taps=many"), "optimal-fir"),
     (dict(low_pass_filter="optimal-fir:taps=1"), "taps must be"),
-    (dict(clipping_quantile=0.5), r"^clipping_quantile=0\.5 has no effect with clipping='automatic'"),
-    (dict(clipping="vanilla", clipping_quantile=1.0), r"^clipping_quantile must lie in \(0, 1\), got 1\.0\. Usual is 0\.5"),
-    (
-        dict(clipping="vanilla", clipping_quantile=0.5, noise_shape="banded:bands=4"),
-        r"^noise_shape='banded:bands=4.*' cannot be used with clipping_quantile=0\.5",
-    ),
-    (
-        dict(clipping="vanilla", clipping_quantile=0.5, clipping_granularity="per_layer"),
-        "^clipping_granularity='per_layer' cannot be used with clipping_quantile",
-    ),
     (dict(report_train_loss="public"), "one of raw, private, none"),
     (dict(report_train_loss="raw", per_sample_max_loss=2.0), "no effect with report_train_loss='raw'"),
     (dict(report_train_loss="none", train_loss_budget=0.1), "no effect with report_train_loss='none'"),
@@ -114,7 +104,7 @@ PRIVATE = dict(
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
-    noise_generator="philox", floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", clipping_quantile=0.5,
+    noise_generator="philox", floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2",
 )  # fmt: skip
 
 
@@ -162,7 +152,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 32
+    assert len(OWN) == 31
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

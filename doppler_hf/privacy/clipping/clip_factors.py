@@ -18,9 +18,6 @@ Clipping = Literal["automatic", "vanilla"]
 SMALLEST_TYPICAL_NORM: Final = 0.01
 # By how much norms are raised, in units of eps, so that rounding leaves them above the true ones: a thousandth in float32.
 RAISED_BY: Final = 2**13
-# Of C: from half of that below it to half above, an example counts less and less as one that is not clipped. The steeper,
-# the more the count follows the rounding of a norm, and that the others' padding.
-WITHIN: Final = 1.0
 
 
 def raised(norms: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
@@ -35,13 +32,3 @@ def clip_factors(
     if clipping == "vanilla":
         return (max_grad_norm / norms).clamp(max=1.0)
     return max_grad_norm / norms.clamp(min=typical_norm)
-
-
-def num_within(
-    norms: Float[Tensor, " batch"], weights: Float[Tensor, " batch"] | None, *, max_grad_norm: float
-) -> Float[Tensor, ""]:
-    """Return how many of these examples are not clipped, less half of them: Σ wᵢ(bᵢ − ½)."""
-    # Sensitivity: a number within ±½ of each example, whatever its norm, and of one that is not finite −½; times its
-    # weight. Not a step at C: what rounding follows from the others would move an example across it.
-    within = (0.5 + (1 - norms / max_grad_norm) / WITHIN).nan_to_num(nan=0.0).clamp(0, 1) - 0.5
-    return within.sum() if weights is None else within @ weights.to(within.dtype)

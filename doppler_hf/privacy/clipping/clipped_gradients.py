@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
-from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM, Clipping, clip_factors, num_within, raised
+from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM, Clipping, clip_factors, raised
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.groups import Names, in_groups
 from doppler_hf.privacy.clipping.norms import Squares
@@ -49,11 +49,8 @@ class ClippedGradients:
         parameters: The trainable parameters by name.
         on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory, and
             nothing waits for the device; set it before the context is entered.
-        max_grad_norm: As given; it may be set to another number when the sums are zero.
         num_non_finite: How many examples since the last `reset` had a gradient that is not finite, or a norm whose square is
             not; on the device. They contribute nothing.
-        num_within: Σ wᵢ(bᵢ − ½) over the examples since the last `reset`, with their weights wᵢ, where bᵢ falls from 1 to 0
-            as ‖gᵢ‖ passes C: how many are not clipped, less half of all. Not private.
 
     Raises:
         ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
@@ -220,7 +217,7 @@ class ClippedGradients:
         self._sums: dict[str, Tensor] = {}
         device = next(iter(self.parameters.values())).device
         # Of one dtype on all processes, even on one without examples: they are added up.
-        self.num_non_finite, self.num_within = torch.zeros(2, dtype=self._finest, device=device).unbind()
+        self.num_non_finite = torch.zeros((), dtype=self._finest, device=device)
 
     def _refuse_other_parameters(self) -> None:
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
@@ -253,8 +250,6 @@ class ClippedGradients:
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
         self._add_sums(found, self._weights(norms_of, norms.isfinite(), weights))
-        within = num_within(norms, weights, max_grad_norm=self.max_grad_norm)
-        self.num_within = self.num_within + within.to(self._finest)
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
         self.num_non_finite = self.num_non_finite + left_out.sum()
         return norms

@@ -82,16 +82,11 @@ class PrivacyLedger:
         assert run.steps_released < run.steps_reserved, "a step was released before it was reserved"
         run.steps_released += 1
 
-    def checkpoint(self, step: int, *, max_grad_norm: float | None = None) -> None:
-        """Note that the weights after optimizer step `step` are saved, and the clip norm of the next one if it moves."""
+    def checkpoint(self, step: int) -> None:
+        """Note that the weights after optimizer step `step` are saved."""
         assert self._is_training
-        epsilon = _json_number(self.epsilon())
-        terms = {"step": step, "steps_run": self.steps_run, "epsilon": epsilon, "max_grad_norm": max_grad_norm}
+        terms = {"step": step, "steps_run": self.steps_run, "epsilon": _json_number(self.epsilon())}
         self._record.add("checkpoint", terms)
-
-    def max_grad_norm_at(self, step: int) -> float | None:
-        """Return the clip norm that the checkpoint at a step had come to; None if there is none, or it does not move."""
-        return self._record.max_grad_norms.get(step)
 
     def close(self) -> None:
         """Note the clean end of the run, after which reserved steps that were not run no longer count."""

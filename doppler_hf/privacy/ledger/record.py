@@ -60,7 +60,6 @@ class LedgerRecord:
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
         self.models: list[ModelDigests] = []
-        self.max_grad_norms: dict[int, float] = {}
         for entry in entries:
             self.take(entry)
 
@@ -146,8 +145,6 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
-        if not is_end and entry["max_grad_norm"] is not None:
-            self.max_grad_norms[entry["step"]] = entry["max_grad_norm"]
         stated = entry["epsilon"] if is_end else {run.statement.accountant: entry["epsilon"]}
         epsilons = {name: math.inf if epsilon is None else epsilon for name, epsilon in stated.items()}
         private = all(run.statement.private for run in self.runs)

@@ -44,8 +44,6 @@ class PrivacyStatement:
     per_sample_max_grad_norm: float  # C
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
-    clipping_quantile: float | None  # γ, if C follows that quantile of the norms
-    count_noise_multiplier: float | None  # σ_b, of the count of gradients within C, from which C follows
     augmentation_multiplicity: int  # views of an example, whose mean gradient is clipped
     clip_unit_mean: bool  # whether the mean gradient of a unit's examples is clipped, rather than each
     train_loss: Literal["raw", "none", "private"]  # "raw" is not covered by the guarantee
@@ -91,24 +89,18 @@ class PrivacyStatement:
     @property
     def effective_noise_multiplier(self) -> float:
         """σ₀ of everything that a step releases."""
-        # Privacy: gradient, loss and count are computed from the same draw, so they are one release, not three.
-        if not self._beside_gradient:
+        # Privacy: gradient and loss are computed from the same draw, so they are one release, not two.
+        if self.loss_noise_multiplier is None:
             return self.noise_multiplier
-        return joint_noise_multiplier(self.noise_multiplier, *self._beside_gradient.values())
-
-    @property
-    def _beside_gradient(self) -> dict[str, float]:
-        """What a step releases beside the gradient, in words, and its noise multiplier."""
-        others = {"the loss": self.loss_noise_multiplier, "the count": self.count_noise_multiplier}
-        return {name: noise_multiplier for name, noise_multiplier in others.items() if noise_multiplier is not None}
+        return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
 
     @property
     def noise_multiplier_in_words(self) -> str:
-        """σ, which is the gradient's, and σ₀ if a private loss or count makes that another number."""
-        if not self._beside_gradient:
-            return f"{self.noise_multiplier:.4g}"
-        others, effective = " and ".join(self._beside_gradient), self.effective_noise_multiplier
-        return f"{self.noise_multiplier:.4g} of the gradient; with {others} σ₀ = {effective:.4g}, which is accounted"
+        """σ, which is the gradient's, and σ₀ if a private loss makes that another number."""
+        of_gradient, effective = f"{self.noise_multiplier:.4g}", self.effective_noise_multiplier
+        if self.loss_noise_multiplier is None:
+            return of_gradient
+        return f"{of_gradient} of the gradient; with the loss σ₀ = {effective:.4g}, which is accounted"
 
     @property
     def clipping_in_words(self) -> str:
@@ -116,11 +108,7 @@ class PrivacyStatement:
         views = self.augmentation_multiplicity
         of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
         of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
-        moves = ""
-        if self.clipping_quantile is not None:
-            count = f"by a count with noise multiplier {self.count_noise_multiplier:.4g}"
-            moves = f" at first, then the quantile {self.clipping_quantile:g} of the norms, {count}"
-        return f"{self.per_sample_max_grad_norm:g}{moves} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
+        return f"{self.per_sample_max_grad_norm:g} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
 
     @property
     def unit_in_words(self) -> str:

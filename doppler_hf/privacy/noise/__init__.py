@@ -5,12 +5,10 @@
 - gaussian: normals from secret words
 - ahead: the noise of the next step, prepared in the background
 - private_loss: the training loss as a private number
-- adaptive_clip: a clip norm that follows the norms of the gradients
 """
 
-from doppler_hf.privacy.noise.adaptive_clip import AdaptiveClip
 from doppler_hf.privacy.noise.gaussian import noise_source
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = ["AdaptiveClip", "GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]
+__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]

@@ -46,9 +46,6 @@ class Mechanism(Protocol):
     ) -> dict[str, Float[Tensor, "..."]]:
         """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
 
-    def rescale(self, max_grad_norm: float) -> None:
-        """Take another bound on an example's contribution from the next step on; see `GaussianMechanism.rescale`."""
-
     def releases(self, steps: int, *, sample_rate: float, groups: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms; see `GaussianMechanism.releases`."""
 
@@ -164,19 +161,6 @@ class GaussianMechanism:
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white * self.shape.std(step - self._first_step)
-
-    def rescale(self, max_grad_norm: float) -> None:
-        """Take another bound on an example's contribution from the next step on, with as much more or less noise.
-
-        Raises:
-            ValueError: If the bound is not positive, or the noise is shaped: it takes back noise of earlier steps, which
-                covers contributions within their bound.
-        """
-        if not 0.0 < max_grad_norm < float("inf"):
-            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
-        if not self.shape.is_white:
-            raise ValueError(f"The noise must be white for a clip norm that changes, got the shape {self.shape}.")
-        self.max_grad_norm = max_grad_norm
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release, in the accountant's terms.

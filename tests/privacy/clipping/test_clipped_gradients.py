@@ -34,7 +34,7 @@ def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):
         return model(torch.tensor(rows)).sum(dim=(1, 2))
 
     def found(clipped):
-        return {**clipped.sums, "within": clipped.num_within, "non-finite": clipped.num_non_finite}
+        return {**clipped.sums, "non-finite": clipped.num_non_finite}
 
     with ClippedGradients(model, granularity=granularity) as clipped:
         clipped.backward(losses([0, 1], [2, 3]))
@@ -47,13 +47,13 @@ def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_counts_have_one_dtype_with_examples_and_without(dtype):
-    """Processes add them up, and one may have an empty draw."""
+def test_the_count_has_one_dtype_with_examples_and_without(dtype):
+    """Processes add it up, and one may have an empty draw."""
     model = nn.Linear(3, 1).to(dtype)
     with ClippedGradients(model) as clipped:
-        of_none = clipped.num_within.dtype, clipped.num_non_finite.dtype
+        of_none = clipped.num_non_finite.dtype
         clipped.backward(model(torch.randn(4, 3, dtype=dtype))[:, 0])
-        assert (clipped.num_within.dtype, clipped.num_non_finite.dtype) == of_none
+        assert clipped.num_non_finite.dtype == of_none
 
 
 class Hungry(nn.Module):

@@ -339,9 +339,9 @@ def test_the_schema_knows_the_statement():
     [
         ("{", "not the JSON"),
         ("[]", r"at \$, \[\] is not of type 'object'"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:8", "format_version": 8, "entries": []}', r"at \$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 8"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:8", "format_version": 8, "format_version": 8}', "Names must be unique"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:9", "format_version": 9, "entries": []}', r"at \$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 9"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:9", "format_version": 9, "format_version": 9}', "Names must be unique"),
         ('{"$schema": NaN}', "null, got NaN"),
         (b"\xff", "not the JSON"),
     ],
