@@ -16,7 +16,7 @@ from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM
 from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.privacy.losses import without_adapters
 
-_NUMBER, _TOKENS, _SIDE = 8, 32, 64
+_NUMBER, _TOKENS, _SIDE = 8, 64, 64
 
 
 def typical_norm(model: nn.Module, *, has_own_loss: bool) -> float:
@@ -50,8 +50,9 @@ def made_up_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     config, generator = model.config, torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
         side = getattr(config, "image_size", _SIDE)
-        shape = (_NUMBER, getattr(config, "num_channels", 3), *([side] * 2 if isinstance(side, int) else side))
-        return {"pixel_values": torch.randn(shape, generator=generator).to(model.device)}
+        size = (_NUMBER, getattr(config, "num_channels", 3), *([side] * 2 if isinstance(side, int) else side))
+        return {"pixel_values": torch.randn(size, generator=generator).to(model.device)}
     # None of them ends a text or is padding, which have the first and last numbers.
-    tokens = torch.randint(config.vocab_size // 4, 3 * config.vocab_size // 4, (_NUMBER, _TOKENS), generator=generator)
+    shape = (_NUMBER, min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS) // 2)
+    tokens = torch.randint(config.vocab_size // 4, 3 * config.vocab_size // 4, shape, generator=generator)
     return {"input_ids": tokens.to(model.device), "attention_mask": torch.ones_like(tokens).to(model.device)}
