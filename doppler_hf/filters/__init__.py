@@ -4,13 +4,12 @@
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
-- snr, best: a filter's signal-to-noise ratio, and the filter with the greatest
+- snr: a filter's signal-to-noise ratio
 - spectrum, fir: measured autocorrelations and spectra, and taps from gradients
 - closed_loop, auto: the loss that noise costs, and the choice with the least
 """
 
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape
-from doppler_hf.filters.best import best_filter
 from doppler_hf.filters.closed_loop import ClosedLoop
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
@@ -52,7 +51,7 @@ from doppler_hf.filters.spectrum import (
 
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
-    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error", "best_filter",
+    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error",
     "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
     "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
     "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",

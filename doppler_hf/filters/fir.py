@@ -15,27 +15,23 @@ import math
 import numpy as np
 from jaxtyping import Float, Float64
 
-from doppler_hf.filters.best import Objective
 from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.snr import check_autocorrelation
 from doppler_hf.filters.spectrum import check_noise, checked
 
 
-def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"], *, objective: Objective = "bound") -> LowPassFilter:
+def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
     """Return the best filter of unit gain without feedback for a signal of the given autocorrelation, in closed form.
 
     Args:
         autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
-        objective: ``"bound"`` for b ∝ c, as in the paper; ``"snr"`` for b ∝ c + r, r the root mean square of c (see `snr`).
 
     Example:
         >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
     """
     check_autocorrelation(autocorrelation)
-    if objective == "snr":
-        autocorrelation = autocorrelation + math.sqrt(float(np.mean(autocorrelation**2)))
     if autocorrelation.sum() <= 0:
         raise ValueError(
             f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
