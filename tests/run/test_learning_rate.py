@@ -136,9 +136,9 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     assert math.sqrt(len(walks)) * walk**2 == pytest.approx(math.sqrt(2) * min(walks) ** 2)
     rate = rate_of(tmp_path, model=model, lr_scheduler_type="constant")
     assert rate == pytest.approx(math.sqrt(0.3) * walk / 20)
-    short = rate_of(tmp_path, model=model, lr_scheduler_type="constant", max_steps=4)
+    short = rate_of(tmp_path, model=model, lr_scheduler_type="constant", max_steps=1)
     assert short == pytest.approx(math.sqrt(0.3) * LARGEST_STEP_OF_ADAPTERS)
-    assert short < math.sqrt(0.3) * walk / 2
+    assert short < math.sqrt(0.3) * walk
     assert not list(layers_of_sums(model))
     model.requires_grad_(False).classifier.requires_grad_(True)
     assert not list(walks_of_adapters(model))
