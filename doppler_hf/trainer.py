@@ -34,7 +34,6 @@ from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
-from doppler_hf.run.typical_norm import typical_norm
 from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -176,7 +175,7 @@ class DopplerTrainer(AroundSteps):
                 check_loss=self._check_loss,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
-                typical_norm=typical_norm(self.model, has_own_loss=self._has_own_loss),
+                has_own_loss=self._has_own_loss,
                 sharding=self._sharding,
             )
         return values

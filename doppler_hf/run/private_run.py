@@ -44,6 +44,7 @@ from doppler_hf.run.replicas import (
 )
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
+from doppler_hf.run.typical_norm import typical_norm
 from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -182,7 +183,7 @@ class PrivateRun:
         check_loss: CheckLoss,
         loader: Any,
         rows_per_loss: int,
-        typical_norm: float,
+        has_own_loss: bool,
         sharding: Sharding,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
@@ -193,7 +194,7 @@ class PrivateRun:
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
-            typical_norm: As in `ClippedGradients`.
+            has_own_loss: Whether the loss is another one than that of the model's class.
             sharding: Where the weights lie.
 
         Raises:
@@ -220,7 +221,7 @@ class PrivateRun:
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
-            typical_norm=typical_norm,
+            typical_norm=typical_norm(model, has_own_loss=has_own_loss),
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
