@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         proposed = largest_micro_batch(
             lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
-            most=args.batch_size,
+            most=max(1, args.batch_size // args.processes),
             memory=_USABLE * args.memory * _GIB,
         )
         setting = replace(setting, micro_batch=proposed or 1)

@@ -47,6 +47,8 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
         assert main(words(tmp_path, "causal-lm", "--json", f"--memory={gib}")) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert [each["proposed"] for each in found] == [8, 4, None]  # of a batch of 8
+    assert main(words(tmp_path, "causal-lm", "--json", "--memory=1", "--processes=4", "--bandwidth=1e9")) == 0
+    assert json.loads(capsys.readouterr().out)["proposed"] == 2  # of which each process has two
     assert found[1]["peak_bytes"] <= 0.9 * 5e-4 * 2**30 < found[0]["peak_bytes"]
     assert found[0]["seconds"] == {}
     assert main(words(tmp_path, "causal-lm", "--memory=1e-6")) == 0
