@@ -6,6 +6,7 @@ inputs, so that it is a public number, and no bound: what is longer is clipped.
 """
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ def typical_norm(model: nn.Module, *, has_own_loss: bool) -> float:
         with hook, modes_kept(model), torch.no_grad(), contextlib.suppress(Exception):
             model.eval()
             model(**made_up_inputs(base))
-    return max(norms[-1] / 2, SMALLEST_TYPICAL_NORM) if norms else SMALLEST_TYPICAL_NORM
+    # Sensitivity: a norm that is not a number would make sums that are none.
+    return max(norms[-1] / 2, SMALLEST_TYPICAL_NORM) if norms and math.isfinite(norms[-1]) else SMALLEST_TYPICAL_NORM
 
 
 def made_up_inputs(model: PreTrainedModel) -> dict[str, Tensor]:

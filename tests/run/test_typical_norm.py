@@ -81,6 +81,9 @@ def test_a_model_that_takes_no_made_up_inputs_is_clipped_as_others():
             raise AssertionError
 
     assert typical_norm(Own(BertConfig(**TEXT)), has_own_loss=False) == SMALLEST_TYPICAL_NORM
+    broken = BertForSequenceClassification(BertConfig(**TEXT))
+    torch.nn.init.constant_(broken.bert.pooler.dense.weight, torch.nan)
+    assert typical_norm(broken, has_own_loss=False) == SMALLEST_TYPICAL_NORM
 
 
 def test_automatic_clipping_of_a_training_is_vanilla_at_the_typical_norm(tmp_path):
