@@ -152,14 +152,14 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if self.args.disable_dp:
             return super()._precompute_ref_logps(dataset, name, batch_size)
+        if WITHOUT_REFERENCE.issuperset(self.loss_types):
+            return dataset.map(lambda row: dict.fromkeys(REFERENCES, 0.0))
         if self.args.world_size > 1 and not dataset.cache_files:
             raise ValueError(
                 f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL passes "
                 "the reference's log-probabilities to other processes in a file beside it. Save it with save_to_disk(), and "
                 "load it with load_from_disk()."
             )
-        if WITHOUT_REFERENCE.issuperset(self.loss_types):
-            return dataset.map(lambda row: dict.fromkeys(REFERENCES, 0.0))
         model = self.ref_model or self.model
         with modes_kept(model):
             model.eval()  # a reference has no dropout

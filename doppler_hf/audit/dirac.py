@@ -7,7 +7,7 @@ C′·eᵢ, so that coordinate i of the private gradient, in units of C′/B, is
 
 with σ in units of C′: exactly the pair of distributions that the accountant bounds. The best score of a round of n steps is
 log(1 − n·q + q·Σ exp((x − ½)/σ²)), q the sample rate. Of shaped noise the attacker reads the turns, see `Turns`. C′ is C for
-vanilla clipping, a little less for automatic clipping, and C/√L for each of L layers.
+vanilla and automatic clipping, and C/√L for each of L layers.
 """
 
 import functools

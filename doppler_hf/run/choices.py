@@ -48,8 +48,7 @@ def chosen_noise_shape(
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
     # Without a target there are no shapes of equal ε. GaLore saves memory, and shaped noise keeps bands - 1 whole gradients
-    # of it. The taps of an optimal filter are estimated from white noise. Shaped noise covers contributions within one
-    # clip norm.
+    # of it. The taps of an optimal filter are estimated from white noise.
     is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
     if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir:
         return WHITE

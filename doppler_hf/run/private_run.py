@@ -27,6 +27,7 @@ from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM
 from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.noise import noise_source
@@ -217,11 +218,12 @@ class PrivateRun:
         if isinstance(base, PreTrainedModel):
             # A layer that keeps its past in a cache computes something else at each call.
             base.config.get_text_config().use_cache = args.use_cache
+        is_scaled = (statement.clipping, statement.clipping_granularity) == ("automatic", "flat")
         clipped = ClippedGradients(
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
-            typical_norm=typical_norm(model, has_own_loss=has_own_loss),
+            typical_norm=typical_norm(model, has_own_loss=has_own_loss) if is_scaled else SMALLEST_TYPICAL_NORM,
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
@@ -421,7 +423,7 @@ class PrivateRun:
         """
         assert self._clipped is not None
         for _ in range(self._dummies):  # another process has more micro-batches, and all gather the weights
-            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums, loss nor count
+            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
             # change, and what is released is the same, in every bit, whether the pass is made or not.
             assert self._dummy is not None
             self._add(self._dummy)

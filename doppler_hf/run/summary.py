@@ -1,15 +1,15 @@
 """What a private run prints: six lines before its first step, all its terms with log_level="info", and what it has spent."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from transformers.trainer_utils import get_last_checkpoint
-
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
@@ -84,12 +84,14 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) -> None:
     """Print what a run that did not come to its end has spent, and how to go on."""
-    last = get_last_checkpoint(args.output_dir)
+    last: str | bool | None = None
+    with contextlib.suppress(ValueError):  # none is whole
+        last = whole_checkpoint(True, output_dir=args.output_dir)
     print(
         f"\nInterrupted. Privacy spent so far: {spent_in_words(ledger, args)}, kept in {args.output_dir}/{LEDGER_NAME}. "
         + (
             "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."
-            if last is None
+            if not isinstance(last, str)
             else f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count."
         )
     )

@@ -23,16 +23,20 @@ _NUMBER, _TOKENS, _SIDE = 8, 64, 64
 def typical_norm(model: nn.Module, *, has_own_loss: bool) -> float:
     """Return half the norm of what enters the trained linear head of a classifier of Transformers with its loss.
 
-    For other models, and for those that do not take the made-up inputs, it is next to nothing.
+    For other models, for those that do not take the made-up inputs, for regression and for several labels at once it is next
+    to nothing.
     """
     base = without_adapters(model)
     loss = LOSS_MAPPING.get(base.loss_type) if isinstance(base, PreTrainedModel) else None
-    if has_own_loss or loss is not ForSequenceClassificationLoss:
+    if has_own_loss or loss is not ForSequenceClassificationLoss or base.config.num_labels == 1:
+        return SMALLEST_TYPICAL_NORM
+    if base.config.problem_type not in (None, "single_label_classification"):
         return SMALLEST_TYPICAL_NORM
     heads = [
         layer
-        for layer in model.modules()
+        for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and layer.weight.requires_grad and layer.out_features == base.config.num_labels
+        if "lora_" not in name
     ]
     norms: list[float] = []
     if heads:

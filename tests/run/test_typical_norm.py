@@ -71,7 +71,13 @@ def test_nothing_is_said_of_other_models_losses_and_heads():
     assert typical_norm(classifier, has_own_loss=True) == SMALLEST_TYPICAL_NORM
     for model in (BertForTokenClassification(BertConfig(**TEXT)), GPT2LMHeadModel(GPT2), classifier.requires_grad_(False)):
         assert typical_norm(model, has_own_loss=False) == SMALLEST_TYPICAL_NORM
-    adapted = get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    several = BertForSequenceClassification(BertConfig(**TEXT, problem_type="multi_label_classification"))
+    one = BertForSequenceClassification(BertConfig(**TEXT | {"num_labels": 1}))
+    for model in (several, one):
+        assert typical_norm(model, has_own_loss=False) == SMALLEST_TYPICAL_NORM
+    factors = get_peft_model(classifier, LoraConfig(r=3, target_modules=["query"]))  # whose outputs are as many as classes
+    assert typical_norm(factors, has_own_loss=False) == SMALLEST_TYPICAL_NORM
+    adapted = get_peft_model(factors.unload(), LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
     assert typical_norm(adapted, has_own_loss=False) > 0.1
 
 

@@ -35,7 +35,7 @@ class ClippedGradients:
             names and checkpoints stay as they are.
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
-        typical_norm: γ of automatic clipping of all parameters together; see `clip_factors`.
+        typical_norm: γ of automatic clipping; see `clip_factors`.
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
@@ -89,7 +89,7 @@ class ClippedGradients:
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
-        self._typical_norm = typical_norm if granularity == "flat" else SMALLEST_TYPICAL_NORM
+        self._typical_norm = typical_norm
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
