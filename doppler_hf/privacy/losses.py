@@ -19,7 +19,13 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
 from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
@@ -79,6 +85,13 @@ def token_task(model: nn.Module) -> TokenTask | None:
     if model.config.is_encoder_decoder:
         return "seq2seq_lm"
     return "causal_lm" if loss is ForCausalLMLoss else "masked_lm"
+
+
+def has_one_label(model: nn.Module) -> bool:
+    """Return whether the loss of a model, without PEFT's wrapper, is the cross-entropy of an example's one label."""
+    if not isinstance(model, PreTrainedModel) or LOSS_MAPPING.get(model.loss_type) is not ForSequenceClassificationLoss:
+        return False
+    return model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
 
 
 def has_choices(model: nn.Module) -> bool:

@@ -7,7 +7,6 @@
 - model_limits: the range of numbers that the model takes
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
-- typical_norm: the norm of a gradient before training, below which none is scaled up to the clip norm
 - plan: every number of the mechanism, computed once
 - mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one

@@ -27,9 +27,8 @@ from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM
 from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
-from doppler_hf.privacy.losses import without_adapters
+from doppler_hf.privacy.losses import has_one_label, without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
@@ -45,7 +44,6 @@ from doppler_hf.run.replicas import (
 )
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
-from doppler_hf.run.typical_norm import typical_norm
 from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -218,12 +216,11 @@ class PrivateRun:
         if isinstance(base, PreTrainedModel):
             # A layer that keeps its past in a cache computes something else at each call.
             base.config.get_text_config().use_cache = args.use_cache
-        is_scaled = (statement.clipping, statement.clipping_granularity) == ("automatic", "flat")
         clipped = ClippedGradients(
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
-            typical_norm=typical_norm(model, has_own_loss=has_own_loss) if is_scaled else SMALLEST_TYPICAL_NORM,
+            is_cross_entropy=not has_own_loss and has_one_label(base),
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_matmul_precision
-from doppler_hf.privacy.clipping.clip_factors import SMALLEST_TYPICAL_NORM, Clipping, clip_factors, raised
+from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, raised, shares_of_error
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.groups import Names, in_groups
 from doppler_hf.privacy.clipping.norms import Squares
@@ -35,7 +35,8 @@ class ClippedGradients:
             names and checkpoints stay as they are.
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
-        typical_norm: γ of automatic clipping; see `clip_factors`.
+        is_cross_entropy: Whether a loss is −log p of one right class. Automatic clipping then multiplies an example's
+            gradient, at norm C, by min(1, 2(1 − p)).
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
@@ -68,7 +69,7 @@ class ClippedGradients:
         *,
         max_grad_norm: float = 1.0,
         clipping: Clipping = "vanilla",
-        typical_norm: float = SMALLEST_TYPICAL_NORM,
+        is_cross_entropy: bool = False,
         granularity: Granularity = "flat",
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
@@ -89,7 +90,7 @@ class ClippedGradients:
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
-        self._typical_norm = typical_norm
+        self._is_cross_entropy = is_cross_entropy
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
@@ -180,6 +181,10 @@ class ClippedGradients:
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
+            if self._is_cross_entropy and self._clipping == "automatic":
+                # Sensitivity: a share is a number of [0, 1] of the example alone, so that it contributes C at most.
+                shares = shares_of_error(losses).unflatten(0, (batch_size, views)).mean(dim=1)
+                weights = shares if weights is None else shares * weights
             return self._add_clipped(gradients, weights)
 
     @contextlib.contextmanager
@@ -272,7 +277,6 @@ class ClippedGradients:
                 raised(norms, self._coarsest),
                 max_grad_norm=bound,
                 clipping=self._clipping,
-                typical_norm=self._typical_norm,
             )
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)

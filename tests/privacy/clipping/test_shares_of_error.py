@@ -1,0 +1,146 @@
+"""What an example contributes under automatic clipping shrinks with its error, and never exceeds C."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping.clip_factors import shares_of_error
+from doppler_hf.privacy.losses import has_one_label
+from tests.support.per_example import gradients_of_each, norm_of
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import Recorder, trained, trainer_of
+
+SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+TEXT = dict(vocab_size=50, max_position_embeddings=20, **SMALL)
+GPT2 = GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0)
+
+
+def test_shares_are_1_at_even_odds_and_0_at_no_loss():
+    odds = torch.tensor([0.0, 0.1, 0.5, 0.75, 0.9, 1.0])
+    torch.testing.assert_close(shares_of_error(-odds.log()), torch.tensor([1.0, 1.0, 1.0, 0.5, 0.2, 0.0]))
+    odd = torch.tensor([-1e-7, torch.nan, torch.inf, -torch.inf])
+    torch.testing.assert_close(shares_of_error(odd), torch.tensor([0.0, 1.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("granularity", ["flat", "per_layer"])
+@pytest.mark.parametrize("views", [1, 2])
+def test_each_contributes_its_share_of_the_clip_norm(granularity, views):
+    torch.manual_seed(0)
+    model, bound = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), 0.7
+    x, y, weights = torch.randn(8, 6), torch.randint(3, (8,)), torch.linspace(0.1, 1, 8 // views)
+    with torch.no_grad():
+        model[2].weight.mul_(8.0)
+
+    def losses(rows):
+        return F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+
+    of_rows = gradients_of_each(model, losses, 8)
+    shares = (2 - 2 * (-losses(slice(0, 8)).detach()).exp()).clamp(max=1).view(-1, views).mean(dim=1)
+    assert shares.min() < 0.8
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for index, share in enumerate(shares * weights):
+        views_of = of_rows[index * views : (index + 1) * views]
+        mean = {name: sum(of[name] for of in views_of) / views for name in expected}
+        for layer in ("0", "2"):
+            names = [name for name in mean if granularity == "flat" or name.startswith(layer)]
+            norm = norm_of(mean[name] for name in names)
+            for name in (name for name in names if name.startswith(layer)):
+                expected[name] += share * bound / (norm if granularity == "flat" else norm * 2**0.5) * mean[name]
+    options = dict(max_grad_norm=bound, clipping="automatic", granularity=granularity, is_cross_entropy=True)
+    with ClippedGradients(model, **options) as clipped:
+        clipped.backward(losses(slice(0, 8)), weights=weights, views=views)
+        for name, total in clipped.sums.items():
+            torch.testing.assert_close(total, expected[name], rtol=2e-3, atol=1e-5)
+    with ClippedGradients(model, **options) as clipped:
+        for index in range(8):
+            clipped.reset()
+            clipped.backward(losses(slice(index, index + 1)))
+            assert norm_of(clipped.sums.values()) <= bound
+
+
+@pytest.mark.parametrize(("is_cross_entropy", "least", "most"), [(True, 0.3, 0.4), (False, 0.8, 9.0)])
+def test_a_model_does_not_run_to_the_class_that_is_frequent(is_cross_entropy, least, most):
+    """Of labels that nothing tells, 90 % are one class: a guess by the shares of the classes has loss 0.325."""
+    torch.manual_seed(0)
+    x, y = torch.randn(1000, 8), (torch.arange(1000) % 10 == 0).long()
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    options = dict(clipping="automatic", is_cross_entropy=is_cross_entropy)
+    with ClippedGradients(model, **options) as clipped:
+        for _ in range(150):
+            clipped.reset()
+            clipped.backward(F.cross_entropy(model(x), y, reduction="none"))
+            for name, parameter in model.named_parameters():
+                parameter.grad = clipped.sums[name] / len(x)
+            optimizer.step()
+    assert least < F.cross_entropy(model(x), y) < most
+
+
+@pytest.mark.parametrize(
+    "model_of",
+    [
+        lambda **of: BertForSequenceClassification(BertConfig(**TEXT, **of)),
+        lambda **of: RobertaForSequenceClassification(RobertaConfig(**TEXT, **of)),
+        lambda **of: GPT2ForSequenceClassification(GPT2Config(**GPT2.to_diff_dict() | of)),
+        lambda **of: ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SMALL, **of)),
+        lambda **of: BartForSequenceClassification(
+            BartConfig(
+                vocab_size=50,
+                d_model=8,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=1,
+                decoder_attention_heads=1,
+                **of,
+            )
+        ),
+    ],
+)
+def test_classifiers_have_one_label(model_of):
+    assert has_one_label(model_of(num_labels=3))
+    assert not has_one_label(model_of(num_labels=1))
+    assert not has_one_label(model_of(num_labels=3, problem_type="multi_label_classification"))
+
+
+def test_other_models_have_not():
+    config = BertConfig(**TEXT)
+    others = BertForTokenClassification(config), BertForMultipleChoice(config), GPT2LMHeadModel(GPT2), nn.Linear(2, 2)
+    assert not any(map(has_one_label, others))
+
+
+def test_a_training_weighs_its_own_model_s_loss_alone(tmp_path):
+    class OwnLoss(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            return super().compute_per_sample_loss(model, inputs)
+
+    def first_gradient(cls):
+        torch.manual_seed(0)
+        model = tiny_bert()
+        with torch.no_grad():  # all examples have the same loss, -log p with p = 0.8
+            model.classifier.weight.zero_()
+            model.classifier.bias.copy_(torch.tensor([0.8, 0.2]).log())
+        recorder = Recorder()
+        data = text_data().map(lambda row: {"labels": 0})
+        run = dict(noise_multiplier=0.0, noise_seed=0, max_steps=1, clipping="automatic")
+        trained(trainer_of(tmp_path / cls.__name__, model=model, cls=cls, data=data, callbacks=[recorder], **run))
+        return recorder.gradients[0]
+
+    torch.testing.assert_close(first_gradient(DopplerTrainer), 0.4 * first_gradient(OwnLoss), rtol=1e-4, atol=1e-7)
