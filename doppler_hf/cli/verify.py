@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         none = "no weights, since none lie beside it: copy them there to have them checked"
         of_weights = f"the weights in {', '.join(weights)}" if weights else none
         console.print(f"VERIFIED: {guarantee_in_words(ledger)} Of {of_weights}.", markup=False, soft_wrap=True)
-    for mismatch in mismatches:
-        console.print(f"- {mismatch}", markup=False, soft_wrap=True)
+    for line in (*(f"- {mismatch}" for mismatch in mismatches), *other_trainings(ledger, path.parent)):
+        console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
     console.print(terms_table(ledger, meaning))
     console.print(
@@ -83,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"The head is {ledger.head}", soft_wrap=True)
     if args.head is None:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
-    for line in other_trainings(ledger, path.parent):
-        console.print(line, markup=False, soft_wrap=True)
     return 1 if mismatches else 0
 
 

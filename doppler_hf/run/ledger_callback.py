@@ -29,7 +29,7 @@ from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learn
 from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import print_end, print_interruption, print_start
+from doppler_hf.run.summary import print_end, print_if_not_learnt, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
 LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
@@ -252,6 +252,8 @@ class PrivacyCallback(TrainerCallback):
     def on_evaluate(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Keep the evaluations for the report: no checkpoint has those that come after it was written."""
         if self.ledger is not None and state.is_world_process_zero:
+            if not self._is_running:
+                print_if_not_learnt(kwargs["metrics"])
             keep_evaluations(args.output_dir, state.log_history, ledger=self.ledger)
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:

@@ -67,17 +67,21 @@ def print_start(
 
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
-    """Print what a run has spent, where its ledger is, and whether the last evaluation in the logs shows nothing learnt."""
+    """Print what a run has spent, where its ledger is, and if the last evaluation in the logs shows nothing learnt."""
     print(
         f"Privacy spent: {spent_in_words(ledger, args)} in {ledger.steps_run:,} steps.\n"
         f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`. What it "
         "means: docs/start/dp-in-ten-minutes.md."
     )
-    last = next((log for log in reversed(logs) if "eval_accuracy" in log), {})
-    majority = last.get("eval_majority_class_accuracy")
-    if majority is not None and last["eval_accuracy"] <= majority:
+    print_if_not_learnt(next((log for log in reversed(logs) if "eval_accuracy" in log), {}))
+
+
+def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
+    """Print if an evaluation's accuracy is that of a model that always names one class."""
+    accuracy, majority = metrics.get("eval_accuracy"), metrics.get("eval_majority_class_accuracy")
+    if accuracy is not None and majority is not None and accuracy <= majority:
         print(
-            f"The model may not have learnt: its accuracy, {last['eval_accuracy']:.3g}, is not above {majority:.3g}, the "
+            f"The model may not have learnt: its accuracy, {accuracy:.3g}, is not above {majority:.3g}, the "
             "share of the most frequent class of the evaluation set. See docs/start/troubleshooting.md#it-does-not-learn."
         )
 

@@ -75,8 +75,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     clipping: Clipping = HfArg(
         default="automatic",
-        help="automatic: scale every example's gradient to C, but a classifier's small ones in proportion. vanilla: "
-        "shorten only gradients above C.",
+        help="automatic: scale every example's gradient to C, in a classifier times min(1, 2(1 - p)) with p the probability "
+        "of its class. vanilla: shorten only gradients above C.",
     )
     clipping_granularity: Granularity = HfArg(
         default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
