@@ -38,4 +38,5 @@ def shares_of_error(losses: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
 
     The gradient of a logit is in proportion to 1 − p. A loss that is not a number has the share 1, so that it is counted.
     """
-    return (-2 * torch.expm1(-losses.detach().float())).nan_to_num(nan=1.0).clamp(0.0, 1.0)
+    losses = losses.detach().to(torch.promote_types(losses.dtype, torch.float32))
+    return (-2 * torch.expm1(-losses)).nan_to_num(nan=1.0).clamp(0.0, 1.0)
