@@ -1,8 +1,9 @@
 """`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
 
 Canary i is in the training set if coin i says so. Otherwise the run is the audited one: the same sampler, engine, clipping,
-noise, optimizer and accountant, with N the number of training rows. The attacker sees the private gradient of every step and
-all models (or, black-box, the first and the last model only) and gives each canary a score.
+noise, optimizer and accountant, with N the number of training rows. Its loss is the audit's own, so that automatic clipping
+brings every gradient to norm C, whatever the example's error: the worst case. The attacker sees the private gradient of
+every step and all models (or, black-box, the first and the last model only) and gives each canary a score.
 """
 
 from abc import ABC, abstractmethod

@@ -19,13 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import (
-    LOSS_MAPPING,
-    ForCausalLMLoss,
-    ForMaskedLMLoss,
-    ForSequenceClassificationLoss,
-    ForTokenClassification,
-)
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
@@ -87,11 +81,16 @@ def token_task(model: nn.Module) -> TokenTask | None:
     return "causal_lm" if loss is ForCausalLMLoss else "masked_lm"
 
 
-def has_one_label(model: nn.Module) -> bool:
-    """Return whether the loss of a model, without PEFT's wrapper, is the cross-entropy of an example's one label."""
-    if not isinstance(model, PreTrainedModel) or LOSS_MAPPING.get(model.loss_type) is not ForSequenceClassificationLoss:
+def has_one_label(model: nn.Module, labels: Any) -> bool:
+    """Return whether the loss of a model, without PEFT's wrapper, is the cross-entropy of an example's one label.
+
+    That is as `per_sample_losses` has it for these labels of a batch.
+    """
+    is_one_class = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
+    if not is_one_class or not isinstance(model, PreTrainedModel) or token_task(model) is not None:
         return False
-    return model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
+    is_of_classes = model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
+    return has_choices(model) or (is_of_classes and not has_ctc(model) and not has_pixels(model))
 
 
 def has_choices(model: nn.Module) -> bool:

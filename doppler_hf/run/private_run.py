@@ -216,18 +216,18 @@ class PrivateRun:
         if isinstance(base, PreTrainedModel):
             # A layer that keeps its past in a cache computes something else at each call.
             base.config.get_text_config().use_cache = args.use_cache
+        self._dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
         clipped = ClippedGradients(
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
-            is_cross_entropy=not has_own_loss and has_one_label(base),
+            is_cross_entropy=not has_own_loss and has_one_label(base, self._dummy.inputs.get("labels")),
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
         )
         self._clipped = self._resources.enter_context(clipped)
         self._losses_of, self._sharding = losses_of, sharding
-        self._dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
             reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)

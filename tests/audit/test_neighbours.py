@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import NeighbourResult, neighbour_distances
@@ -21,7 +22,7 @@ from tests.audit.neighbour_cases import (
     result_of,
 )
 from tests.support.tiers import further
-from tests.support.tiny import OwnGenerator, Rows, hidden, pad, tiny_bert
+from tests.support.tiny import OwnGenerator, Rows, hidden, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
 
 
@@ -62,6 +63,17 @@ def test_an_example_of_several_choices_moves_the_sum_by_at_most_c(case):
 @pytest.mark.parametrize("case", further(OF_VIEWS, quick=OF_VIEWS[::2]), ids=name_of)
 def test_an_example_of_several_views_moves_the_sum_by_at_most_c(case):
     check(case, views=VIEWS)
+
+
+def test_a_record_counts_whole_however_well_it_is_fitted(tmp_path):
+    """Or one that counts twice, with half its length, would be within C."""
+    model = tiny_bert()
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.copy_(torch.tensor([0.9, 0.1]).log())
+    data = Dataset.from_list([{**row, "labels": 0} for row in text_data()])
+    result = neighbour_distances(trainer_of(tmp_path, model=model, data=data, clipping="automatic"), pairs=3)
+    assert result.distances.min() > 0.99
 
 
 class Augmented(Rows):

@@ -5,17 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
     BertConfig,
     BertForMultipleChoice,
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2Config,
-    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -30,7 +25,7 @@ from tests.support.trainers import Recorder, trained, trainer_of
 
 SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 TEXT = dict(vocab_size=50, max_position_embeddings=20, **SMALL)
-GPT2 = GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2, num_labels=3, pad_token_id=0)
+GPT2 = GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2)
 
 
 def test_shares_are_1_at_even_odds_and_0_at_no_loss():
@@ -94,36 +89,24 @@ def test_a_model_does_not_run_to_the_class_that_is_frequent(is_cross_entropy, le
     assert least < F.cross_entropy(model(x), y) < most
 
 
-@pytest.mark.parametrize(
-    "model_of",
-    [
-        lambda **of: BertForSequenceClassification(BertConfig(**TEXT, **of)),
-        lambda **of: RobertaForSequenceClassification(RobertaConfig(**TEXT, **of)),
-        lambda **of: GPT2ForSequenceClassification(GPT2Config(**GPT2.to_diff_dict() | of)),
-        lambda **of: ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SMALL, **of)),
-        lambda **of: BartForSequenceClassification(
-            BartConfig(
-                vocab_size=50,
-                d_model=8,
-                encoder_layers=1,
-                decoder_layers=1,
-                encoder_attention_heads=1,
-                decoder_attention_heads=1,
-                **of,
-            )
-        ),
-    ],
-)
-def test_classifiers_have_one_label(model_of):
-    assert has_one_label(model_of(num_labels=3))
-    assert not has_one_label(model_of(num_labels=1))
-    assert not has_one_label(model_of(num_labels=3, problem_type="multi_label_classification"))
+def test_one_label_is_a_whole_number_of_a_classifier():
+    one, several = torch.tensor([0, 1]), torch.zeros(2, 3)
+    classifier = BertForSequenceClassification(BertConfig(**TEXT, num_labels=3))
+    assert has_one_label(classifier, one)
+    assert not any(has_one_label(classifier, labels) for labels in (several, one.float(), one[:, None], None))
+    classifier.config.problem_type = "multi_label_classification"
+    assert not has_one_label(classifier, one)
+    assert not has_one_label(BertForSequenceClassification(BertConfig(**TEXT, num_labels=1)), one)
 
+    class Own(BertForSequenceClassification):
+        pass
 
-def test_other_models_have_not():
-    config = BertConfig(**TEXT)
-    others = BertForTokenClassification(config), BertForMultipleChoice(config), GPT2LMHeadModel(GPT2), nn.Linear(2, 2)
-    assert not any(map(has_one_label, others))
+    image = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SMALL))
+    assert all(
+        has_one_label(model, one) for model in (Own(BertConfig(**TEXT)), BertForMultipleChoice(BertConfig(**TEXT)), image)
+    )
+    others = BertForTokenClassification(BertConfig(**TEXT)), GPT2LMHeadModel(GPT2), nn.Linear(2, 2)
+    assert not any(has_one_label(model, one) for model in others)
 
 
 def test_a_training_weighs_its_own_model_s_loss_alone(tmp_path):
