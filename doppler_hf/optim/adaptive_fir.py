@@ -23,7 +23,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import autocorrelation_from_products, optimal_fir, parse_name
-from doppler_hf.linalg import in_float32
 from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 MEMORY: Final = 0.998
@@ -101,7 +100,7 @@ class OptimalFIR:
         (taps,), (oldest, *history) = coefficients, tensors.filter_states
         flat, m = grad.flatten(), grad * taps[0]
         products = [torch.dot(flat, flat)]
-        for past, tap in zip(map(in_float32, (*history, oldest)), taps[1:], strict=True):
+        for past, tap in zip((*history, oldest), taps[1:], strict=True):
             products.append(torch.dot(flat, past.flatten()))
             m.add_(past, alpha=tap)
         tensors.products.add_(torch.stack(products))

@@ -3,8 +3,6 @@
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTOR_SOURCES, PROJECTORS, has_projected
 from doppler_hf.optim.state import BASES
@@ -23,7 +21,6 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
         ("basis_change", BASIS_CHANGES),
         ("projector", PROJECTORS),
         ("projector_source", PROJECTOR_SOURCES),
-        ("state_dtype", (None, torch.float32, torch.bfloat16)),
     ):
         value = getattr(optimizer, name)
         if value not in choices:
@@ -62,9 +59,6 @@ def check_group(optimizer: "DopplerOptimizer", group: dict[str, Any], *, own: se
         raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
     if "rank" in own and rank is not None and not has_projected(group):
         raise ValueError(RANK_WITHOUT_EFFECT.format(rank))
-    dtype = optimizer.state_dtype
-    if dtype is not None and any(p.dtype == torch.float64 for p in group["params"]):
-        raise ValueError(f"state_dtype must be None for a parameter of torch.float64, got {dtype}. Leave it out.")
 
 
 def _check_finite(name: str, value: float, *, above_0: bool = False) -> None:

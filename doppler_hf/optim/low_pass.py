@@ -17,7 +17,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.linalg import in_float32
 from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 
@@ -25,18 +24,14 @@ def low_pass(
     grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], *, b: Sequence[float], a: Sequence[float]
 ) -> Float[Tensor, "*shape"]:
     """Advance the filter by one step and return m_t, a new tensor (the ``order`` states modified in place)."""
-    s = [in_float32(state) for state in states]
-    m = torch.add(s[0], grad, alpha=b[0]) if s else grad * b[0]
-    for i, (s_i, later) in enumerate(zip_longest(s, s[1:]), start=1):
+    m = torch.add(states[0], grad, alpha=b[0]) if states else grad * b[0]
+    for i, (s_i, later) in enumerate(zip_longest(states, states[1:]), start=1):
         if later is None:
             torch.mul(m, -a[i], out=s_i)
         else:
             torch.add(later, m, alpha=-a[i], out=s_i)
         if i < len(b):  # Each pass over the state costs as much as any other.
             s_i.add_(grad, alpha=b[i])
-    for state, s_i in zip(states, s, strict=True):
-        if s_i is not state:
-            state.copy_(s_i)
     return m
 
 

@@ -94,8 +94,6 @@ class DopplerOptimizer(Optimizer):
         projector: How a basis is found; see `galore.find_basis`.
         projector_source: The matrix for the basis: the step's ``"gradient"``, or the less noisy ``"filtered"`` one, for
             which the filter keeps its states in full size.
-        state_dtype: ``torch.bfloat16`` for filter states and second moment of half the size, rounded at random. By
-            default float32 for parameters of half precision, and the parameter's own dtype otherwise.
         compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
             ``WORTH_COMPILING`` parameters on, with torch 2.13 or later.
 
@@ -129,7 +127,6 @@ class DopplerOptimizer(Optimizer):
         basis_change: BasisChange = "rotate",
         projector: Projector = "warm",
         projector_source: ProjectorSource = "gradient",
-        state_dtype: torch.dtype | None = None,
         compiled: bool | None = None,
     ) -> None:
         self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
@@ -138,7 +135,6 @@ class DopplerOptimizer(Optimizer):
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
         self.projector_source: ProjectorSource = projector_source
-        self.state_dtype = state_dtype
         self.compiled = compiled
         self.base: Base = base
         self.beta2 = beta2
@@ -265,7 +261,7 @@ class DopplerOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and copying; torch's own method would leave the attributes out."""
         names = ("low_pass_filter", "_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
-        more = ("projector_source", "state_dtype", "compiled")
+        more = ("projector_source", "compiled")
         return super().__getstate__() | {name: getattr(self, name) for name in names + more}
 
     @functools.cached_property
@@ -283,7 +279,7 @@ class DopplerOptimizer(Optimizer):
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
-        dtype = self.state_dtype or full_dtype(p)
+        dtype = full_dtype(p)
         zeros = zeros_in_full = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)
         if is_projected(p, group):
             rank = group["rank"]
@@ -291,6 +287,6 @@ class DopplerOptimizer(Optimizer):
             zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=p.device)
             state["steps_in_basis"] = 0
             state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
-            state["basis"] = torch.zeros(min(p.shape), rank, dtype=full_dtype(p), device=p.device)
+            state["basis"] = torch.zeros(min(p.shape), rank, dtype=dtype, device=p.device)
         state |= self._filter.new_state(zeros_in_full if self.projector_source == "filtered" else zeros)
         return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}

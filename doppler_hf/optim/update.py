@@ -5,7 +5,6 @@ from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
-from doppler_hf.optim.rounding import store
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
@@ -24,10 +23,8 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
     if tensors.exp_avg_sq is None:
         subtract(x, m, None, factor=constants.step_size)
     else:
-        v = in_float32(tensors.exp_avg_sq)
+        v = tensors.exp_avg_sq
         v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
-        if v is not tensors.exp_avg_sq:
-            store(tensors.exp_avg_sq, v, entropy=g)
         # Not the root itself, which takes half as long again on a CPU.
         reciprocal = v.sub(constants.noise_var).clamp_(min=constants.floor).rsqrt_()
         subtract(x, m, reciprocal, factor=constants.step_size)

@@ -49,10 +49,6 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
         "first-order-v1": FIRST | {"compiled": False},
         "none, compiled": SECOND | {"low_pass_filter": PAPER_FILTERS["none"], "compiled": True},
     },
-    "bfloat16": {
-        "second-order, bf16 state, compiled": SECOND | {"compiled": True, "state_dtype": torch.bfloat16},
-        "second-order, bf16 state": SECOND | {"compiled": False, "state_dtype": torch.bfloat16},
-    },
     "galore": {"second-order, GaLore": SECOND | {"compiled": False, "update_proj_gap": 10_000}},
     "adaptive": {str(fir): SECOND | {"low_pass_filter": fir, "compiled": False} for fir in map(OptimalFIR, (4, 8))},
     "weights": {f"{name} on the weights": {"weight_filter": PAPER_FILTERS[name]} for name in ("momentum", "second-order")},

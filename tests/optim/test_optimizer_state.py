@@ -15,10 +15,7 @@ from tests.support.tolerances import of_optimizer_steps
 
 BASES = ["sgd", "adam", "adam_bc"]
 FILTERS = ["none", "second-order"]
-DTYPES = [
-    (torch.float64, None), (torch.float32, None), (torch.bfloat16, None),
-    (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
-]  # fmt: skip
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 GALORE = {"rank": 2, "update_proj_gap": 3}
 SHAPES = [(5, 7), (7, 5), (6,)]
 
@@ -45,9 +42,8 @@ def assert_same(params, optimizer, others, other):
     assert_same_numbers([*params, *(optimizer.state[p] for p in params)], [*others, *(other.state[p] for p in others)])
 
 
-def assert_resumed_equals_uninterrupted(dtypes, **options):
-    params = parameters(*SHAPES, dtype=dtypes[0])
-    options |= {"state_dtype": dtypes[1]}
+def assert_resumed_equals_uninterrupted(dtype, **options):
+    params = parameters(*SHAPES, dtype=dtype)
     uninterrupted = optimizer_of(params, **options)
     taken = []
     for steps in (range(3), range(3, 4), range(4, 7)):  # right before the second refresh, and right after it
@@ -60,19 +56,19 @@ def assert_resumed_equals_uninterrupted(dtypes, **options):
         assert_same(resumed_params, resumed, params, uninterrupted)
 
 
-@pytest.mark.parametrize(("dtypes", "base", "name"), pairwise(DTYPES, BASES, FILTERS), ids=str)
-def test_resuming_is_uninterrupted_to_the_bit(dtypes, base, name):
-    assert_resumed_equals_uninterrupted(dtypes, base=base, low_pass_filter=PAPER_FILTERS[name])
+@pytest.mark.parametrize(("dtype", "base", "name"), pairwise(DTYPES, BASES, FILTERS), ids=str)
+def test_resuming_is_uninterrupted_to_the_bit(dtype, base, name):
+    assert_resumed_equals_uninterrupted(dtype, base=base, low_pass_filter=PAPER_FILTERS[name])
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "base", "name", "basis_change", "projector", "projector_source"),
+    ("dtype", "base", "name", "basis_change", "projector", "projector_source"),
     pairwise(DTYPES, BASES, FILTERS, BASIS_CHANGES, PROJECTORS, PROJECTOR_SOURCES),
     ids=str,
 )
-def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtypes, base, name, basis_change, projector, projector_source):
+def test_resuming_with_galore_is_uninterrupted_to_the_bit(dtype, base, name, basis_change, projector, projector_source):
     choices = {"basis_change": basis_change, "projector": projector, "projector_source": projector_source}
-    assert_resumed_equals_uninterrupted(dtypes, base=base, low_pass_filter=PAPER_FILTERS[name], **GALORE, **choices)
+    assert_resumed_equals_uninterrupted(dtype, base=base, low_pass_filter=PAPER_FILTERS[name], **GALORE, **choices)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +122,11 @@ def test_a_group_added_late_begins_anew_and_resumes():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype", "base", "reordered"),
-    [(*dtypes, *rest) for dtypes, *rest in pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"])],
+    ("dtype", "base", "reordered"),
+    pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"]),
     ids=str,
 )
-def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype, base, reordered):
+def test_parameters_and_gradients_in_another_order_of_memory(dtype, base, reordered):
     def channels_last(tensor):
         return tensor.to(memory_format=torch.channels_last)
 
@@ -143,10 +139,7 @@ def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype,
     if reordered != "gradients":
         others = [torch.nn.Parameter(order(p.detach())) for p, order in zip(plain, orders, strict=True)]
         assert not any(p.is_contiguous() for p in others)
-    pair = [
-        optimizer_of([{"params": ps[:2]}, {"params": ps[2:], **GALORE}], base=base, state_dtype=state_dtype)
-        for ps in (plain, others)
-    ]
+    pair = [optimizer_of([{"params": ps[:2]}, {"params": ps[2:], **GALORE}], base=base) for ps in (plain, others)]
     for t in range(5):
         for index, (p, other, order) in enumerate(zip(plain, others, orders, strict=True)):
             p.grad = normal(*p.shape, seed=10 * t + index).to(dtype)
@@ -154,7 +147,7 @@ def test_parameters_and_gradients_in_another_order_of_memory(dtype, state_dtype,
         for optimizer in pair:
             optimizer.step()
     for p, other in zip(plain, others, strict=True):
-        atol = of_optimizer_steps(5, largest=p.abs().max().item(), dtypes=(dtype, state_dtype))
+        atol = of_optimizer_steps(5, largest=p.abs().max().item(), dtypes=[dtype])
         torch.testing.assert_close(other, p, atol=atol, rtol=0)
 
 
@@ -169,13 +162,3 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     assert params[2] not in optimizer.state
     assert torch.equal(params[2], others[2])
     assert_same(params[:2], optimizer, others[:2], before)
-
-
-def test_half_size_state_for_float64_is_refused_before_anything_changes():
-    message = r"state_dtype must be None for a parameter of torch\.float64, got torch\.bfloat16"
-    with pytest.raises(ValueError, match=message):
-        optimizer_of(parameters((6,)), state_dtype=torch.bfloat16)
-    optimizer = optimizer_of(parameters((5, 7), dtype=torch.float32), state_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": parameters((6,))})
-    assert len(optimizer.param_groups) == 1

@@ -19,7 +19,7 @@ def of_optimizer_steps(steps, *, largest, dtypes):
     Args:
         steps: How many.
         largest: The largest number, weights and updates alike.
-        dtypes: Of the weights and of the state.
+        dtypes: Of the weights.
     """
-    spacings = [torch.finfo(dtype).eps for dtype in dtypes if dtype is not None and dtype.itemsize < 4]
+    spacings = [torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize < 4]
     return (steps * 20 * 4 * torch.finfo(torch.float32).eps / 2 + max(spacings, default=0.0)) * largest

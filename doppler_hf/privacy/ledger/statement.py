@@ -1,9 +1,8 @@
 """The terms of a run's guarantee, fixed before its first step.
 
 Each of N units is in a step's batch with probability q = B/N. A step clips its contribution to norm C and adds noise σC. It
-may also release, from the same draw and with noise of their own, the sum of clipped losses and the count of gradients
-within the clip norm. Together these are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L² + 1/σ_b², of which the accountant
-bounds T steps for add/remove neighbours.
+may also release, from the same draw and with noise of its own, the sum of clipped losses. Together these are one Gaussian
+mechanism with 1/σ₀² = 1/σ² + 1/σ_L², of which the accountant bounds T steps for add/remove neighbours.
 """
 
 from dataclasses import dataclass
