@@ -205,8 +205,9 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Value
             "example, as in docs/guides/own-loss.md."
         )
     return ValueError(
-        f"There is no per-example loss for {name} without `labels`. Give each example labels as numbers, take a collator "
-        "that makes them, or override compute_per_sample_loss: docs/start/troubleshooting.md#data."
+        f"There is no per-example loss for {name} without `labels`. Name a column of numbers so, as by "
+        "train_dataset.rename_column(NAME, 'labels'), take a collator that makes them, or override compute_per_sample_loss: "
+        "docs/start/troubleshooting.md#data."
     )
 
 

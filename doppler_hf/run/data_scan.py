@@ -37,7 +37,14 @@ def refuse_values_beyond(
     if not is_list and (examples._fingerprint, limits) in _SCANNED:
         return
     for index, limit in (_beyond_in_list if is_list else _beyond_in_table)(examples, limits):
-        if limit.is_exceeded_in(collate([fetch_one(examples, index)])):
+        try:
+            collated = collate([fetch_one(examples, index)])
+        except (ValueError, TypeError) as error:
+            if limit.kind == "no text":
+                raise limit.refusal() from error
+            raise
+        # Transformers' default collator leaves texts out.
+        if limit.is_exceeded_in(collated) or (limit.kind == "no text" and "labels" not in collated):
             raise limit.refusal()
     if not is_list:
         _SCANNED.add((examples._fingerprint, limits))

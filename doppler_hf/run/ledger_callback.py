@@ -180,14 +180,14 @@ class PrivacyCallback(TrainerCallback):
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step)
-            is_new = ledger.speak_for(weights, model=digests_of(model))
+            ledger.speak_for(weights, model=digests_of(model))
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(folder)
             if card.exists() and (hasattr(model, "peft_config") or HEADING in card.read_text("utf-8")):
                 renew_section(card, ledger)
-            if is_new and checkpoint_step is None:
+            if checkpoint_step is None:
                 print(f"The last hash of {folder / LEDGER_NAME}, which speaks for the weights beside it, is {ledger.head}.")
 
     @contextlib.contextmanager

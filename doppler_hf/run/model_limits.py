@@ -20,7 +20,7 @@ class Limit(NamedTuple):
     """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
-    kind: Literal["numbers", "lengths", "no booleans"]
+    kind: Literal["numbers", "lengths", "no booleans", "no text"]
     end: int
     fix: str  # as a sentence without its point
     is_ignoring: bool = False  # whether there may be -100, too
@@ -28,6 +28,8 @@ class Limit(NamedTuple):
 
     def is_exceeded(self, found: np.ndarray) -> bool:
         """Return whether one of these numbers, or lengths, is out of range."""
+        if self.kind == "no text":
+            return found.dtype.kind in "UO" and any(isinstance(value, str) for value in found.flat)
         if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
         if found.max() >= self.end:
@@ -53,6 +55,7 @@ class Limit(NamedTuple):
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
             "no booleans": ("numbers of classes", "True or False"),
+            "no text": ("numbers of classes", "words"),
         }[self.kind]
         return ValueError(
             f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.fix}."
@@ -100,7 +103,7 @@ def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: boo
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
     task, config = losses.token_task(base), base.config
-    end, fix = config.num_labels, "Set num_labels to the number of classes, and let them begin at 0"
+    end, fix = config.num_labels, "Set num_labels to the number of classes, which begin at 0, or to 1 for amounts"
     if task not in (None, "token_classification"):
         end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
@@ -111,6 +114,7 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         yield Limit(column, "numbers", end, fix, is_ignoring=True)
         cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64'))"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
+        yield Limit(column, "no text", end, f"Make numbers of them: train_dataset.class_encode_column({column!r})")
 
 
 def _size(table: Any) -> int:

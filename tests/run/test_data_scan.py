@@ -148,13 +148,22 @@ CASES = {
         lambda model, data: (tiny_bert(num_labels=8), data),
     ),
     "negative class": (
-        lambda: with_one(-1, column="labels"), "'labels' .* from 0 to 1, or -100, .*let them begin at 0",
+        lambda: with_one(-1, column="labels"), "'labels' .* from 0 to 1, or -100, .*which begin at 0",
         lambda model, data: (tiny_bert(num_labels=3), data.map(lambda row: {"labels": row["labels"] + 1})),
     ),
     "boolean": (
         lambda: text_data(300).cast_column("labels", Value("bool")),
         r"'labels' .* numbers of classes, got True .*cast_column\('labels', datasets.Value\('int64'\)\)",
         lambda model, data: (model, data.cast_column("labels", Value("int64"))),
+    ),
+    "words": (
+        lambda: text_data(300).cast_column("labels", Value("string")),
+        r"'labels' .* numbers of classes, got words .*train_dataset\.class_encode_column\('labels'\)",
+        lambda model, data: (model, data.class_encode_column("labels")),
+    ),
+    "amounts": (
+        lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .* from 0 to 1.* 1 for amounts",
+        lambda model, data: (tiny_bert(num_labels=1), data),
     ),
 }  # fmt: skip
 
@@ -217,3 +226,11 @@ def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(
     assert len(scans) == 3
     with pytest.raises(ValueError, match="resize_token_embeddings"):
         trainer_of(tmp_path / "smaller", model=tiny_bert(vocab_size=10), max_steps=1).train()
+
+
+def test_labels_in_words_are_refused_where_the_collator_leaves_them_out_and_not_where_it_makes_numbers():
+    words = text_data(10).cast_column("labels", Value("string"))
+    assert is_beyond(tiny_bert(), words)
+    assert not is_beyond(
+        tiny_bert(), words, collate=lambda rows: {"labels": torch.tensor([int(row["labels"]) for row in rows])}
+    )
