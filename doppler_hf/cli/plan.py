@@ -156,7 +156,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
         "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
-        "average_noise_std": ("noise", f"{facts['average_noise_std']:.2g}"),
+        "average_noise_std": ("noise" if bands == 1 else "noise, shaped", f"{facts['average_noise_std']:.2g}"),
         "delta": ("δ", f"{facts['delta']:.4g}"),
         "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
