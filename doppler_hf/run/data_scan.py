@@ -43,8 +43,7 @@ def refuse_values_beyond(
             if limit.kind == "no text":
                 raise limit.refusal() from error
             raise
-        # Transformers' default collator leaves texts out.
-        if limit.is_exceeded_in(collated) or (limit.kind == "no text" and "labels" not in collated):
+        if limit.is_exceeded_in(collated):
             raise limit.refusal()
     if not is_list:
         _SCANNED.add((examples._fingerprint, limits))

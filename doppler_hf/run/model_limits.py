@@ -103,10 +103,11 @@ def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: boo
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
     task, config = losses.token_task(base), base.config
-    end, fix = config.num_labels, "Set num_labels to the number of classes, which begin at 0, or to 1 for amounts"
+    end, fix = config.num_labels, "Set num_labels to the number of classes, which begin at 0"
     if task not in (None, "token_classification"):
         end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
+        fix += ", or to 1 for amounts"
         is_other = losses.has_choices(base) or losses.has_pixels(base) or losses.has_ctc(base) or end == 1
         if is_other or config.problem_type not in (None, "single_label_classification"):
             return

@@ -97,7 +97,11 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
             "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."
             if not isinstance(last, str)
             else f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count"
-            + ("." if args.target_epsilon is None else ": as many are missing at the end, or raise target_epsilon.")
+            + (
+                "."
+                if args.target_epsilon is None
+                else ": the run ends as many steps early, unless you raise target_epsilon."
+            )
         )
     )
 

@@ -124,6 +124,24 @@ def test_an_interrupted_training_says_what_is_spent_and_is_begun_anew(tmp_path, 
     assert "Interrupted" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("target_epsilon", "steps"), [(3.0, 3), (6.0, 4)])
+def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_target(tmp_path, capsys, target_epsilon, steps):
+    class Interrupted(Recorder):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[Interrupted()], target_epsilon=3.0, **options).train()
+    words = "Steps after it are made again and count: the run ends as many steps early, unless you raise target_epsilon."
+    assert words in " ".join(capsys.readouterr().out.split())
+    resumed = trainer_of(tmp_path, target_epsilon=target_epsilon, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == steps
+    assert resumed.privacy.epsilon() <= target_epsilon
+
+
 # --- an optimizer and a schedule of the user's own ------------------------------------------------------------------------
 
 
