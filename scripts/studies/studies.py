@@ -149,13 +149,13 @@ STUDIES: Final[Mapping[str, Study]] = {
     "noise-shaping": Study(
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
-        ("digits", "mnist", "mnist-perceptron", "cifar10", *TEXTS, "sst2", "sst2-full", "qnli", "mnli"),
+        ("digits", "mnist", "mnist-perceptron", "cifar10", *TEXTS, "sst2", "sst2-full", "qnli"),
         FULL_SCALE,
     ),
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", "qnli", "mnli"),
+        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", "qqp-long", "mnli-long"),
         FULL_SCALE,
     ),
     "users": Study(

@@ -14,7 +14,7 @@ def sources(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write_mnist(tmp_path / "mnist", train=60, test=30)
     (tmp_path / "glue").mkdir()
-    for name in ("sst2", "qnli", "mnli"):
+    for name in ("sst2", "qnli", "qqp", "mnli"):
         write_glue(tmp_path / "glue" / name, name, train=60)
     for name in ("cifar10", "cifar100"):
         write_mnist(tmp_path / name, train=60, test=30, shape=(32, 32, 3))
