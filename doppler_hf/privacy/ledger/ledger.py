@@ -102,13 +102,11 @@ class PrivacyLedger:
             self._record.add("left", model._asdict())
         return is_new
 
-    def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> bool:
-        """Note that the run has saved weight files of these SHA-256, by name, and return whether that was new."""
+    def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> None:
+        """Note that the run has saved weight files of these SHA-256, by name."""
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
-        is_new = not self.has_saved(weights)
-        if is_new:
+        if not self.has_saved(weights):
             self._record.add("saved", {**model._asdict(), "weights": dict(weights)})
-        return is_new
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
