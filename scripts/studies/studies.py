@@ -111,6 +111,7 @@ FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits", "cifar10")
 SCATTERED: Final = ("cifar10-scattering", "cifar10-scattering-long")
 TEXTS: Final = ("sst2-words", "sst2-words-long")
+FINE_TUNED_LONG: Final = ("sst2-long", "qqp-long", "mnli-long")
 FULL_SCALE: Final = tuple(FULL)
 
 STUDIES: Final[Mapping[str, Study]] = {
@@ -155,7 +156,7 @@ STUDIES: Final[Mapping[str, Study]] = {
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", "qqp-long", "mnli-long"),
+        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", *FINE_TUNED_LONG),
         FULL_SCALE,
     ),
     "users": Study(
