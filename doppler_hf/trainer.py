@@ -34,7 +34,6 @@ from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
-from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -103,12 +102,8 @@ class DopplerTrainer(AroundSteps):
         )  # fmt: skip
         self._run: PrivateRun | None = None
         self._ignore_keys: list[str] | None = None
-        self._weight_filter = WeightFilterCallback(args.weight_filter)
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
-        # Before the privacy callback: a run that it refuses to resume must not enter the ledger.
-        if args.weight_filter is not None:
-            self.add_callback(self._weight_filter)
         if not args.disable_dp:
             refusals.refuse_of_trainer(self)
             refusals.warn_of_training_data_in_evaluation(self)
@@ -142,7 +137,7 @@ class DopplerTrainer(AroundSteps):
 
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
-        self._weight_filter.checkpoint = checkpoint = kwargs.get("resume_from_checkpoint")
+        checkpoint = kwargs.get("resume_from_checkpoint")
         refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)

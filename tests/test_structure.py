@@ -191,7 +191,7 @@ def test_public_names():
         "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response",
         "write_coefficients",
     ]  # fmt: skip
-    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "OptimalFIR", "WeightFilter"]
+    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "OptimalFIR"]
     assert sorted(doppler_hf.privacy.__all__) == [
         "AllocationSampler", "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PrivacyLedger",
         "PrivacyStatement", "check_per_sample_gradients", "default_delta",

@@ -6,11 +6,9 @@
 - galore: its subspaces
 - one_pass: `update` in one pass over memory
 - state: checkpoints without loss
-- weight_filter: the filter on the weights
 """
 
 from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.optimizer import DopplerOptimizer
-from doppler_hf.optim.weight_filter import WeightFilter
 
-__all__ = ["DopplerOptimizer", "OptimalFIR", "WeightFilter"]
+__all__ = ["DopplerOptimizer", "OptimalFIR"]

@@ -26,7 +26,6 @@
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
-- weight_filter_callback: the filter on the weights, and its part of a checkpoint
 - gradient_recorder: a small image of every private gradient
 - projection: the map from a gradient to its image
 - model_card: the model card's section on privacy

@@ -26,7 +26,6 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.rehearsal import rehearse
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import Sharding, hidden_from_trainer
-from doppler_hf.run.weight_filter_callback import WeightFilterCallback
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -80,7 +79,6 @@ class AroundSteps(Trainer, ABC):
     _ignore_keys: list[str] | None  # of the evaluations of a training
     _sharding: Sharding
     _ledger_keeper: PrivacyCallback
-    _weight_filter: WeightFilterCallback
     compute_per_sample_loss: Callable[..., Any]
     default_per_sample_loss: ClassVar[Callable[..., Any]]
 
@@ -111,7 +109,6 @@ class AroundSteps(Trainer, ABC):
         if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
             self.optimizer = self.lr_scheduler = None
         self.model_wrapped = self.model
-        refusals.refuse_another_weight_filter(self.args, made_with=self._weight_filter.name)
 
     # --- what is evaluated, saved and logged --------------------------------------------------------------------------
 
@@ -133,10 +130,10 @@ class AroundSteps(Trainer, ABC):
         return mean / self.current_gradient_accumulation_steps if is_share else mean
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate and predict as Transformers does, with the filtered weights if there is a weight filter."""
+        """Evaluate and predict as Transformers does, and add the accuracy of the majority class."""
         if self._sharding.is_asked_for:
             self._prepare_model()
-        with self._ledger_keeper.evaluating(self.args, model=self.model), self._weight_filter.applied():
+        with self._ledger_keeper.evaluating(self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self.args.disable_dp:
             add_majority_class(output, prefix=metric_key_prefix)
@@ -153,7 +150,7 @@ class AroundSteps(Trainer, ABC):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Transformers does, with the filtered weights if there is a weight filter, and the ledger beside the model.
+        """Save as Transformers does, and the ledger beside the model.
 
         Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
         """
@@ -164,9 +161,7 @@ class AroundSteps(Trainer, ABC):
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
-            # Of the raw weights, for which the filtered ones stand in next.
-            speaks = keeper.speaks_for(self.model)
-            saving.enter_context(self._weight_filter.applied())
+            speaks = keeper.speaks_for(self.model)  # which all processes ask together
             saving.enter_context(space_for("the model", folder=folder))
             if is_first:
                 saving.enter_context(
@@ -176,8 +171,6 @@ class AroundSteps(Trainer, ABC):
             if step is not None and is_first:
                 begin_checkpoint(folder)
             super().save_model(output_dir, _internal_call=_internal_call)
-            if step is not None:
-                self._weight_filter.add_to_checkpoint(str(folder), self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Transformers' only method that all processes call before it saves on process 0 alone.

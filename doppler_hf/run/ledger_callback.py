@@ -153,7 +153,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> Iterator[None]:
         """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 
-        That is `speaks`, without the weight filter that may be applied now. A ledger of other weights there is set aside.
+        That is `speaks`. A ledger of other weights there is set aside.
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():

@@ -61,8 +61,7 @@ def complete_card(
     path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, rate_words: str, filter_words: str
 ) -> None:
     """Complete a card that Transformers has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
-    weight_filter = "" if args.weight_filter is None else f"; on the weights: {args.weight_filter}"
-    optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}{weight_filter}"
+    optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}"
     # In the place of what Transformers' own arguments name.
     text = path.read_text("utf-8")
     for line in (f"- learning_rate: {rate_words}", f"- optimizer: {optimizer}"):

@@ -216,15 +216,6 @@ def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> No
         )
 
 
-def refuse_another_weight_filter(args: DopplerTrainingArguments, *, made_with: str | None) -> None:
-    """Refuse a filter on the weights that was set after the trainer was made."""
-    if args.weight_filter != made_with:
-        raise ValueError(
-            f"weight_filter must stay {made_with} in the life of a trainer, got {args.weight_filter!r}. Make a new "
-            "DopplerTrainer."
-        )
-
-
 def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
     """Refuse to train with privacy if the trainer or checkpoint was made without it, or the other way round."""
     if args.disable_dp != was_disabled:

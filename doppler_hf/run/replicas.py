@@ -24,9 +24,9 @@ COMPARED_EVERY: Final = 100
 # Arguments by which a step, or what all do together after it, would be another; those first that a statement follows from.
 _GIVEN: Final = (
     "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
-    "weight_filter", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-    "adam_beta2", "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy",
-    "rehearse", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
+    "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
+    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
 # Relative, of the noise multipliers, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6

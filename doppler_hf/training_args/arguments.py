@@ -121,11 +121,6 @@ class DopplerTrainingArguments(TrainingArguments):
         "'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the private gradients; or auto, which is none for "
         "Adam with white noise.",
     )
-    weight_filter: str | None = HfArg(
-        default=None,
-        help="Filter over time on the weights, such as momentum:beta=0.97. It costs no privacy. Training uses the raw "
-        "weights. Evaluation, saving and the trained model use the filtered weights.",
-    )
     base_optimizer: Base = HfArg(
         default="adam_bc",
         help="The optimizer of the filtered gradient: sgd, adam, or adam_bc (Adam whose second moment is corrected "
@@ -214,8 +209,6 @@ class DopplerTrainingArguments(TrainingArguments):
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         self.low_pass_filter = canonical(self.low_pass_filter)
-        if self.weight_filter is not None:
-            self.weight_filter = str(LowPassFilter.parse(self.weight_filter))
         if self.report_train_loss == "private" and not self.disable_dp:
             if self.per_sample_max_loss is None:
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS

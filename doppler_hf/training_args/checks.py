@@ -157,10 +157,10 @@ class NoEffectError(ValueError):
 
 
 def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
-    """Refuse what has no effect with `disable_dp`: all of our own arguments but the filter on the weights."""
+    """Refuse what has no effect with `disable_dp`: all of our own arguments."""
     for field in own_fields(base):
         value = getattr(args, field.name)
-        if field.name not in ("disable_dp", "weight_filter") and value != field.default:
+        if field.name != "disable_dp" and value != field.default:
             raise NoEffectError(
                 field.name, value, beside="disable_dp", because="True, which is the stock Trainer",
                 fix="Leave one of them out. For a filter without noise set noise_multiplier=0 instead of disable_dp",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.optim.galore import PROJECTORS, find_basis
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import (
@@ -40,7 +40,7 @@ from scripts.bench.measure import (
 
 SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
 FIRST = SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]}
-# Name → arguments of DopplerOptimizer; for `weights` of WeightFilter.
+# Name → arguments of DopplerOptimizer.
 WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "filters": {
         "second-order, compiled": SECOND | {"compiled": True},
@@ -51,7 +51,6 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "galore": {"second-order, GaLore": SECOND | {"compiled": False, "update_proj_gap": 10_000}},
     "adaptive": {str(fir): SECOND | {"low_pass_filter": fir, "compiled": False} for fir in map(OptimalFIR, (4, 8))},
-    "weights": {f"{name} on the weights": {"weight_filter": PAPER_FILTERS[name]} for name in ("momentum", "second-order")},
 }
 SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
 MEMORY_STEPS = 3
@@ -88,8 +87,6 @@ def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable
     """Return a step of ours with these arguments, or for None of torch's own optimizer."""
     if kind is None:
         return torch.optim.AdamW(params, lr=1e-4, fused=True).step
-    if "weight_filter" in kind:
-        return WeightFilter(params, kind["weight_filter"]).update
     rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
     return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
 

@@ -47,8 +47,6 @@ class Study:
 
 
 FIRST_ORDER: Final = "first-order-v1"
-# A decay to zero averages the weights by itself.
-ON_WEIGHTS: Final[Mapping[str, Any]] = {"weight_filter": "momentum:beta=0.97", "lr_scheduler_type": "constant"}
 
 
 def shaped(low_pass_filter: str, noise_shape: str, *, trained: Trained | None = None, **more: Any) -> Method:
@@ -61,11 +59,9 @@ SHAPES: Final[Mapping[str, Method]] = {
     "white, first-order-v1": shaped(FIRST_ORDER, "white"),
     "white, second-order": shaped("second-order", "white"),
     "white, momentum": shaped("momentum:beta=0.85", "white"),
-    "white, on weights": shaped("none", "white", **ON_WEIGHTS),
     "auto, none": shaped("none", "auto"),
     "auto, first-order-v1": shaped(FIRST_ORDER, "auto"),
     "auto, auto": shaped("auto", "auto"),
-    "auto, on weights": shaped("none", "auto", **ON_WEIGHTS),
     "banded:bands=4, first-order-v1": shaped(FIRST_ORDER, "banded:bands=4"),
     "SGD: white, none": shaped("none", "white", base_optimizer="sgd"),
     "SGD: white, auto": shaped("auto", "white", base_optimizer="sgd"),

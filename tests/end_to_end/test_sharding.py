@@ -144,8 +144,8 @@ def small_draws(folder, world, *, name, model=lora_model, **options):
 
 
 MODELS = {"lora": lora_model, "full": full_model}
-# Of weights in shards what is kept of them too: two states of the optimizer, and those of a weight filter.
-STATES = {"full": dict(base_optimizer="adam_bc", weight_filter="momentum:beta=0.5")}
+# Of weights in shards what is kept of them too: two states of the optimizer.
+STATES = {"full": dict(base_optimizer="adam_bc")}
 
 
 def saved(folder, world, *, kind, **options):

@@ -99,22 +99,13 @@ def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_pa
     assert all(tuple(row["input_ids"]) in known for rows in seen for row in rows)
 
 
-def test_another_weight_filter_is_refused(tmp_path):
-    trainer = trained(trainer_of(tmp_path))
-    trainer.args.weight_filter = "momentum:beta=0.9"
-    with pytest.raises(ValueError, match=r"weight_filter must stay None in the life of a trainer, got 'momentum:beta=0.9'"):
-        trainer.train()
-    assert trainer.privacy.ledger.steps_run == 4
-    trained(trainer_of(tmp_path / "new", weight_filter="momentum:beta=0.9"))
-
-
 def test_an_interrupted_training_says_what_is_spent_and_is_begun_anew(tmp_path, capsys):
     class Interrupted(Recorder):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and len(self.gradients) == 2:
                 raise KeyboardInterrupt
 
-    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum", weight_filter="momentum:beta=0.5")
+    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     said = capsys.readouterr().out

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwo
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR, WeightFilter
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.optim.low_pass import FixedFilter
 from doppler_hf.optim.one_pass import StepConstants
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
@@ -85,12 +85,10 @@ def test_an_optimizer_steps_without_waiting(options):
     with far_away() as move, Asked() as asked:
         weights = move(weights)
         optimizer = DopplerOptimizer(weights, lr=0.1, compiled=False, **options)
-        average = WeightFilter(weights, PAPER_FILTERS["momentum"])
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
             optimizer.step()
-            average.update()
         # Compiled programs have the constants of a step as tensors.
         StepConstants(FixedFilter.advance).with_tensors(torch.float32, torch.device(FAR))
     assert asked.waits == []

@@ -151,7 +151,7 @@ def of_file(name):
     ("model", "options"),
     [
         (lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])),
-        (of_file("checkpoint-2"), dict(weight_filter="momentum:beta=0.9")),
+        (of_file("checkpoint-2"), {}),
     ],
 )
 def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys, model, options):

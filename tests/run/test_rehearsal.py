@@ -226,7 +226,7 @@ def without_times(history):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(weight_filter="momentum:beta=0.5", metric_for_best_model="a_loss"),
+        dict(metric_for_best_model="a_loss"),
         dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy"),
     ],
 )

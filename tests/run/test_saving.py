@@ -93,14 +93,6 @@ def test_the_card_of_an_adapter_has_the_ledgers_section(tmp_path, name):
     assert not is_said(out)
 
 
-def test_raw_weights_of_a_checkpoint_are_bound_too(tmp_path):
-    trainer_of(tmp_path, weight_filter="momentum:beta=0.9", **CHECKPOINTS).train()
-    path = tmp_path / "out" / "checkpoint-2" / "weight_filter.pt"
-    torch.save(torch.load(path), path.with_name("again.pt"))
-    shutil.copy(tmp_path / "out" / "checkpoint-4" / "weight_filter.pt", path)
-    assert not verified(path.parent)
-
-
 def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
     saved(trainer_of(tmp_path, **CHECKPOINTS))
     head = PrivacyLedger.load(tmp_path / "out").head
@@ -268,7 +260,7 @@ def interrupt(model):
     [
         dict(callbacks=[At(step_3=interrupt)]),
         dict(callbacks=[At(end=lambda model: model.classifier.bias.data.zero_())]),
-        dict(bf16_full_eval=True, weight_filter="momentum:beta=0.9"),
+        dict(bf16_full_eval=True),
     ],
 )
 def test_what_a_run_or_an_evaluation_does_to_the_model_is_vouched_for(tmp_path, options):

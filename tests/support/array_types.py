@@ -20,7 +20,6 @@ CHECKED = (
     "doppler_hf.optim.adaptive_fir",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
-    "doppler_hf.optim.weight_filter",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.bits",
     "doppler_hf.privacy.clipping.attention",

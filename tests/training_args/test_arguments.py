@@ -108,18 +108,15 @@ PRIVATE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "weight_filter", "max_grad_norm", "learning_rate", "optim"}))
+@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate", "optim"}))
 def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}={PRIVATE[name]!r} has no effect with disable_dp=True"):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
 
 
-def test_without_privacy_weights_may_be_filtered_and_gradients_clipped(tmp_path):
-    args = arguments(
-        tmp_path, target_epsilon=None, disable_dp=True, weight_filter="momentum:beta=0.97", max_grad_norm=0.5, data_seed=1,
-        adam_beta2=0.98, max_steps=0,
-    )  # fmt: skip
-    assert (args.weight_filter, args.max_grad_norm) == ("momentum:beta=0.97", 0.5)
+def test_without_privacy_gradients_may_be_clipped(tmp_path):
+    given = dict(max_grad_norm=0.5, data_seed=1, adam_beta2=0.98, max_steps=0)
+    assert arguments(tmp_path, target_epsilon=None, disable_dp=True, **given).max_grad_norm == 0.5
 
 
 def test_without_privacy_optimizers_are_transformers(tmp_path):
@@ -152,7 +149,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 31
+    assert len(OWN) == 30
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

@@ -11,7 +11,7 @@ from typing import Final
 
 # PEFT saves every adapter but the default one into a folder of its own.
 _PATTERNS: Final = (
-    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "weight_filter.pt",
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json",
     "*/adapter_model.safetensors", "*/adapter_model.bin",
 )  # fmt: skip
 _NO_WEIGHTS: Final = ("training_args.bin",)

@@ -6,12 +6,10 @@ import os
 import pytest
 
 from doppler_hf.privacy.ledger.weights import hashes, stamps, unknown_files, weight_files
-from doppler_hf.run.weight_filter_callback import WEIGHT_FILTER_NAME
 
 WEIGHTS = [
     "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_model.bin", "second/adapter_model.safetensors",
-    WEIGHT_FILTER_NAME,
 ]  # fmt: skip
 OTHERS = [
     "training_args.bin", "optimizer.pt", "config.json", "checkpoint-2/adapter_model.safetensors",
