@@ -22,7 +22,6 @@ from doppler_hf.filters.design import (
 )
 from doppler_hf.filters.fir import (
     autocorrelation_from_products,
-    autocorrelation_standard_error,
     estimate_autocorrelation,
     optimal_fir,
 )
@@ -51,7 +50,7 @@ from doppler_hf.filters.spectrum import (
 
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
-    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products", "autocorrelation_standard_error",
+    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products",
     "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
     "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
     "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",

@@ -53,7 +53,7 @@ def estimate_autocorrelation(
         taps: Number of lags, from 1 to steps; by default all.
 
     Returns:
-        c_0 ... c_{taps-1}, shape (taps,), c_0 = ½; the standard error is `autocorrelation_standard_error`.
+        c_0 ... c_{taps-1}, shape (taps,), c_0 = ½.
     """
     gradients = checked(gradients, name="gradients")
     steps, dimension = gradients.shape
@@ -89,35 +89,3 @@ def autocorrelation_from_products(
         correlation = np.clip(products / power, 0, 1)
     correlation[0] = 1.0
     return correlation / 2
-
-
-def autocorrelation_standard_error(
-    autocorrelation: Float64[np.ndarray, " taps"], *, signal_power: float, noise_std: float, dimension: int, steps: int
-) -> Float64[np.ndarray, " taps"]:
-    """Return an upper bound on the standard error of each c_τ, for the given signal and random white noise.
-
-    For τ ≥ 1 the products of noise with noise in C_τ have variance d σ⁴ / (T-τ), those of noise with signal at most
-    4 σ² S / (T-τ), S = ‖s‖²; C_0 has (2 d σ⁴ + 4 σ² S) / T, and Cov(C_τ, C_0) = 4 σ² S ρ_τ / T. To first order,
-
-        4 S² Var(c_τ) ≤ d σ⁴ (1/(T-τ) + 2 ρ_τ²/T) + 4 σ² S (1/(T-τ) - ρ_τ²/T).
-
-    Args:
-        autocorrelation: c_0 ... c_{taps-1} of the signal over these steps, c_0 = ½, shape (taps,).
-        signal_power: S, mean squared norm of the signal over all coordinates.
-        noise_std: Standard deviation σ of the noise per coordinate.
-        dimension: Number of coordinates d.
-        steps: Number of gradients T, at least taps.
-    """
-    check_autocorrelation(autocorrelation)
-    check_noise(noise_std)
-    if not 0 < signal_power < math.inf:
-        raise ValueError(f"signal_power must be positive and finite, got {signal_power}.")
-    if len(autocorrelation) > steps:
-        raise ValueError(f"steps must be at least the {len(autocorrelation)} taps, got {steps}.")
-    squares = (2 * autocorrelation) ** 2
-    pairs = steps - np.arange(len(autocorrelation))
-    of_noise = dimension * noise_std**4 * (1 / pairs + 2 * squares / steps)
-    of_both = 4 * noise_std**2 * signal_power * (1 / pairs - squares / steps)
-    error = np.sqrt(of_noise + of_both) / (2 * signal_power)
-    error[0] = 0.0
-    return np.asarray(error)

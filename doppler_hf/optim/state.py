@@ -1,4 +1,4 @@
-"""How the optimizers here keep their state: its precision, and loading it from a checkpoint.
+"""How the optimizer keeps its state: its precision, and loading it from a checkpoint.
 
 `torch.optim.Optimizer.load_state_dict` casts floating-point state to the dtype of its parameter. For a bfloat16 parameter
 that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.

@@ -161,12 +161,9 @@ class AroundSteps(Trainer, ABC):
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
-            speaks = keeper.speaks_for(self.model)  # which all processes ask together
             saving.enter_context(space_for("the model", folder=folder))
             if is_first:
-                saving.enter_context(
-                    keeper.beside_model(folder, self.args, model=self.model, speaks=speaks, checkpoint_step=step)
-                )
+                saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
             look_again_at_what_is_trained(self.model)  # which no process could do alone
             if step is not None and is_first:
                 begin_checkpoint(folder)

@@ -149,15 +149,15 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def beside_model(
-        self, folder: Path, args: DopplerTrainingArguments, *, model: nn.Module, speaks: bool, checkpoint_step: int | None
+        self, folder: Path, args: DopplerTrainingArguments, *, model: nn.Module, checkpoint_step: int | None
     ) -> Iterator[None]:
         """Bind the ledger to the weights that the block saves, and put it beside them, if it speaks for the model.
 
-        That is `speaks`. A ledger of other weights there is set aside.
+        A ledger of other weights there is set aside.
         """
         home = folder if checkpoint_step is None else folder.parent
         with self.writer_lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
-            before, card = stamps(folder), folder / CARD_NAME
+            speaks, before, card = self.speaks_for(model), stamps(folder), folder / CARD_NAME
             yield
             ledger, weights = self.ledger, hashes(folder, unless_as=before)
             # Files are what they were, whatever became of a part of the model that is not in them.

@@ -1,24 +1,10 @@
 """The releases of a step, each with its own noise: the gradient, and on request the loss."""
 
-from typing import NamedTuple
-
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import GaussianMechanism, PrivacyStatement
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss
 from doppler_hf.training_args import DopplerTrainingArguments
-
-
-class Mechanisms(NamedTuple):
-    """The mechanisms of a run.
-
-    Attributes:
-        gradient: Turns clipped sums into private gradients.
-        loss: The private training loss; None if there is none.
-    """
-
-    gradient: Mechanism
-    loss: PrivateLoss | None
 
 
 def mechanisms_of(
@@ -27,8 +13,8 @@ def mechanisms_of(
     *,
     shape: NoiseShape,
     first_step: int,
-) -> Mechanisms:
-    """Return the mechanisms of a run.
+) -> tuple[Mechanism, PrivateLoss | None]:
+    """Return what turns clipped sums into private gradients, and the private training loss if there is one.
 
     Args:
         args: The arguments.
@@ -59,4 +45,4 @@ def mechanisms_of(
     if statement.loss_noise_multiplier is not None:
         assert args.per_sample_max_loss is not None
         loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
-    return Mechanisms(of_gradient, loss)
+    return of_gradient, loss

@@ -25,7 +25,7 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
         ValueError: If nothing is trained, trained parameters are complex or of too small a range, or positions or random
             numbers depend on the other examples of a micro-batch.
     """
-    _refuse_trainable(model, args)
+    _refuse_trainable(model)
     _refuse_changing_positions(model, probe)
     _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
@@ -124,7 +124,7 @@ def _limits_of(module: nn.Module) -> list[int]:
     return [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in changing]
 
 
-def _refuse_trainable(model: nn.Module, args: DopplerTrainingArguments) -> None:
+def _refuse_trainable(model: nn.Module) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")

@@ -65,13 +65,6 @@ def whole_state_of(value: Any, parameter: Tensor) -> Any:
     return of_process_0(whole_of(value, like=parameter))
 
 
-def rows_of_state(value: Any, parameter: Tensor) -> Any:
-    """Return what is kept for a parameter with the rows of its tensors that are here."""
-    return (
-        [rows_of_state(each, parameter) for each in value] if isinstance(value, list) else rows_here(value, like=parameter)
-    )
-
-
 def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace the whole weights in a state that is loaded by this process's part of them (modified in place)."""
     for name, own in module.state_dict().items():

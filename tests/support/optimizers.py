@@ -37,21 +37,6 @@ def saved_and_loaded(state_dict: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-def assert_resumes_to_the_bit(optimizer_of, start: torch.nn.Parameter, grads: np.ndarray) -> None:
-    """Interrupt a loop after 17 steps, save, load into a new optimizer, and go on: nothing differs from the whole."""
-    whole, half = (torch.nn.Parameter(start.detach().clone()) for _ in range(2))
-    uninterrupted, interrupted = optimizer_of(whole), optimizer_of(half)
-    expected = trajectory(uninterrupted, whole, grads)
-    trajectory(interrupted, half, grads[:17])
-
-    resumed_p = torch.nn.Parameter(half.detach().clone())
-    resumed = optimizer_of(resumed_p)
-    resumed.load_state_dict(saved_and_loaded(interrupted.state_dict()))
-    assert_same(resumed.state_dict(), interrupted.state_dict())
-    np.testing.assert_array_equal(trajectory(resumed, resumed_p, grads[17:]), expected[17:])
-    assert_same(resumed.state_dict(), uninterrupted.state_dict())
-
-
 def assert_same(left, right) -> None:
     """The same numbers to the bit, in the same containers and dtypes."""
     assert type(left) is type(right)

@@ -1,6 +1,6 @@
 """The files of a model's weights in a folder, and their SHA-256, which a ledger records.
 
-Files are those from which transformers, PEFT and `DopplerTrainer` read PyTorch weights, and the indices of sharded ones;
+Files are those from which transformers and PEFT read PyTorch weights, and the indices of sharded ones;
 the configuration beside them is not covered.
 """
 
