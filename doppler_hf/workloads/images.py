@@ -34,6 +34,9 @@ class ImageArguments:
     )
     scattering: bool = HfArg(default=False, help="Train a small network on wavelet scattering coefficients, not a ViT.")
     num_filters: int = HfArg(default=48, help="Filters of each convolution on scattering coefficients; 0 for none.")
+    flip_invariant: bool = HfArg(
+        default=False, help="With scattering: classify images and their flips from left to right alike. Not for digits."
+    )
     image_size: int = HfArg(default=32, help="Side of the images in pixels, from scratch only.")
     patch_size: int = HfArg(default=4, help="Side of a patch in pixels, from scratch only.")
     hidden_size: int = HfArg(default=192, help="Width of the model, from scratch only.")
@@ -50,7 +53,7 @@ class ImageArguments:
         if self.scattering:
             refuse_without_effect(self, *of_vit, beside="scattering")
         else:
-            refuse_without_effect(self, "num_filters", beside="scattering")
+            refuse_without_effect(self, "num_filters", "flip_invariant", beside="scattering")
 
 
 def build(args: ImageArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
@@ -102,7 +105,9 @@ def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) ->
     """Build an untrained network and the processor of its images."""
     sizes = {"image_size": args.image_size, "num_channels": num_channels, "num_labels": num_labels}
     if args.scattering:
-        model: Any = ScatteringForImageClassification(ScatteringConfig(num_filters=args.num_filters, **sizes))
+        model: Any = ScatteringForImageClassification(
+            ScatteringConfig(num_filters=args.num_filters, flip_invariant=args.flip_invariant, **sizes)
+        )
     else:
         sizes |= {"patch_size": args.patch_size, "hidden_size": args.hidden_size, "intermediate_size": 4 * args.hidden_size}
         config = ViTConfig(num_hidden_layers=args.num_layers, num_attention_heads=args.num_heads, **sizes)

@@ -1,6 +1,6 @@
 """Wavelet scattering of images: features that nobody trained, and that small networks classify well under noise.
 
-    S x = (x * φ,  |x * ψ_jθ| * φ,  ||x * ψ_0θ| * ψ_1θ'| * φ)    sampled at every fourth pixel
+    S x = (x * φ,  |x * ψ_jθ| * φ,  ||x * ψ_0θ| * ψ_1θ'| * φ)    sampled in the middle of every four by four pixels
 
 with Morlet wavelets ψ of two scales j and eight directions θ, and a Gaussian φ (Bruna & Mallat, *Invariant Scattering
 Convolution Networks*, 2013). Features that are not learnt need no noisy weights. With privacy, small networks on these
@@ -90,8 +90,9 @@ def _averaged(values: Tensor, low: Tensor) -> Tensor:
 
 
 def _averages(side: int, width: float, stride: int) -> Tensor:
-    """Return a circular Gaussian average at every `stride`-th of `side` places, but for the first and last: the padding."""
-    places = np.arange(side)
+    """Return a circular Gaussian average for every `stride` of `side` places, but for the first and last: the padding."""
+    # In the middle of four pixels, of which each place has STRIDE / stride, so that a flipped image has flipped averages.
+    places = np.arange(side) - (STRIDE - 1) / 2 * stride / STRIDE
     gaussian = sum(np.exp(-(((places + period * side) / width) ** 2) / 2) for period in _PERIODS)
     rows = [np.roll(gaussian / np.sum(gaussian), place) for place in range(0, side, stride)]
     return torch.tensor(np.stack(rows[1:-1]), dtype=torch.float32)
@@ -118,6 +119,17 @@ def _spectrum(wavelet: np.ndarray) -> Tensor:
     return torch.tensor(np.fft.fft2(wavelet).real, dtype=torch.float32)
 
 
+def flipped(
+    coefficients: Float[Tensor, "batch coefficients small small"],
+) -> Float[Tensor, "batch coefficients small small"]:
+    """Return the coefficients of the images flipped left to right: those of the opposite angles, flipped."""
+    low, first, second = coefficients.unflatten(1, (-1, PATHS)).flip(-1).split([1, 2 * DIRECTIONS, DIRECTIONS**2], dim=2)
+    # The angle of direction 7, a right angle, is its own opposite.
+    first = first.unflatten(2, (2, DIRECTIONS)).flip(3).roll(-1, 3).flatten(2, 3)
+    second = second.unflatten(2, (DIRECTIONS, DIRECTIONS)).flip(2, 3).roll((-1, -1), (2, 3)).flatten(2, 3)
+    return torch.cat([low, first, second], dim=2).flatten(1, 2)
+
+
 class ScatteringConfig(PreTrainedConfig):
     """The sizes of a `ScatteringForImageClassification`.
 
@@ -125,6 +137,7 @@ class ScatteringConfig(PreTrainedConfig):
         image_size: Side of the images in pixels, as `Scattering` has it.
         num_channels: Of the images.
         num_filters: Of each of two convolutions, a multiple of eight; 0 for a linear classifier.
+        flip_invariant: Whether logits are the mean of those of an image and of it flipped left to right.
         **kwargs: As in `PreTrainedConfig`, such as `num_labels`.
 
     Raises:
@@ -133,11 +146,19 @@ class ScatteringConfig(PreTrainedConfig):
 
     model_type = "scattering"
 
-    def __init__(self, image_size: int = 32, num_channels: int = 3, num_filters: int = 48, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        image_size: int = 32,
+        num_channels: int = 3,
+        num_filters: int = 48,
+        flip_invariant: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if num_filters < 0 or num_filters % NORM_GROUPS:
             raise ValueError(f"num_filters must be a multiple of {NORM_GROUPS}, got {num_filters}. Set 0 for none.")
-        self.image_size, self.num_channels, self.num_filters = image_size, num_channels, num_filters
+        self.image_size, self.num_channels = image_size, num_channels
+        self.num_filters, self.flip_invariant = num_filters, flip_invariant
 
 
 class ScatteringForImageClassification(PreTrainedModel):
@@ -174,7 +195,12 @@ class ScatteringForImageClassification(PreTrainedModel):
         """Return logits of shape (batch, num_labels), and the mean loss if there are labels."""
         if (pixel_values is None) == (coefficients is None):
             raise ValueError("Exactly one of pixel_values and coefficients must be given. Leave the other out.")
-        logits = self.classifier(self.scattering(pixel_values) if coefficients is None else coefficients)
+        if coefficients is None:
+            coefficients = self.scattering(pixel_values)
+        logits = self.classifier(coefficients)
+        # Sensitivity: the flipped image is a function of the same example alone.
+        if self.config.flip_invariant:
+            logits = (logits + self.classifier(flipped(coefficients))) / 2
         loss = None
         if labels is not None:
             loss = classification_losses(logits, labels, problem_type=self.config.problem_type).mean()

@@ -8,7 +8,13 @@ import torch
 from scipy.ndimage import convolve
 from torch.nn import functional as F
 
-from doppler_hf.workloads.scattering import PATHS, Scattering, ScatteringConfig, ScatteringForImageClassification
+from doppler_hf.workloads.scattering import (
+    PATHS,
+    Scattering,
+    ScatteringConfig,
+    ScatteringForImageClassification,
+    flipped,
+)
 
 SIDE = 16
 REACH = 20
@@ -36,7 +42,7 @@ def modulus(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
 
 def average(image: np.ndarray) -> np.ndarray:
     rows, columns = np.mgrid[-REACH : REACH + 1, -REACH : REACH + 1]
-    bell = np.exp(-(rows**2 + columns**2) / (2 * 1.6**2))
+    bell = np.exp(-((rows + 1.5) ** 2 + (columns + 1.5) ** 2) / (2 * 1.6**2))  # convolve turns the kernel around
     return convolve(image, bell / bell.sum(), mode="wrap")[4:-4:4, 4:-4:4]
 
 
@@ -63,6 +69,17 @@ def test_coefficients_are_of_one_image_and_one_channel(images):
         torch.testing.assert_close(row, scattering(image[None])[0], rtol=0, atol=1e-6)
     swapped = scattering(images.flip(1))
     torch.testing.assert_close(swapped, together.unflatten(1, (2, PATHS)).flip(1).flatten(1, 2), rtol=0, atol=1e-6)
+
+
+def test_coefficients_of_a_flipped_image_are_flipped(images):
+    coefficients, expected = Scattering(SIDE)(images), Scattering(SIDE)(images.flip(-1))
+    exact = torch.arange(PATHS).repeat(2) < 9  # the coarser wavelet is taken at every second pixel
+    torch.testing.assert_close(flipped(coefficients)[:, exact], expected[:, exact], rtol=0, atol=1e-6)
+    assert (flipped(coefficients) - expected).norm() < 0.02 * (coefficients - expected).norm()
+    config = ScatteringConfig(image_size=SIDE, num_channels=2, num_filters=8, flip_invariant=True, num_labels=3)
+    model = ScatteringForImageClassification(config).eval()
+    logits, of_flipped = (model(coefficients=each).logits for each in (coefficients, flipped(coefficients)))
+    torch.testing.assert_close(logits, of_flipped, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_filters", [0, 8])
