@@ -149,11 +149,12 @@ STATES = {"full": dict(base_optimizer="adam_bc")}
 
 
 def saved(folder, world, *, kind, **options):
-    """Train with checkpoints, evaluate, load the worst of them and save it."""
+    """Train with checkpoints, evaluate, load the first of them and save it."""
     saving = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
-    worst = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
+    # The loss falls with LoRA, and rises with all weights: the first checkpoint is the best, not the last.
+    first = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=kind == "lora")
     trainer = trainer_of(
-        Path(folder) / f"saved-{kind}-{world}", world=world, model=MODELS[kind]().double(), **(saving | worst | options)
+        Path(folder) / f"saved-{kind}-{world}", world=world, model=MODELS[kind]().double(), **(saving | first | options)
     )
     found = outcome(trainer)
     logits = trainer.predict(text_data(7, seed=1)).predictions
