@@ -250,7 +250,8 @@ def classification_losses(
             # Not their sizes, which are of a draw or of an example: messages end in logs.
             f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
             f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}, got {logits.ndim} and {labels.ndim} dimensions "
-            "or other sizes. For one number an example set num_labels=1, for a class make the labels whole numbers."
+            "or other sizes. For one number an example set num_labels=1, for a class make the labels "
+            "whole numbers, as by dataset.cast_column('labels', datasets.Value('int64')) of each data set."
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)

@@ -12,7 +12,7 @@ import numpy as np
 from accelerate import PartialState
 from torch import nn
 
-from doppler_hf.privacy.batching.columns import is_stored, numbers_in
+from doppler_hf.privacy.batching.columns import is_table, numbers_in
 from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.run.model_limits import Limit, limits_of
 
@@ -23,14 +23,20 @@ _SCANNED: Final[set[tuple[str, frozenset[Limit]]]] = set()  # fingerprints of da
 
 
 def refuse_values_beyond(
-    model: nn.Module, examples: Any, *, collate: Callable[[list[Any]], Any], has_own_loss: bool
+    model: nn.Module,
+    examples: Any,
+    *,
+    collate: Callable[[list[Any]], Any],
+    has_own_loss: bool,
+    name: str = "train_dataset",
 ) -> None:
     """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for.
 
-    A column of more than `MOST_NUMBERS` is sampled. A data set that makes its rows, as torch's do, is not scanned.
+    A column of more than `MOST_NUMBERS` is sampled. A data set that makes its rows, as torch's do, is not scanned; `name` is
+    its argument's, for messages.
     """
     is_list = isinstance(examples, list) and 0 < len(examples) <= MOST_ROWS_OF_A_LIST and isinstance(examples[0], Mapping)
-    if not is_list and not is_stored(examples):
+    if not is_list and not is_table(examples):
         return
     columns = list(examples[0]) if is_list else examples.column_names
     limits = frozenset(limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.column in columns)
@@ -41,10 +47,10 @@ def refuse_values_beyond(
             collated = collate([fetch_one(examples, index)])
         except (ValueError, TypeError) as error:
             if limit.kind == "no text":
-                raise limit.refusal() from error
+                raise limit.refusal(name) from error
             raise
         if limit.is_exceeded_in(collated):
-            raise limit.refusal()
+            raise limit.refusal(name)
     if not is_list:
         _SCANNED.add((examples._fingerprint, limits))
 

@@ -49,8 +49,8 @@ class Limit(NamedTuple):
             )
         return self.is_exceeded(found)
 
-    def refusal(self) -> ValueError:
-        """Return the error, without any number or position of an example: messages end in logs."""
+    def refusal(self, name: str) -> ValueError:
+        """Return the error of the data set `name`, without any number or position of an example: messages end in logs."""
         words, got = {
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
@@ -58,7 +58,9 @@ class Limit(NamedTuple):
             "no text": ("numbers of classes", "words"),
         }[self.kind]
         return ValueError(
-            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.fix}."
+            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.fix}.".replace(
+                "train_dataset", name
+            )
         )
 
 
@@ -112,7 +114,10 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         if is_other or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():
-        yield Limit(column, "numbers", end, fix, is_ignoring=True)
+        without = f". Rows without a class leave out: train_dataset.filter(lambda row: row[{column!r}] >= 0)" * (
+            task is None
+        )
+        yield Limit(column, "numbers", end, fix + without, is_ignoring=True)
         cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64'))"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
         yield Limit(column, "no text", end, f"Make numbers of them: train_dataset.class_encode_column({column!r})")

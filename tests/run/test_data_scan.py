@@ -148,8 +148,9 @@ CASES = {
         lambda model, data: (tiny_bert(num_labels=8), data),
     ),
     "negative class": (
-        lambda: with_one(-1, column="labels"), "'labels' .* from 0 to 1, or -100, .*which begin at 0",
-        lambda model, data: (tiny_bert(num_labels=3), data.map(lambda row: {"labels": row["labels"] + 1})),
+        lambda: with_one(-1, column="labels"),
+        r"'labels' .* from 0 to 1, or -100, .*leave out: train_dataset\.filter\(lambda row: row\['labels'\] >= 0\)\.",
+        lambda model, data: (model, data.filter(lambda row: row["labels"] >= 0)),
     ),
     "boolean": (
         lambda: text_data(300).cast_column("labels", Value("bool")),
@@ -184,6 +185,28 @@ def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_pat
     fixed.train()
 
 
+def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
+    evaluated = {"one": text_data(), "two": with_one(-1, column="labels")}
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer.eval_dataset = evaluated
+    with pytest.raises(
+        ValueError, match=r"'labels' of eval_dataset .* out: eval_dataset\.filter\(lambda row: row\['labels'\]"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    evaluated["two"] = evaluated["two"].filter(lambda row: row["labels"] >= 0)
+    trainer.train()
+
+
+def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transform_has_one(tmp_path):
+    data = text_data(300).map(lambda row, index: {"labels": None if index == ROW else row["labels"]}, with_indices=True)
+    with pytest.raises(ValueError, match="'labels' of train_dataset must have a label for each example, got none for some"):
+        trainer_of(tmp_path, data=data.with_transform(lambda rows: rows), max_steps=1).train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    filled = data.with_transform(lambda rows: rows | {"labels": [label or 0 for label in rows["labels"]]})
+    trainer_of(tmp_path, data=filled, max_steps=1).train()
+
+
 def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False):
     try:
         refuse_values_beyond(model, data, collate=collate, has_own_loss=has_own_loss)
@@ -205,7 +228,8 @@ def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False)
         (lambda data: data.select([ROW + 1, 3, ROW, ROW - 1]), True),
         (lambda data: data.select([ROW + 1, 3, ROW - 1]), False),
         (lambda data: list(data), True),
-        (lambda data: data.with_transform(lambda rows: rows), False),  # not read: it may make others of them
+        (lambda data: data.with_transform(lambda rows: rows), True),
+        (lambda data: data.with_transform(lambda rows: rows | {"input_ids": [[1, 2]] * len(rows["input_ids"])}), False),
         (lambda data: Rows(data), False),
     ],
 )

@@ -101,11 +101,15 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
     return chunk.to_numpy(zero_copy_only=False)
 
 
-def columns_with_gaps(dataset: Any, *, names: Sequence[str]) -> list[str]:
-    """Return the columns of a table in which a row has no value; none for another data set, which is not read."""
-    if not is_stored(dataset):
-        return []
-    return [name for name in names if name in _names(dataset) and any(part.null_count for part in _parts(dataset, name))]
+def rows_with_gaps(dataset: Any, *, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield each of the columns of a table in which a row has no value as it is stored, and the first such row."""
+    for name in names if is_table(dataset) else ():
+        start = 0
+        for part in _parts(dataset, name) if name in _names(dataset) else ():
+            if part.null_count:
+                yield name, start + int(np.argmax(part.is_null().to_numpy(zero_copy_only=False)))
+                break
+            start += len(part)
 
 
 def columns_of_numbers(examples: Any) -> frozenset[str]:
@@ -148,8 +152,13 @@ def is_stored(examples: Any) -> bool:
 
     Not by a subclass or a method of the object's own, which may change them, or make several of one.
     """
+    return is_table(examples) and examples.format["type"] != "custom"
+
+
+def is_table(examples: Any) -> bool:
+    """Return whether examples are those of a table of `datasets`, as they stand there or behind a transform."""
     is_plain = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
-    return is_plain and isinstance(form := examples.format, Mapping) and form.get("type") != "custom"
+    return is_plain and isinstance(examples.format, Mapping)
 
 
 def _names(dataset: Any) -> list[str]:
