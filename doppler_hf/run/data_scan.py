@@ -12,7 +12,7 @@ import numpy as np
 from accelerate import PartialState
 from torch import nn
 
-from doppler_hf.privacy.batching.columns import is_table, numbers_in
+from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, numbers_in, rows_with_gaps
 from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.run.model_limits import Limit, limits_of
 
@@ -30,7 +30,7 @@ def refuse_values_beyond(
     has_own_loss: bool,
     name: str = "train_dataset",
 ) -> None:
-    """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for.
+    """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for, or no label.
 
     A column of more than `MOST_NUMBERS` is sampled. A data set that makes its rows, as torch's do, is not scanned; `name` is
     its argument's, for messages.
@@ -38,6 +38,8 @@ def refuse_values_beyond(
     is_list = isinstance(examples, list) and 0 < len(examples) <= MOST_ROWS_OF_A_LIST and isinstance(examples[0], Mapping)
     if not is_list and not is_table(examples):
         return
+    hint = "" if is_list or is_stored(examples) else " Change rows ahead of with_transform."
+    _refuse_missing_labels(examples, name, hint)
     columns = list(examples[0]) if is_list else examples.column_names
     limits = frozenset(limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.column in columns)
     if not is_list and (examples._fingerprint, limits) in _SCANNED:
@@ -47,12 +49,23 @@ def refuse_values_beyond(
             collated = collate([fetch_one(examples, index)])
         except (ValueError, TypeError) as error:
             if limit.kind == "no text":
-                raise limit.refusal(name) from error
+                raise limit.refusal(name, hint) from error
             raise
         if limit.is_exceeded_in(collated):
-            raise limit.refusal(name)
+            raise limit.refusal(name, hint)
     if not is_list:
         _SCANNED.add((examples._fingerprint, limits))
+
+
+def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
+    for column, row in rows_with_gaps(examples, names=LABELS):
+        example = fetch_one(examples, row)  # behind a transform it may have one
+        if any(example[key] is None for key in LABELS if key in example):
+            # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
+            raise ValueError(
+                f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
+                f"{name}.filter(lambda row: row[{column!r}] is not None).{hint}"
+            )
 
 
 def _beyond_in_list(rows: list[Any], limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:

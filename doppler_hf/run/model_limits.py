@@ -49,7 +49,7 @@ class Limit(NamedTuple):
             )
         return self.is_exceeded(found)
 
-    def refusal(self, name: str) -> ValueError:
+    def refusal(self, name: str, hint: str) -> ValueError:
         """Return the error of the data set `name`, without any number or position of an example: messages end in logs."""
         words, got = {
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
@@ -57,11 +57,8 @@ class Limit(NamedTuple):
             "no booleans": ("numbers of classes", "True or False"),
             "no text": ("numbers of classes", "words"),
         }[self.kind]
-        return ValueError(
-            f"The column {self.column!r} of train_dataset must have {words}, got {got} in some rows. {self.fix}.".replace(
-                "train_dataset", name
-            )
-        )
+        fix = self.fix.replace("train_dataset", name)
+        return ValueError(f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}.{hint}")
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:

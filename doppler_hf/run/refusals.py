@@ -17,8 +17,6 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.privacy.batching.columns import LABELS, rows_with_gaps
-from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_what_breaks_privacy
@@ -157,15 +155,6 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset must have examples, got none. Check what has filtered them out.")
-    for name, row in rows_with_gaps(train_dataset, names=LABELS):
-        example = fetch_one(train_dataset, row)  # behind a transform it may have one
-        if all(example[key] is not None for key in LABELS if key in example):
-            continue
-        # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
-        raise ValueError(
-            f"The column {name!r} of train_dataset must have a label for each example, got none for some. Leave them out: "
-            f"train_dataset.filter(lambda row: row[{name!r}] is not None)."
-        )
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise ValueError(

@@ -194,15 +194,25 @@ def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
     ):
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
-    evaluated["two"] = evaluated["two"].filter(lambda row: row["labels"] >= 0)
+    evaluated["two"] = evaluated["two"].map(lambda row: {"labels": None if row["labels"] < 0 else row["labels"]})
+    with pytest.raises(
+        ValueError, match=r"'labels' of eval_dataset must have a label .*eval_dataset\.filter\(lambda row: .* not None"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    evaluated["two"] = evaluated["two"].filter(lambda row: row["labels"] is not None)
     trainer.train()
 
 
 def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transform_has_one(tmp_path):
     data = text_data(300).map(lambda row, index: {"labels": None if index == ROW else row["labels"]}, with_indices=True)
-    with pytest.raises(ValueError, match="'labels' of train_dataset must have a label for each example, got none for some"):
+    with pytest.raises(
+        ValueError, match=r"'labels' of train_dataset must have a label .* not None\)\. Change rows ahead of with_transform"
+    ):
         trainer_of(tmp_path, data=data.with_transform(lambda rows: rows), max_steps=1).train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    mended = data.filter(lambda row: row["labels"] is not None).with_transform(lambda rows: rows)
+    trainer_of(tmp_path, data=mended, max_steps=1).train()
     filled = data.with_transform(lambda rows: rows | {"labels": [label or 0 for label in rows["labels"]]})
     trainer_of(tmp_path, data=filled, max_steps=1).train()
 

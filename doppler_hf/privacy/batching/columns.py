@@ -102,14 +102,12 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
 
 
 def rows_with_gaps(dataset: Any, *, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each of the columns of a table in which a row has no value as it is stored, and the first such row."""
+    """Yield each of the columns of a table in which some rows have no value as they are stored, and the first such row."""
     for name in names if is_table(dataset) else ():
-        start = 0
-        for part in _parts(dataset, name) if name in _names(dataset) else ():
-            if part.null_count:
-                yield name, start + int(np.argmax(part.is_null().to_numpy(zero_copy_only=False)))
-                break
-            start += len(part)
+        parts = _parts(dataset, name) if name in _names(dataset) else ()
+        has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
+        if has_none.any() and not has_none.all():
+            yield name, int(np.argmax(has_none))
 
 
 def columns_of_numbers(examples: Any) -> frozenset[str]:
