@@ -64,7 +64,7 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
             # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
             raise ValueError(
                 f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
-                f"{name}.filter(lambda row: row[{column!r}] is not None).{hint}"
+                f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint
             )
 
 

@@ -58,7 +58,7 @@ class Limit(NamedTuple):
             "no text": ("numbers of classes", "words"),
         }[self.kind]
         fix = self.fix.replace("train_dataset", name)
-        return ValueError(f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}.{hint}")
+        return ValueError(f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}." + hint)
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
