@@ -1,7 +1,8 @@
 """Find numbers of the training set that the model cannot take before any ε is spent.
 
 The columns of a stored table are scanned once, many rows at a time. A row beyond the model's range is collated alone and
-checked again, since a collator may cut or change it. So nothing that would train is refused.
+checked again, since a collator may cut or change it. So nothing that would train is refused, but an example without a label
+whose collator would make one: a transform may.
 """
 
 import math

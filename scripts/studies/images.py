@@ -38,6 +38,11 @@ class Images:
         )
         self.contents = [each[split].numpy().tobytes() for split in splits for each in (self._pixels, self.labels)]
 
+    @property
+    def side(self) -> int:
+        """Their side in pixels."""
+        return self.inputs_of(np.arange(1), split="train").shape[-1]
+
     def inputs_of(self, rows: np.ndarray, *, split: str) -> Tensor:
         """Return some images, shape (batch, channels, height, width)."""
         values = self._pixels[split][rows].float() / 127.5 - 1.0
@@ -77,7 +82,8 @@ def scattered_images(name: str, network: Callable[[], nn.Module], *, held_out: i
 
     def read(folder: str | None, sources: Sources) -> Data:
         all_images = Images(name, folder)
-        digest = digest_of(name, held_out, *all_images.contents, "scattered")
+        transform = [each.numpy().tobytes() for each in Scattering(all_images.side).buffers()]
+        digest = digest_of(name, held_out, *all_images.contents, *transform)
         coefficients = kept(sources.cache_dir / f"{name}-scattered-{digest}.pt", lambda: scattered(all_images))
         labels = all_images.labels
         return in_parts(digest, lambda rows, *, split: coefficients[split][rows].float(), labels, network, held_out=held_out)
@@ -91,8 +97,7 @@ def _loader(name: str, read: Callable[[str | None, Sources], Data]) -> Loader:
 
 def scattered(all_images: Images) -> dict[str, Tensor]:
     """Return the scattering coefficients of images in half precision, by split."""
-    side = all_images.inputs_of(np.arange(1), split="train").shape[-1]
-    transform, found = Scattering(side), {}
+    transform, found = Scattering(all_images.side), {}
     with torch.no_grad():
         for split, labels in all_images.labels.items():
             together = np.array_split(np.arange(len(labels)), math.ceil(len(labels) / TOGETHER))

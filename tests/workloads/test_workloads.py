@@ -223,7 +223,9 @@ def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [DIGITS[2:], *thorough(["--scattering=true", "--num_filters=8"])], ids=["vit", "scattering"]
+    "flags",
+    [DIGITS[2:], *thorough(["--scattering=true", "--num_filters=8", "--flip_invariant=true"])],
+    ids=["vit", "scattering"],
 )
 def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, flags):
     folder = write_mnist(tmp_path / "images", train=12, test=4, writer=[*"aabbccddeeff"])
