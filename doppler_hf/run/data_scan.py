@@ -1,8 +1,8 @@
 """Find numbers of the training set that the model cannot take before any ε is spent.
 
 The columns of a stored table are scanned once, many rows at a time. A row beyond the model's range is collated alone and
-checked again, since a collator may cut or change it. So nothing that would train is refused, but an example without a label
-whose collator would make one: a transform may.
+checked again, since a collator may cut or change it. So nothing that would train is refused,
+unless a collator of your own makes up missing labels.
 """
 
 import math
@@ -59,7 +59,7 @@ def refuse_values_beyond(
 
 
 def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
-    for column, row in rows_with_gaps(examples, names=LABELS):
+    for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
         example = fetch_one(examples, row)  # behind a transform it may have one
         if any(example[key] is None for key in LABELS if key in example):
             # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.

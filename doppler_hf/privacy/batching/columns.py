@@ -101,12 +101,12 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
     return chunk.to_numpy(zero_copy_only=False)
 
 
-def rows_with_gaps(dataset: Any, *, names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each of the columns of a table in which some rows have no value as they are stored, and the first such row."""
+def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) -> Iterator[tuple[str, int]]:
+    """Yield each of the columns of a table in which stored rows have no value, and the first such row."""
     for name in names if is_table(dataset) else ():
         parts = _parts(dataset, name) if name in _names(dataset) else ()
         has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
-        if has_none.any() and not has_none.all():
+        if has_none.any() and not (may_be_empty and has_none.all()):
             yield name, int(np.argmax(has_none))
 
 
