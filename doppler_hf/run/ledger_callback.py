@@ -262,8 +262,10 @@ class PrivacyCallback(TrainerCallback):
             speaks, self._is_running = self.speaks_for(model), False
             if speaks and self._leave(model) and state.is_world_process_zero:
                 self.ledger.save(args.output_dir)
-            if state.is_world_process_zero and not self.ledger.runs[-1].is_closed:
-                print_interruption(self.ledger, args)
+            if not self.ledger.runs[-1].is_closed:
+                self.ledger = self.ledger.as_written()  # as the file counts: with the steps reserved
+                if state.is_world_process_zero:
+                    print_interruption(self.ledger, args)
 
     def _leave(self, model: nn.Module) -> bool:
         # Before the first step they are the user's own, with which another training may begin.

@@ -91,9 +91,8 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
     last: str | bool | None = None
     with contextlib.suppress(ValueError):  # none is whole
         last = whole_checkpoint(True, output_dir=args.output_dir)
-    spent = spent_in_words(ledger.as_written(), args)  # as the file counts: with the step that was under way
     print(
-        f"\nInterrupted. Privacy spent so far: {spent}, kept in {args.output_dir}/{LEDGER_NAME}. "
+        f"\nInterrupted. Privacy spent so far: {spent_in_words(ledger, args)}, kept in {args.output_dir}/{LEDGER_NAME}. "
         + (
             "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."
             if not isinstance(last, str)

@@ -206,10 +206,12 @@ def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
 
 def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transform_has_one(tmp_path):
     data = text_data(300).map(lambda row, index: {"labels": None if index == ROW else row["labels"]}, with_indices=True)
-    with pytest.raises(
-        ValueError, match=r"'labels' of train_dataset must have a label .* not None\)\. Change rows ahead of with_transform"
-    ):
-        trainer_of(tmp_path, data=data.with_transform(lambda rows: rows), max_steps=1).train()
+    for lacking in (data, data.map(lambda row: {"labels": None})):  # one label, and all
+        with pytest.raises(
+            ValueError,
+            match=r"'labels' of train_dataset must have a label .* not None\)\. Change rows ahead of with_transform",
+        ):
+            trainer_of(tmp_path, data=lacking.with_transform(lambda rows: rows), max_steps=1).train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     mended = data.filter(lambda row: row["labels"] is not None).with_transform(lambda rows: rows)
     trainer_of(tmp_path, data=mended, max_steps=1).train()

@@ -87,8 +87,9 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
     trainer = trainer_of(tmp_path, max_steps=300, callbacks=[Stop(4, interrupt)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert trainer.privacy.ledger.steps_run == 4
-    assert earlier(trainer).steps_run == 6
+    assert trainer.state.global_step == 4
+    assert trainer.privacy.ledger.steps_run == earlier(trainer).steps_run == 6
+    assert trainer.privacy.epsilon() == PrivacyLedger.load(tmp_path / "out").epsilon()
     trainer.args.max_steps = 2
     trainer.train()
     assert trainer.privacy.ledger.steps_run == 8

@@ -52,7 +52,7 @@ class Run:
 
 
 class LedgerRecord:
-    """The content of a checked chain of entries: see `PrivacyLedger`, and moved clip norms by the checkpoint's step."""
+    """The content of a checked chain of entries: see `PrivacyLedger`."""
 
     def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
         self.entries: list[chain.Entry] = []
