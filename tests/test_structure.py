@@ -184,9 +184,9 @@ def test_public_names():
     assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
         "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
-        "auto_noise_shape", "autocorrelation", "autocorrelation_from_products",
+        "auto_noise_shape", "autocorrelation",
         "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain",
-        "corrected_output", "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response",
+        "corrected_output", "estimate_power", "filter_figures", "frequency_response",
         "from_coefficients", "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average",
         "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response",
         "write_coefficients",

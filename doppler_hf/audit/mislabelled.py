@@ -11,7 +11,6 @@ scores influence each other, and only the one-run bound holds for them.
 import contextlib
 import copy
 import math
-from abc import ABC
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
@@ -33,7 +32,7 @@ from doppler_hf.privacy.losses import token_task, without_adapters
 RELATIVE_STEP: Final = 1e-2
 
 
-class _MislabelledAuditTrainer(AuditTrainer, ABC):
+class _MislabelledAuditTrainer(AuditTrainer):
     """The common part of the two attacks on mislabelled examples: the canaries and their losses."""
 
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run",)

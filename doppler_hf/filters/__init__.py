@@ -20,11 +20,7 @@ from doppler_hf.filters.design import (
     momentum,
     moving_average,
 )
-from doppler_hf.filters.fir import (
-    autocorrelation_from_products,
-    estimate_autocorrelation,
-    optimal_fir,
-)
+from doppler_hf.filters.fir import optimal_fir
 from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
 from doppler_hf.filters.noise_shape import NoiseShape
@@ -50,9 +46,9 @@ from doppler_hf.filters.spectrum import (
 
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
-    "auto_noise_shape", "autocorrelation", "autocorrelation_from_products",
+    "auto_noise_shape", "autocorrelation",
     "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
-    "estimate_autocorrelation", "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
+    "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
     "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",
     "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response", "write_coefficients",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.filters import autocorrelation_from_products, optimal_fir, parse_name
+from doppler_hf.filters import optimal_fir, parse_name
 from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
 
 MEMORY: Final = 0.998
@@ -124,5 +124,4 @@ def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std
     standard_error = noise_std**2 * math.sqrt(2 / pairs[0])
     if means[0] <= SIGNIFICANCE * standard_error:
         return taps
-    # The noise was taken off before, and one coordinate stands for all: the means are per coordinate.
-    return list(optimal_fir(autocorrelation_from_products(means, 0.0, dimension=1, steps=1)).b)
+    return list(optimal_fir(np.clip(means / means[0], 0, 1)).b)  # begin has taken the noise off

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import Releases, default_delta, get_epsilon
+from doppler_hf.privacy.accounting.accounting import default_delta, get_epsilon
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, most_steps
 
 Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
@@ -74,11 +74,6 @@ class PlannedRun:
     def filtered_noise_std(self, low_pass_filter: LowPassFilter) -> float:
         """Return σC/B·√Σκ², per coordinate of the filtered gradient once the filter has settled."""
         return self.noise_std * math.sqrt(noise_gain(low_pass_filter))
-
-    @property
-    def releases(self) -> Releases:
-        """The run in the accountant's terms."""
-        return Releases(self.noise_multiplier, self.sample_rate, self.steps)
 
 
 class Target(NamedTuple):

@@ -1,7 +1,6 @@
 """What a `DopplerTrainer` does around its steps: where the model lies, and what is evaluated, saved and logged."""
 
 import contextlib
-from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,7 +67,7 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
     return create_model_card
 
 
-class AroundSteps(Trainer, ABC):
+class AroundSteps(Trainer):
     """`Trainer` without its steps: `DopplerTrainer` makes these and sets the attributes, so that it reads top to bottom."""
 
     args: DopplerTrainingArguments

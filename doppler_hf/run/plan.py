@@ -113,25 +113,19 @@ def planned_statement(
             return again
         if steps > first_step:
             ahead, spent = steps - first_step, earlier.history
-    further = Releases(1.0, sampler.sample_rate, ahead, noise_shape.c)
-    joint = calibrated(args, further, delta=delta, spent=spent)
-    return under(joint / math.sqrt(of_gradient))
-
-
-def calibrated(args: DopplerTrainingArguments, further: Releases, *, delta: float, spent: Sequence[Releases] = ()) -> float:
-    """Return the noise multiplier with which so many `further` steps reach `args.target_epsilon`; theirs is not read."""
     assert args.target_epsilon is not None
     # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
     if spent and (before := get_total_epsilon(spent, delta=delta)) > 0.99 * args.target_epsilon:
         raise budget_spent(before, args)
-    return get_noise_multiplier(
+    joint = get_noise_multiplier(
         target_epsilon=args.target_epsilon,
         target_delta=delta,
-        sample_rate=further.sample_rate,
-        steps=further.steps,
-        strategy=further.strategy,
+        sample_rate=sampler.sample_rate,
+        steps=ahead,
+        strategy=noise_shape.c,
         spent=spent,
     )
+    return under(joint / math.sqrt(of_gradient))
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:

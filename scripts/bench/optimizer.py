@@ -6,10 +6,9 @@
 The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tensors, and gradients that stay the same; noise
 is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
 Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
-subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients; `weights` is what a filter on the
-weights adds to a step. `projectors` compares the algorithms for a basis of rank 64 of a 768 × 3072 matrix with torch's full
-SVD, in time and in the energy ‖PᵀG‖² that the basis captures, for singular values falling as 1/i and for a matrix whose
-signal is a tenth of its noise.
+subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients. `projectors` compares the algorithms
+for a basis of rank 64 of a 768 × 3072 matrix with torch's full SVD, in time and in the energy ‖PᵀG‖² that the basis
+captures, for singular values falling as 1/i and for a matrix whose signal is a tenth of its noise.
 """
 
 import functools

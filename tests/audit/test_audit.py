@@ -195,7 +195,7 @@ def everything(self, step):
     [*thorough((shuffle_with_repeats, 4000, 1)), (everything, 1300, 4)],
     ids=["a shuffle with repeats", "larger inclusion"],
 )
-def test_no_poisson_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
+def test_another_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
     monkeypatch.setattr(AllocationSampler, "draw", draw)
     assert audited(tmp_path, per_device_train_batch_size=batch, max_steps=steps).contradicts_claim
 

@@ -1,4 +1,4 @@
-"""`doppler-hf plan`: what it prints is what the accountants, SciPy and the definitions say."""
+"""`doppler-hf plan`: what it prints is what the accountant, SciPy and the definitions say."""
 
 import json
 import re

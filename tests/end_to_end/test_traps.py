@@ -1,7 +1,8 @@
 """The ways in which private trainers of the field have gone wrong, one test each, on the trainer as a user runs it.
 
 Trap 4, gradients that follow the length of neighbours, is in tests/privacy/test_transformers_losses.py; 8, uncounted steps,
-and 12, empty draws, in test_trainer.py; 14, noise scaled wrongly over processes, in test_distributed.py.
+and 12, empty draws, in test_trainer.py; 14, noise scaled wrongly over processes, in test_distributed.py; 16, arguments
+that couple examples, in test_from_trainer.py.
 False-alarm rates are stated.
 """
 
@@ -20,7 +21,7 @@ from doppler_hf.privacy import AllocationSampler, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.run.model_card import privacy_section
 from tests.support.tiny import numbered, pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, arguments, trained
+from tests.support.trainers import NoSignal, Recorder, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 
@@ -171,8 +172,6 @@ def test_trap_11_the_logged_norm_is_that_of_the_private_gradient(tmp_path):
     trainer = trained(trainer_of(tmp_path, callbacks=[recorder], max_steps=3))
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert logged == pytest.approx([gradient.norm().item() for gradient in recorder.gradients], rel=1e-4)
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 would rescale the private gradient"):
-        arguments(tmp_path, max_grad_norm=1.0)
 
 
 def test_trap_13_every_process_flips_its_own_coins(tmp_path, monkeypatch):
@@ -204,22 +203,6 @@ def test_trap_15_what_has_no_per_sample_gradient_is_refused_by_name_and_adapters
     trainer_of(tmp_path, model=adapted).train()
     assert start
     assert not any(torch.equal(p, start[name]) for name, p in adapted.named_parameters() if name in start)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (dict(train_sampling_strategy="group_by_length"), "the accountant assumes random allocation"),
-        (dict(label_smoothing_factor=0.1), "averages over the batch's tokens"),
-        (dict(neftune_noise_alpha=5.0), "hooks the embeddings"),
-        (dict(dataloader_drop_last=True), "random allocation has no last batch"),
-        (dict(auto_find_batch_size=True), "repeats steps"),
-        (dict(torch_compile=True), "torch compiles no layer that notes per-sample gradients"),
-    ],
-)
-def test_trap_16_arguments_that_couple_examples_are_refused_with_the_reason(tmp_path, overrides, reason):
-    with pytest.raises(ValueError, match=reason):
-        arguments(tmp_path, **overrides)
 
 
 def test_trap_17_ledger_and_card_say_that_choices_on_evaluation_data_are_not_covered(tmp_path):

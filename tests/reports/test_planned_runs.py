@@ -5,7 +5,7 @@ import math
 import pytest
 
 from doppler_hf.privacy import AllocationSampler
-from doppler_hf.privacy.accounting.accounting import get_epsilon, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.reports import planned_runs as planning
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from tests.support.tiers import thorough
@@ -132,7 +132,7 @@ def test_alternatives_cost_the_same(target, num_examples, epochs, monkeypatch):
         monkeypatch.setattr(planning, "EPOCH_FACTORS", (more_epochs,))
         monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (larger_batch,))
         ((other,),) = alternatives(run, Target(target, delta), epochs=epochs).values()
-        spent = get_total_epsilon([other.releases], delta=delta)
+        spent = get_total_epsilon([Releases(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
         assert target * (1 - 4e-3) <= spent <= target  # on a rough grid
 
 

@@ -22,7 +22,6 @@ DELTA = 1000**-1.1
 
 
 def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
-    # RDP takes the least time, and is not what is taken by default.
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100) | overrides
     args = arguments(tmp_path, **options)
     shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)

@@ -52,7 +52,8 @@ def get_noise_multiplier(
         >>> get_epsilon(noise_multiplier=sigma, sample_rate=0.02, steps=165, delta=1e-5) <= 3.0
         True
     """
-    _check_target(target_epsilon)
+    if not 0.0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon must be a finite number > 0, got {target_epsilon}.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
     if len(strategy) * sample_rate > 1.0:
@@ -129,9 +130,6 @@ def _least_noise(excess: Callable[[float], float], *, start: float, spacing: flo
 
 def most_steps(epsilon_of: Callable[[int], float], *, target_epsilon: float, at_most: int) -> int:
     """Return the most steps, up to `at_most`, whose ε is within the target; ε must not fall with the steps."""
-    _check_target(target_epsilon)
-    if at_most < 0:
-        raise ValueError(f"at_most must be at least 0, got {at_most}.")
     if epsilon_of(at_most) <= target_epsilon:
         return at_most
     fits, exceeds = 0, at_most
@@ -139,8 +137,3 @@ def most_steps(epsilon_of: Callable[[int], float], *, target_epsilon: float, at_
         middle = (fits + exceeds) // 2
         fits, exceeds = (middle, exceeds) if epsilon_of(middle) <= target_epsilon else (fits, middle)
     return fits
-
-
-def _check_target(target_epsilon: float) -> None:
-    if not 0.0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be a finite number > 0, got {target_epsilon}.")

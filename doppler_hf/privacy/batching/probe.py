@@ -12,6 +12,7 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.fetching import fetch
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.generators import filled_generators
 
 SHORT: Final = 8
@@ -68,7 +69,7 @@ class Probe:
             alone = self.collated([row])
             of_batch = cut_out(first, place, alone, number=len(rows))
             # Sensitivity: a row must be what it is alone, and stand where its example stands.
-            if any(is_of_rows(first[name], len(rows)) and not same(of_batch[name], alone[name]) for name in stable):
+            if any(has_rows(first[name], len(rows)) and not same(of_batch[name], alone[name]) for name in stable):
                 raise ValueError(_MIXED_ROWS)
         if self._is_random:
             self._refuse_mixing()
@@ -106,7 +107,7 @@ class Probe:
             first, second = (
                 self.collated([self.short[0], *rest], seed=seed) for rest in (others, [*others[1:], *others[:1]])
             )
-            rows = [name for name, value in first.items() if is_of_rows(value, len(self.short))]
+            rows = [name for name, value in first.items() if has_rows(value, len(self.short))]
             # Sensitivity: the same numbers lie in the same places, so that the row of the first example must be the same.
             if any(first[name].shape == second[name].shape and not same(first[name][0], second[name][0]) for name in rows):
                 raise ValueError(_MIXED_ROWS)
@@ -171,17 +172,12 @@ def _size(value: Any) -> int:
     return math.prod(size) if isinstance(size, tuple) else size  # of a PIL image width and height
 
 
-def is_of_rows(value: Any, number: int) -> bool:
-    """Return whether a value is a tensor of that many rows."""
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == number
-
-
 def cut_out(batch: Inputs, start: int, like: Inputs, *, number: int) -> Inputs:
     """Return rows of a batch of `number` in the shapes of another one, without padding on the side where the mask begins."""
     mask = batch.get("attention_mask")
     found = dict(batch)
     for name, value in batch.items():
-        if is_of_rows(value, number):
+        if has_rows(value, number):
             shape = like[name].shape
             is_left = isinstance(mask, Tensor) and mask.ndim > 1 and not mask[start].flatten()[0]
             sizes = zip(value.shape[1:], shape[1:], strict=True)

@@ -19,7 +19,7 @@ from doppler_hf.privacy.ledger.file import schema_validator
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from tests.support.ledgers import after, all_events, document_in, statement, write
 
-NOT_PRIVATE = dict(private=False)  # spares the accountants where only steps count
+NOT_PRIVATE = dict(private=False)  # spares the accountant where only steps count
 
 
 # --- what was spent -------------------------------------------------------------------------------------------------------
