@@ -1,7 +1,6 @@
 """The outcome of an audit: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -10,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from doppler_hf.audit.lower_bounds import clopper_pearson_epsilon, one_run_epsilon
-from doppler_hf.privacy.accounting.accounting import Accountant
 
 AUDIT_NAME: Final = "privacy_audit.json"
 
@@ -27,7 +25,7 @@ class AuditResult:
         scores: The canaries' scores, shape (canaries,); higher is more likely in the training set.
         included: The coins, shape (canaries,): whether the canary was in the training set.
         lower_bounds: A lower bound on ε by each method. All of them hold at once with probability `confidence`.
-        claims: The upper bounds on ε that the run's ledger states, by accountant; the largest over several runs.
+        claimed_epsilon: The upper bound on ε that the run's ledger states; the largest over several runs.
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
         runs: The number of trainings.
@@ -37,15 +35,10 @@ class AuditResult:
     scores: Float[np.ndarray, " canaries"]
     included: Bool[np.ndarray, " canaries"]
     lower_bounds: dict[Method, float]
-    claims: Mapping[Accountant, float]
+    claimed_epsilon: float
     delta: float
     confidence: float
     runs: int
-
-    @property
-    def claimed_epsilon(self) -> float:
-        """The smallest upper bound that is claimed."""
-        return min(self.claims.values())
 
     @property
     def lower_bound(self) -> float:
@@ -72,7 +65,6 @@ class AuditResult:
             "canaries": len(self.scores),
             "runs": self.runs,
             "claimed_epsilon": self.claimed_epsilon,
-            "claims": dict(self.claims),
             "delta": self.delta,
             "confidence": self.confidence,
             "lower_bound": self.lower_bound,

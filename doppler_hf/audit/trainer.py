@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
 from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult, CanaryKind, Method, lower_bounds
-from doppler_hf.privacy.accounting.accounting import Accountant
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -143,14 +142,8 @@ class AuditTrainer(DopplerTrainer, ABC):
         check_confidence(confidence)
         self.train()
         delta = self.private_run.statement.target_delta
-        outcomes = self.scores, self.included, self.one_run_methods, self.claims()
+        outcomes = self.scores, self.included, self.one_run_methods, self.privacy.epsilon()
         return _result(self.kind, *outcomes, delta=delta, confidence=confidence, runs=1)
-
-    def claims(self) -> dict[Accountant, float]:
-        """Return what the ledger of the finished run states: an upper bound on ε, by its accountant."""
-        ledger = self.privacy.ledger
-        assert ledger is not None
-        return {ledger.statement.accountant: ledger.epsilon()}
 
 
 class _Watcher(TrainerCallback):
@@ -202,12 +195,11 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
             raise ValueError(f"num_canaries must be 1 in repeated runs, got {len(trainer.included)}.")
         trainer.train()
         scores[run], included[run] = trainer.scores[0], trainer.included[0]
-        claims.append(trainer.claims())
+        claims.append(trainer.privacy.epsilon())
         deltas.append(trainer.private_run.statement.target_delta)
-    # N differs by one with and without the canary, and the claims hardly: the weakest ones hold for all runs.
-    weakest = {accountant: max(claim[accountant] for claim in claims) for accountant in claims[0]}
+    # N differs by one with and without the canary, and the claims hardly: the weakest one holds for all runs.
     methods: tuple[Method, ...] = ("independent trials",)
-    return _result(trainer.kind, scores, included, methods, weakest, delta=max(deltas), confidence=confidence, runs=runs)
+    return _result(trainer.kind, scores, included, methods, max(claims), delta=max(deltas), confidence=confidence, runs=runs)
 
 
 def _result(
@@ -215,7 +207,7 @@ def _result(
     scores: Float[np.ndarray, " canaries"],
     included: Bool[np.ndarray, " canaries"],
     methods: tuple[Method, ...],
-    claims: dict[Accountant, float],
+    claimed_epsilon: float,
     *,
     delta: float,
     confidence: float,
@@ -224,4 +216,4 @@ def _result(
     """Return the outcome, with a score of 0 where one is not finite: valid, because it does not depend on the coins."""
     scores = np.where(np.isfinite(scores), scores, 0.0)
     bounds = lower_bounds(scores, included, methods=methods, delta=delta, confidence=confidence)
-    return AuditResult(kind, scores, included, bounds, claims, delta, confidence, runs)
+    return AuditResult(kind, scores, included, bounds, claimed_epsilon, delta, confidence, runs)

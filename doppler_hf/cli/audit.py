@@ -116,10 +116,10 @@ def _audited(workload: Workload, training_args: DopplerTrainingArguments, args: 
 
 
 def table_of(result: AuditResult) -> Table:
-    """Return the claims and the outcome as a table."""
+    """Return the claim and the outcome as a table."""
     canaries = len(result.scores)
     rows = (
-        *((f"claimed ε, by {accountant}", f"{epsilon:.4g}") for accountant, epsilon in result.claims.items()),
+        ("claimed ε", f"{result.claimed_epsilon:.4g}"),
         *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
         ("δ", f"{result.delta:.3g}"),
         ("confidence", f"{result.confidence:g}"),

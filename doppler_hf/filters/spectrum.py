@@ -50,7 +50,7 @@ def autocorrelation(
     Returns:
         φ_0 ... φ_{max_lag}, shape (max_lag + 1,), in squared units of the series.
     """
-    series = checked(series)
+    series = _checked(series)
     steps = len(series)
     max_lag = steps - 1 if max_lag is None else max_lag
     if not isinstance(max_lag, int | np.integer) or not 0 <= max_lag < steps:
@@ -74,7 +74,7 @@ def power_spectral_density(
     Returns:
         Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series.
     """
-    series = checked(series)
+    series = _checked(series)
     steps = len(series)
     if method == "autocorrelation":
         if segment is not None:
@@ -98,7 +98,7 @@ def corrected_output(
     filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
 ) -> Float64[np.ndarray, "steps dimension"]:
     """Return the optimizer's m̂_t = m_t / c_t for a series, shape (steps, dimension), from zero states on."""
-    series = checked(series)
+    series = _checked(series)
     return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
 
 
@@ -135,7 +135,7 @@ def estimate_power(
     for square in square_norms:
         if not 0 <= square < math.inf:
             raise ValueError(f"square_norms must be finite and at least 0, got {square}.")
-    check_noise(noise_std)
+    _check_noise(noise_std)
     if dimension < 1 or first_step < 0:
         raise ValueError(f"dimension must be at least 1 and first_step at least 0, got {dimension} and {first_step}.")
     steps = len(square_norms)
@@ -162,7 +162,7 @@ def measure_noise_gain(
         noise: The noise w, shape (steps, dimension), of at least two independent coordinates.
         filtered: The same noise after the settled filter, shape (steps, dimension).
     """
-    after, before = (np.sum(checked(series) ** 2, axis=0) for series in (filtered, noise))
+    after, before = (np.sum(_checked(series) ** 2, axis=0) for series in (filtered, noise))
     if len(before) < 2 or not before.any():
         raise ValueError(
             f"noise must have power in two coordinates or more, got shape {noise.shape} and power {before.sum()}."
@@ -181,17 +181,17 @@ def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray,
     return correlation / correlation[0]
 
 
-def checked(series: Float[np.ndarray, "steps dimension"], *, name: str = "series") -> Float64[np.ndarray, "steps dimension"]:
+def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
     """Return a series in float64, and refuse anything but a series of finite numbers."""
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
-        raise ValueError(f"{name} must have shape (steps, dimension), neither of them 0, got {series.shape}.")
+        raise ValueError(f"series must have shape (steps, dimension), neither of them 0, got {series.shape}.")
     if not np.isfinite(series).all():
-        raise ValueError(f"{name} must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
+        raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
     return series
 
 
-def check_noise(noise_std: float) -> None:
+def _check_noise(noise_std: float) -> None:
     """Refuse anything but a standard deviation."""
     if not 0 <= noise_std < math.inf:
         raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

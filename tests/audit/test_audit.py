@@ -305,11 +305,11 @@ def one_canary(tmp_path):
     return make
 
 
-def test_repeated_runs_take_the_largest_claims_and_one_canary_each(one_canary):
+def test_repeated_runs_take_the_largest_claim_and_one_canary_each(one_canary):
     result = audit_repeatedly(lambda: one_canary(per_device_train_batch_size=50), runs=6)
     assert 0 < result.included.sum() < 6
     without = get_epsilon(noise_multiplier=10.0, sample_rate=50 / 100, steps=1, delta=1e-2)
-    assert result.claims["pld"] == pytest.approx(without, rel=1e-9)  # with the canary the rate is 50/101
+    assert result.claimed_epsilon == pytest.approx(without, rel=1e-9)  # with the canary the rate is 50/101
     with pytest.raises(ValueError, match="num_canaries must be 1 in repeated runs, got 2"):
         audit_repeatedly(lambda: one_canary(num_canaries=2), runs=2)
     with pytest.raises(ValueError, match="runs must be at least 2, got 1"):

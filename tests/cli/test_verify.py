@@ -217,8 +217,8 @@ def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
     [
         (lambda e: e[13]["epsilon"].update(pld=0.9 * e[13]["epsilon"]["pld"]), "Entry 13 (closed) states ε = "),
         (lambda e: e[13]["epsilon"].update(pld=e[13]["epsilon"]["pld"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
-        (lambda e: e[13]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf by pld"),
-        (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0 by pld"),
+        (lambda e: e[13]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf,"),
+        (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0,"),
         (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
         (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, but what was released costs"),
         (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),

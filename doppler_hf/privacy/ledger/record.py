@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases
+from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
@@ -23,12 +23,12 @@ class ModelDigests(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An ε that entry number `entry` states, by accountant (infinity if not private), for everything released until then."""
+    """An ε that entry number `entry` states (infinity if not private), for everything released until then."""
 
     entry: int
     history: list[Releases]
     target: float | None
-    epsilons: dict[Accountant, float]
+    epsilon: float
     private: bool
     versions: Mapping[str, str]
 
@@ -145,11 +145,11 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
-        stated = entry["epsilon"] if is_end else {run.statement.accountant: entry["epsilon"]}
-        epsilons = {name: math.inf if epsilon is None else epsilon for name, epsilon in stated.items()}
+        stated = entry["epsilon"][run.statement.accountant] if is_end else entry["epsilon"]
+        epsilon = math.inf if stated is None else stated
         private = all(run.statement.private for run in self.runs)
         history, target = self.history_within_plan(steps_run), run.statement.target_epsilon
-        self.claims.append(Claim(entry["index"], history, target, epsilons, private, run.versions))
+        self.claims.append(Claim(entry["index"], history, target, epsilon, private, run.versions))
 
 
 def _refuse(entry: chain.Entry, reason: str) -> None:

@@ -33,7 +33,7 @@ def test_epsilon_is_the_accountants():
     assert ledger.epsilon() == get_epsilon(**mechanism, steps=40)
     assert ledger.epsilon(further_steps=20) == get_epsilon(**mechanism, steps=60)
     ledger.close()
-    assert ledger.claims[-1].epsilons == {"pld": get_epsilon(**mechanism, steps=40)}
+    assert ledger.claims[-1].epsilon == get_epsilon(**mechanism, steps=40)
 
 
 def test_what_is_not_private_has_no_epsilon(tmp_path):
@@ -43,7 +43,7 @@ def test_what_is_not_private_has_no_epsilon(tmp_path):
     ledger.save(tmp_path)
     assert ledger.epsilon() == math.inf
     assert [entry["epsilon"] for entry in ledger.entries[-2:]] == [None, {"pld": None}]
-    assert [set(claim.epsilons.values()) for claim in PrivacyLedger.load(tmp_path).claims] == [{math.inf}] * 2
+    assert [claim.epsilon for claim in PrivacyLedger.load(tmp_path).claims] == [math.inf] * 2
 
 
 def test_what_was_not_private_once_stays_so():
@@ -107,7 +107,7 @@ def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
     loaded = PrivacyLedger.load(tmp_path)
     assert loaded.steps_run == ledger.steps_run == 1
     assert loaded.claims[-1].history == loaded.history == [Releases(1.0, 0.05, 1, planned=1000)]
-    assert loaded.claims[-1].epsilons == {"pld": ledger.epsilon()}
+    assert loaded.claims[-1].epsilon == ledger.epsilon()
 
 
 class Killed(Exception):
