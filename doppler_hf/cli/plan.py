@@ -38,7 +38,9 @@ PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf plan`."""
-    parser.add_argument("--num-examples", type=int, required=True, metavar="N", help="size of the training set")
+    parser.add_argument(
+        "--num-examples", type=int, required=True, metavar="N", help="size of the training set; of users, their number"
+    )
     solvable = parser.add_argument_group("three of these four (--epochs and --max-steps count as one)")
     solvable.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
     solvable.add_argument("--noise-multiplier", type=float, metavar="σ", help="noise, in units of the clip norm")

@@ -20,7 +20,7 @@ class Limit(NamedTuple):
     """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
-    kind: Literal["numbers", "lengths", "no booleans", "no text"]
+    kind: Literal["numbers", "lengths", "no booleans", "no text", "no whole numbers"]
     end: int
     fix: str  # as a sentence without its point
     is_ignoring: bool = False  # whether there may be -100, too
@@ -30,6 +30,8 @@ class Limit(NamedTuple):
         """Return whether one of these numbers, or lengths, is out of range."""
         if self.kind == "no text":
             return found.dtype.kind in "UO" and any(isinstance(value, str) for value in found.flat)
+        if self.kind == "no whole numbers":
+            return found.dtype.kind in "iub"
         if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
         if found.max() >= self.end:
@@ -56,6 +58,7 @@ class Limit(NamedTuple):
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
             "no booleans": ("numbers of classes", "True or False"),
             "no text": ("numbers of classes", "words"),
+            "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
         }[self.kind]
         fix = self.fix.replace("train_dataset", name)
         return ValueError(f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}." + hint)
@@ -107,6 +110,10 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
         fix += ", or to 1 for amounts"
+        if config.problem_type == "multi_label_classification":
+            for column in LABELS:
+                cast = f"train_dataset.cast_column({column!r}, datasets.Sequence(datasets.Value('float32')))"
+                yield Limit(column, "no whole numbers", end, f"Make floats of them: {cast}")
         is_other = losses.has_choices(base) or losses.has_pixels(base) or losses.has_ctc(base) or end == 1
         if is_other or config.problem_type not in (None, "single_label_classification"):
             return

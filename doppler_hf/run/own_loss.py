@@ -40,7 +40,7 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         if base_model.config.problem_type == "multi_label_classification" and not inputs["labels"].is_floating_point():
             raise ValueError(
                 f"The labels of a multi_label_classification must be of floating point for {name}, which also computes the "
-                f"loss of evaluations, got {inputs['labels'].dtype}. Convert them in the data set: 1.0 in the place of 1."
+                f"loss of evaluations, got {inputs['labels'].dtype}. Return floats from the data set or collator: 1.0 for 1."
             ) from error
         raise ValueError(
             # Not the error's words, which may hold the sizes of examples: messages end in logs.

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
+_OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker")  # names of columns
 
 
 def print_start(
@@ -44,6 +46,9 @@ def print_start(
     batch = statement.expected_batch_size
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
     watched = [*drowned(noise, num_trained=trained), *notes]
+    if args.privacy_unit_column is None:
+        columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
+        watched += [f"ε is for one row: if {name!r} says whose it is, set privacy_unit_column={name!r}" for name in columns]
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
@@ -114,7 +119,7 @@ def drowned(noise: float, *, num_trained: int) -> list[str]:
     """
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
-    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, records or ε"]
+    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, data or ε"]
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, further_steps: int = 0) -> str:

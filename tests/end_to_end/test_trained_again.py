@@ -134,7 +134,7 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
             if state.global_step == 3:
                 raise KeyboardInterrupt
 
-    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2)
+    options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, callbacks=[Interrupted()], target_epsilon=3.0, **options).train()
     words = "Steps after it are made again and count: the run ends as many steps early, unless you raise target_epsilon."
@@ -143,6 +143,9 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == steps
     assert resumed.privacy.epsilon() <= target_epsilon
+    # Where the budget ends, the last step is evaluated and saved, as after the last step of a plan.
+    assert [log["step"] for log in resumed.state.log_history if "eval_loss" in log][-1] == steps
+    assert (tmp_path / "out" / f"checkpoint-{steps}").is_dir()
 
 
 # --- an optimizer and a schedule of the user's own ------------------------------------------------------------------------

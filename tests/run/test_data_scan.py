@@ -2,9 +2,9 @@
 
 import re
 
+import datasets
 import pytest
 import torch
-from datasets import Value
 from torch import nn
 from transformers import (
     default_data_collator,
@@ -153,12 +153,12 @@ CASES = {
         lambda model, data: (model, data.filter(lambda row: row["labels"] >= 0)),
     ),
     "boolean": (
-        lambda: text_data(300).cast_column("labels", Value("bool")),
+        lambda: text_data(300).cast_column("labels", datasets.Value("bool")),
         r"'labels' .* numbers of classes, got True .*cast_column\('labels', datasets.Value\('int64'\)\)",
-        lambda model, data: (model, data.cast_column("labels", Value("int64"))),
+        lambda model, data: (model, data.cast_column("labels", datasets.Value("int64"))),
     ),
     "words": (
-        lambda: text_data(300).cast_column("labels", Value("string")),
+        lambda: text_data(300).cast_column("labels", datasets.Value("string")),
         r"'labels' .* numbers of classes, got words .*train_dataset\.class_encode_column\('labels'\)",
         lambda model, data: (model, data.class_encode_column("labels")),
     ),
@@ -219,6 +219,27 @@ def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transf
     trainer_of(tmp_path, data=filled, max_steps=1).train()
 
 
+def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_that_the_mend_makes(tmp_path):
+    ints = text_data().map(lambda row: {"labels": [row["labels"], 1]}, remove_columns="labels")
+    floats = ints.cast_column("labels", datasets.Sequence(datasets.Value("float32")))
+    options = dict(eval_strategy="steps", eval_steps=1, max_steps=1)
+    for train, evaluated, name in ((ints, floats, "train_dataset"), (floats, ints, "eval_dataset")):
+        model = tiny_bert(problem_type="multi_label_classification")
+        trainer = trainer_of(tmp_path, data=train, model=model, **options)
+        trainer.eval_dataset, trainer.data_collator = evaluated, labelled
+        mend = re.escape(f"{name}.cast_column('labels', datasets.Sequence(datasets.Value('float32')))")
+        with pytest.raises(ValueError, match=f"'labels' of {name} must have 0.0 or 1.0 .* got whole numbers .*{mend}"):
+            trainer.train()
+        assert not (tmp_path / "out" / LEDGER_NAME).exists()
+        trainer.train_dataset = trainer.eval_dataset = floats
+        trainer.train()
+        (tmp_path / "out" / LEDGER_NAME).unlink()
+
+
+def labelled(examples):
+    return pad(examples) | {"labels": torch.tensor([row["labels"] for row in examples])}
+
+
 def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False):
     try:
         refuse_values_beyond(model, data, collate=collate, has_own_loss=has_own_loss)
@@ -265,7 +286,7 @@ def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(
 
 
 def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
-    words = text_data(10).cast_column("labels", Value("string"))
+    words = text_data(10).cast_column("labels", datasets.Value("string"))
     assert is_beyond(tiny_bert(), words, collate=pad_all)
     assert not is_beyond(
         tiny_bert(), words, collate=lambda rows: {"labels": torch.tensor([int(row["labels"]) for row in rows])}

@@ -329,6 +329,18 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     assert f"The ledger is in {tmp_path / 'out' / LEDGER_NAME}: check it with `doppler-hf verify" in end
 
 
+def test_a_column_that_may_say_whose_a_row_is_is_told_of(tmp_path, capsys):
+    data, told = (
+        text_data().add_column("patient_id", [row // 4 for row in range(24)]),
+        "ε is for one row: if 'patient_id' says",
+    )
+    trained(trainer_of(tmp_path / "rows", data=data, max_steps=1))
+    assert f"{told} whose it is, set privacy_unit_column='patient_id'" in capsys.readouterr().out
+    units = dict(privacy_unit_column="patient_id", per_device_train_batch_size=1)
+    trained(trainer_of(tmp_path / "patients", data=data, max_steps=1, **units))
+    assert told not in capsys.readouterr().out
+
+
 def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
     ledger = trained(trainer_of(tmp_path, log_level="info")).privacy.ledger
     table = said(capsys)

@@ -31,7 +31,8 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
         raise ValueError(
             # Not their shape, which may hold the length of an example: messages end in logs.
             f"The losses of {number} collated examples must have shape ({number},), got {losses.ndim} dimensions or another "
-            "number. Let the collator return one row for each example (no packing), and compute_per_sample_loss one loss."
+            "number. Let compute_per_sample_loss return one loss for each example, as losses.mean(dim=1), and the collator "
+            "one row (no packing)."
         )
 
 

@@ -60,8 +60,11 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     from pyarrow import compute
 
     values = dataset.with_format("arrow")[column][:]
-    is_float = pyarrow.types.is_floating(values.type)
-    if values.null_count or (is_float and compute.any(compute.is_nan(values)).as_py()):
+    is_float, is_text = pyarrow.types.is_floating(values.type), values.type in (pyarrow.string(), pyarrow.large_string())
+    is_gap = (
+        compute.is_nan(values) if is_float else compute.equal(compute.utf8_trim_whitespace(values), "") if is_text else None
+    )
+    if values.null_count or (is_gap is not None and compute.any(is_gap).as_py()):
         # Neither which nor how many: messages end in logs, and both are about private examples.
         raise ValueError(
             f"privacy_unit_column={column!r} has no value for some examples, so their user is unknown. Fill in a value, and "

@@ -56,6 +56,7 @@ def test_zeros_of_both_signs_are_one_unit():
     [
         (["a", None], "user", "has no value for some examples"),
         ([1.0, math.nan], "user", "has no value for some examples"),
+        (["a", " "], "user", "has no value for some examples"),  # as in a table that was read from text
         (["a", "b"], "owner", "must be a column of train_dataset, got user. Give a datasets.Dataset"),
         ([["a"], ["b"]], "user", "privacy_unit_column='user' must hold numbers or strings, got others"),
         (np.zeros(2, dtype=np.float16), "user", "must hold numbers or strings"),
