@@ -151,6 +151,23 @@ def test_rows_are_not_taken_for_examples(tmp_path):
     refused(tmp_path, r"losses of 8 collated examples must have shape \(8,\), got .* one row for each", collator=twice)
 
 
+class OfEachClass(DopplerTrainer):
+    """Returns a loss for each class, until told to take their mean."""
+
+    is_mean = False
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = torch.nn.functional.log_softmax(model(**inputs).logits, dim=1)
+        return losses.mean(dim=1) if self.is_mean else losses
+
+
+def test_losses_of_each_class_are_refused_and_their_mean_trains(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"shape \(8,\), got several a row\. Reduce .* as with losses\.mean\(dim=1\)"):
+        trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
+    monkeypatch.setattr(OfEachClass, "is_mean", True)
+    trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
+
+
 def every_other(examples):
     return pad(examples[::2])
 

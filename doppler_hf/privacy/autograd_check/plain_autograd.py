@@ -28,11 +28,15 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             "for each example, as reduction='none' gives: their mean would couple the examples."
         )
     if losses.shape != (number,):
+        # Not their shape, which may hold the length of an example: messages end in logs.
+        got, fix = (
+            ("several a row", "Reduce the losses of each example to one, as with losses.mean(dim=1).")
+            if losses.ndim > 1
+            else ("more or fewer", "Let the collator return one row for each example (no packing).")
+        )
         raise ValueError(
-            # Not their shape, which may hold the length of an example: messages end in logs.
-            f"The losses of {number} collated examples must have shape ({number},), got {losses.ndim} dimensions or another "
-            "number. Let compute_per_sample_loss return one loss for each example, as losses.mean(dim=1), and the collator "
-            "one row (no packing)."
+            f"The losses of {number} collated examples must have shape ({number},), got {got}. {fix} Let "
+            "compute_per_sample_loss return one loss for each example."
         )
 
 
