@@ -232,15 +232,15 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
-        if args.world_size > 1 and (
-            state.global_step % COMPARED_EVERY == 0 or control.should_save or state.global_step >= state.max_steps
-        ):
-            refuse_different_replicas(kwargs["model"], step=state.global_step)
         if self._current_run().affordable_steps <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
             # As Transformers does after the last step of its plan.
             control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step
             control.should_save |= args.save_strategy == "steps"
+        if args.world_size > 1 and (
+            state.global_step % COMPARED_EVERY == 0 or control.should_save or state.global_step >= state.max_steps
+        ):
+            refuse_different_replicas(kwargs["model"], step=state.global_step)
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""

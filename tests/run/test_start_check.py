@@ -162,7 +162,9 @@ class OfEachClass(DopplerTrainer):
 
 
 def test_losses_of_each_class_are_refused_and_their_mean_trains(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"shape \(8,\), got several a row\. Reduce .* as with losses\.mean\(dim=1\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(8,\), got several a row\. Reduce .*: losses\.mean\(dim=1\) of classes, or"
+    ):
         trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
     monkeypatch.setattr(OfEachClass, "is_mean", True)
     trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()

@@ -30,7 +30,7 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
     if losses.shape != (number,):
         # Not their shape, which may hold the length of an example: messages end in logs.
         got, fix = (
-            ("several a row", "Reduce the losses of each example to one, as with losses.mean(dim=1).")
+            ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens.")
             if losses.ndim > 1
             else ("more or fewer", "Let the collator return one row for each example (no packing).")
         )
