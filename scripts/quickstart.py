@@ -239,8 +239,8 @@ def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], maj
     meaning = meaning_in_words(PrivacyLedger.load(folder))
     print(
         f"{compare(results, texts=texts)}\n"
-        "Filter and noise shape have not been found to gain accuracy with LoRA. Networks trained from scratch do gain:\n"
-        "recipes/results/noise-shaping.md.\n\n"
+        "With LoRA, filter and noise shape gained accuracy in small batches alone. Training from scratch gains more:\n"
+        "recipes/results/peers.md.\n\n"
         f"{meaning}\n\n"
         f"Ledger:  {folder}/privacy_ledger.json\n"
         f"Verify:  {command} verify {folder}\n"
