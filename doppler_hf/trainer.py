@@ -51,7 +51,7 @@ class DopplerTrainer(AroundSteps):
         optimizers: (None, None) with privacy: `args` define the optimizer, and you may override `create_scheduler`.
 
     Attributes:
-        privacy: Holds the `ledger` of the training, and `epsilon()` so far; only with privacy.
+        privacy: Holds the `ledger` of the training, and `epsilon()`; only with privacy.
 
     Raises:
         ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, your own optimizer

@@ -3,9 +3,12 @@
 import contextlib
 import gc
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Secrets of rounds, which a run keeps for whoever resumes it.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
 # The suite runs in several processes. It is for NumPy too, whose threads spin while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

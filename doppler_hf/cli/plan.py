@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(facts_table(facts))
         strategy = NoiseShape.parse(facts["noise_shape"]).c
         releases = Releases(facts["noise_multiplier"], planned.sample_rate, planned.steps, strategy)
-        console.print(attack_in_words([releases], epsilon=facts["epsilon"]))
+        console.print(attack_in_words(trade_off([releases]), epsilon=facts["epsilon"]))
     target = Target(facts["target_epsilon"], facts["delta"])
     table = alternatives(planned, target, epochs=epochs)
     title = (

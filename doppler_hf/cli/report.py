@@ -13,11 +13,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.ledger.terms import account_in_words, attacks_in_words, claim_in_words, record_in_words
 from doppler_hf.reports.run_report import (
     draw_noise_over_frequency,
@@ -31,8 +28,6 @@ from doppler_hf.reports.run_report import (
 from doppler_hf.run.checkpoints import filter_of_checkpoint, is_whole, kept_evaluations
 
 REPORT_NAME: Final = "privacy_report.html"
-# Points of the curve of ε; an account takes up to a tenth of a second.
-_POINTS: Final = 16
 _STATE: Final = "trainer_state.json"
 
 
@@ -54,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     logs = [] if checkpoint is None else json.loads((checkpoint / _STATE).read_text("utf-8"))["log_history"]
     if evaluations := kept_evaluations(args.folder, ledger=ledger):
         logs = [entry for entry in logs if not any(name.startswith("eval_") for name in entry)] + evaluations
-    curves = draw_run(logs, epsilons_of(ledger), target_epsilon=statement.target_epsilon)
+    curves = draw_run(logs)
     low_pass_filter = filter_of_checkpoint(None if checkpoint is None else str(checkpoint))
     noise = draw_noise_over_frequency(NoiseShape.parse(statement.noise_shape), low_pass_filter)
     logged = (
@@ -69,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         ("data", f"{statement.num_units:,} {record_in_words(ledger)}s"),
         *last_evaluation(logs),
     ]
-    meaning = [("What ε means", draw_trade_off(trade_off(ledger.history)) + html_table(attacks_in_words(ledger)))]
+    meaning = [("What ε means", draw_trade_off(ledger.trade_off()) + html_table(attacks_in_words(ledger)))]
     check = (
         f"<p><code>doppler-hf verify {html.escape(args.folder.resolve().name)}</code> recomputes ε and the chain of hashes. "
         f"The last hash is <code>{ledger.head}</code>.</p>"
@@ -106,14 +101,6 @@ def model_in_words(*folders: Path) -> str:
             )
             return f"{kind} of {of}" if of else kind
     return "none is saved here"
-
-
-def epsilons_of(ledger: PrivacyLedger) -> list[tuple[int, float]]:
-    """Return pairs of a number of steps and ε after it, over all runs of the training; none if it was not private."""
-    if not ledger.private:
-        return []
-    steps = sorted({round(step) for step in np.linspace(0, ledger.steps_run, _POINTS + 1)})
-    return [(step, ledger.epsilon(further_steps=step - ledger.steps_run) if step else 0.0) for step in steps]
 
 
 def newest_checkpoint(folder: Path, ledger: PrivacyLedger) -> Path | None:

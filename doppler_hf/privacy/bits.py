@@ -120,18 +120,20 @@ class ReproducibleBits(BitStream):
 
 
 class WordsByNumber:
-    """A uniform 64-bit word for each number, which need not be kept: AES-256 of the number.
+    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two.
 
     An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
+
+    Args:
+        key: 32 secret bytes.
     """
 
-    def __init__(self, stream: BitStream) -> None:
-        key = stream.bits(4, step=0).tobytes()
+    def __init__(self, key: bytes) -> None:
         self._encryptor = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
 
-    def of(self, numbers: np.ndarray) -> UInt64[np.ndarray, " n"]:
-        """Return the words of some numbers, non-negative integers of shape (n,)."""
-        blocks = np.zeros((len(numbers), 2), dtype=np.uint64)
+    def of(self, numbers: np.ndarray, *, series: int) -> UInt64[np.ndarray, " n"]:
+        """Return the words of some numbers, non-negative integers of shape (n,), in one of many series."""
+        blocks = np.full((len(numbers), 2), series, dtype=np.uint64)
         blocks[:, 0] = numbers
         return np.frombuffer(self._encryptor.update(blocks.tobytes()), dtype=np.uint64)[::2]
 

@@ -100,16 +100,14 @@ def draw_trade_off(best: TradeOff) -> str:
     return _svg(figure)
 
 
-def draw_run(
-    logs: Sequence[Mapping[str, Any]], epsilons: Sequence[tuple[int, float]], *, target_epsilon: float | None
-) -> str:
-    """Draw what a run has logged and ε after steps, a panel for each quantity that has several values, as SVG, if any."""
+def draw_run(logs: Sequence[Mapping[str, Any]]) -> str:
+    """Draw what a run has logged, a panel for each quantity that has several values, as SVG, if any."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in logs:
         for name, value in entry.items():
             if name in _SHOWN or _is_metric(name):
                 curves.setdefault(name, []).append((entry["step"], value))
-    shown = {name: points for name, points in {"ε": epsilons, **curves}.items() if len(points) > 1}
+    shown = {name: points for name, points in curves.items() if len(points) > 1}
     if not shown:
         return ""
     columns = 3
@@ -121,8 +119,6 @@ def draw_run(
         panel.set(title=name, xlabel="step")
         for share in {entry[majority] for entry in logs if (majority := _majority_of(name)) in entry}:
             panel.axhline(share, color="grey", linewidth=0.8, linestyle=":")
-    if target_epsilon is not None and "ε" in shown:
-        panels[0].axhline(target_epsilon, color="black", linewidth=0.8, linestyle="--")
     for panel in panels[len(shown) :]:
         panel.remove()
     return _svg(figure)

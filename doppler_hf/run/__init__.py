@@ -24,6 +24,7 @@
 - checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
+- round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
 - parameters: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - gradient_recorder: a small image of every private gradient

@@ -213,8 +213,8 @@ class AroundSteps(Trainer):
     create_model_card = with_privacy_section(Trainer.create_model_card)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Transformers does, with ε so far, and without the training loss if it is not reported."""
-        self._ledger_keeper.complete_log(logs, model=self.model, is_last=self.control.should_training_stop)
+        """Log as Transformers does, with ε, and without the training loss if it is not reported."""
+        self._ledger_keeper.complete_log(logs, model=self.model)
         for recorder in recorders_in(self.callback_handler.callbacks):
             recorder.add_estimates(logs)
         super().log(logs, start_time)

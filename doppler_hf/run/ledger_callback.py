@@ -7,11 +7,10 @@ at a time writes that of a folder.
 """
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +19,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
-from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, warn_of_another_base
+from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
@@ -31,8 +31,6 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.summary import print_end, print_if_not_learnt, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
-
-LOGGED_EPSILONS: Final = 20  # of a run; between them the log has the next one
 
 
 class PrivacyCallback(TrainerCallback):
@@ -48,7 +46,7 @@ class PrivacyCallback(TrainerCallback):
         self._trained: weakref.ref[nn.Module] | None = None
 
     def epsilon(self) -> float:
-        """Return an upper bound on ε spent so far; 0 before training."""
+        """Return the ε that holds for what was trained, wherever it ends: that of the plan. 0 before the first step."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
     def speaks_for(self, model: nn.Module) -> bool:
@@ -77,7 +75,8 @@ class PrivacyCallback(TrainerCallback):
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self._current_run(), state.global_step
-        ledger = run.begin(step=step)
+        digests = digests_of(kwargs["model"])
+        ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
@@ -89,7 +88,6 @@ class PrivacyCallback(TrainerCallback):
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
         self._is_running = True
-        digests = digests_of(kwargs["model"])
         # Privacy: buffers that were filled since the training before are no part of what this one begins with.
         is_known = any(digests.parameters == known.parameters for known in ledger.models)
         is_filled = is_known and digests not in ledger.models
@@ -103,19 +101,15 @@ class PrivacyCallback(TrainerCallback):
             ledger.save(args.output_dir)
             counted = ledger.runs[-1].steps_before
             remaining = run.statement.steps_planned - step
-            source = Path(getattr(getattr(kwargs["model"], "config", None), "_name_or_path", None) or "")
             add_up = "If it used the same data, its ε and that of this run add up."
             notes = {
                 small: small,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,
-                f"The model was loaded from {source}, where the ledger of an earlier training lies. {add_up}": (
-                    step == 0 and not counted and (source / LEDGER_NAME).exists()
-                ),
-                f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs.": (
-                    remaining <= 0
-                ),
+                earlier_in_words(ledger): ledger.earlier,
+                f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
+                + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
                 f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
                 "Training will stop there.": run.affordable_steps < remaining,
             }
@@ -202,22 +196,12 @@ class PrivacyCallback(TrainerCallback):
         if converted is not None and digests_of(model) == converted:
             self._leave(model)
 
-    def _rounded_epsilon(self, *, is_last: bool) -> float:
-        # Privacy: it grows with the steps, so that ε of a few steps more is an upper bound. At the end it is ε itself.
-        # An accountant takes up to some seconds for each number of steps.
-        assert self.ledger is not None
-        if is_last or not self._is_running:
-            return self.epsilon()
-        run = self._current_run()
-        apart = math.ceil(run.statement.steps_planned / LOGGED_EPSILONS)
-        return self.ledger.epsilon(further_steps=min(-self.ledger.steps_run % apart, max(0, run.affordable_steps)))
-
-    def complete_log(self, logs: dict[str, float], *, model: nn.Module, is_last: bool) -> None:
-        """Add ε so far to a log (in place), and leave out a loss that is not reported."""
+    def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
+        """Add ε to a log (in place), and leave out a loss that is not reported."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
         is_evaluation = any(name.startswith("eval_") for name in logs)
         if self.speaks_for(model) if is_evaluation else self._is_running:
-            logs["epsilon"] = self._rounded_epsilon(is_last=is_last)
+            logs["epsilon"] = self.epsilon()
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
             logs.pop("loss", None)
             logs.pop("train_loss", None)
@@ -272,4 +256,8 @@ class PrivacyCallback(TrainerCallback):
 
     def _leave(self, model: nn.Module) -> bool:
         # Before the first step they are the user's own, with which another training may begin.
-        return self.ledger is not None and self.ledger.steps_run > 0 and self.ledger.leave(digests_of(model))
+        if self.ledger is None or self.ledger.steps_run == 0:
+            return False
+        digests = digests_of(model)
+        note_spent_on(digests, self.ledger.spent)
+        return self.ledger.leave(digests)

@@ -6,12 +6,11 @@ clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with
 """
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
-from doppler_hf.privacy.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
@@ -69,8 +68,8 @@ def planned_statement(
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
-    A run that continues an `earlier` ledger keeps its mechanism. With another target or length, σ is computed such that the
-    whole training meets the target.
+    A run that continues an `earlier` ledger keeps its mechanism. With another target or length it is another plan, with what
+    the plans so far leave of the target.
     """
     steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
@@ -104,26 +103,25 @@ def planned_statement(
 
     if args.noise_multiplier is not None:
         return under(args.noise_multiplier)
-    ahead = steps
-    spent: Sequence[Releases] = ()
+    assert args.target_epsilon is not None
+    target, ahead, share_of_delta = args.target_epsilon, steps, delta
     if earlier is not None:
         again = under(earlier.statement.noise_multiplier)
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
         if all(vars(again)[term] == vars(earlier.statement)[term] for term in _CALIBRATED_FOR):
             return again
-        if steps > first_step:
-            ahead, spent = steps - first_step, earlier.history
-    assert args.target_epsilon is not None
-    # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
-    if spent and (before := get_total_epsilon(spent, delta=delta)) > 0.99 * args.target_epsilon:
-        raise budget_spent(before, args)
+        if steps > first_step and earlier.plans:
+            ahead, share_of_delta = steps - first_step, delta / (1 + len(earlier.plans))
+            target -= get_epsilon_of_plans(earlier.plans, delta=delta - share_of_delta)
+            # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
+            if target < 0.01 * args.target_epsilon:
+                raise budget_spent(earlier.epsilon(), args)
     joint = get_noise_multiplier(
-        target_epsilon=args.target_epsilon,
-        target_delta=delta,
+        target_epsilon=target,
+        target_delta=share_of_delta,
         sample_rate=sampler.sample_rate,
         steps=ahead,
         strategy=noise_shape.c,
-        spent=spent,
     )
     return under(joint / math.sqrt(of_gradient))
 
@@ -131,6 +129,7 @@ def planned_statement(
 def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:
     """Return the error of a run for which too little of its budget is left."""
     return ValueError(
-        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. Raise target_epsilon to "
-        "continue, or begin anew with an untrained model and a new trainer."
+        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
+        "counts, wherever a run has ended. Resume with the arguments of the earlier run, raise target_epsilon to continue, "
+        "or begin anew with an untrained model and a new trainer."
     )

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier, turns_of_round
+from doppler_hf.privacy.accounting.plans import Spent
 from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
@@ -40,8 +41,10 @@ from doppler_hf.run.refused_models import computes_in_bf16, refuse_model
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
+    on_all_processes,
     refuse_processes_that_draw_alone,
 )
+from doppler_hf.run.round_secrets import RoundSecret
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
 from doppler_hf.run.unreached import refuse_unreached
@@ -118,7 +121,7 @@ class PrivateRun:
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
             keeps_units_whole=args.clip_unit_mean,
-            # Rounds that can be reproduced go on where the training stopped; secret ones are drawn anew.
+            # Rounds that can be reproduced go on where the training stopped; for secret ones see `_take_up_rounds`.
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
@@ -139,8 +142,25 @@ class PrivateRun:
             first_step=self._first_step,
         )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
+        self._continues_rounds = self._take_up_rounds()
         self.ledger: PrivacyLedger | None = None
         self.affordable_steps = 0
+
+    def _take_up_rounds(self) -> bool:
+        """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
+        earlier = self._earlier
+        if earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
+            return False
+        secret = self._round_secret(earlier).kept()
+        if not on_all_processes(secret is not None):
+            return False
+        assert secret is not None
+        # Sensitivity: from the first turn that was not counted, so that none is taken twice, whatever steps are made again.
+        self.sampler.go_on(secret, first_step=self._first_step - earlier.steps_of_rounds)
+        return True
+
+    def _round_secret(self, ledger: PrivacyLedger) -> RoundSecret:
+        return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size)
 
     def __enter__(self) -> Self:
         # After the initialization, which the user's seed fixes; before anything random touches an example.
@@ -151,6 +171,8 @@ class PrivateRun:
         self._resources.close()
         self._clipped = None
         self.mechanism.close()
+        if self.ledger is not None and self.affordable_steps <= 0:
+            self._round_secret(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
@@ -264,8 +286,12 @@ class PrivateRun:
         joint = joint_noise_multiplier(of_gradient.noise_multiplier, of_loss.noise_multiplier)
         return of_gradient._replace(noise_multiplier=joint)
 
-    def begin(self, *, step: int) -> PrivacyLedger:
+    def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
+
+        Args:
+            step: Optimizer step, counted from 0.
+            others: What other trainings have spent on the weights, for a ledger that is opened.
 
         Raises:
             ValueError: If the budget does not allow a single step, or is overrun. The run has no ledger then.
@@ -276,7 +302,10 @@ class PrivateRun:
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         assert self.sampler.turns_of_round == turns_of_round(statement.sample_rate, statement.groups)
-        ledger = PrivacyLedger.open(statement) if earlier is None else earlier.resume(statement, from_step=step)
+        if earlier is None:
+            ledger = PrivacyLedger.open(statement, earlier=others)
+        else:
+            ledger = earlier.resume(statement, from_step=step, continues_rounds=self._continues_rounds)
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)
         target = self._args.target_epsilon
@@ -284,6 +313,10 @@ class PrivateRun:
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
+        if statement.private:
+            self._round_secret(ledger).keep(self.sampler.secret)
+        if earlier is not None:
+            self._round_secret(earlier).forget()
         self.ledger, self.affordable_steps = ledger, affordable
         return ledger
 

@@ -77,6 +77,15 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
     return result
 
 
+def on_all_processes(is_so: bool) -> bool:
+    """Return, on every process, whether something is so on all of them."""
+    if not dist.is_available() or not dist.is_initialized():
+        return is_so
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, is_so)
+    return all(found)
+
+
 def refuse_processes_that_draw_alone(world_size: int) -> None:
     """Refuse to add up sums if torch has another number of processes than the arguments."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

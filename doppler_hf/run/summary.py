@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.terms import terms_in_words
+from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
@@ -52,7 +52,7 @@ def print_start(
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
-        ("privacy", f"at the end {spent_in_words(ledger, args, further_steps=run.affordable_steps)}"),
+        ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
         (
             "noise",
@@ -73,10 +73,12 @@ def print_start(
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
     """Print what a run has spent, where its ledger is, and if the last evaluation in the logs shows nothing learnt."""
+    spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     print(
-        f"Privacy spent: {spent_in_words(ledger, args)} in {ledger.steps_run:,} steps.\n"
+        f"Privacy spent: {spent} in {ledger.steps_run:,} steps. {of_fixed_length_in_words(ledger)}".rstrip(),
         f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`. What it "
-        "means: docs/start/dp-in-ten-minutes.md."
+        "means: docs/start/dp-in-ten-minutes.md.",
+        sep="\n",
     )
     print_if_not_learnt(next((log for log in reversed(logs) if "eval_accuracy" in log), {}))
 
@@ -96,19 +98,16 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
     last: str | bool | None = None
     with contextlib.suppress(ValueError):  # none is whole
         last = whole_checkpoint(True, output_dir=args.output_dir)
-    print(
-        f"\nInterrupted. Privacy spent so far: {spent_in_words(ledger, args)}, kept in {args.output_dir}/{LEDGER_NAME}. "
-        + (
-            "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."
-            if not isinstance(last, str)
-            else f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count"
-            + (
-                "."
-                if args.target_epsilon is None
-                else ": the run ends as many steps early, unless you raise target_epsilon."
-            )
-        )
+    spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
+    early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+    lines = (
+        f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
+        of_fixed_length_in_words(ledger),
+        f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count{early}"
+        if isinstance(last, str)
+        else "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'.",
     )
+    print(*filter(None, lines))
 
 
 def drowned(noise: float, *, num_trained: int) -> list[str]:
@@ -122,10 +121,9 @@ def drowned(noise: float, *, num_trained: int) -> list[str]:
     return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, data or ε"]
 
 
-def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, further_steps: int = 0) -> str:
-    """Return ε so far or after `further_steps` more, δ, and what is protected."""
-    epsilon, statement = ledger.epsilon(further_steps=further_steps), ledger.statement
-    column = args.privacy_unit_column
+def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:
+    """Return ε, δ, and what is protected."""
+    statement, column = ledger.statement, args.privacy_unit_column
     who = "one record" if column is None else f"one user (all records with the same {column!r})"
     if ledger.why_not_private is not None:
         return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'}: NOT PRIVATE, {ledger.why_not_private}"

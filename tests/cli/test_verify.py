@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
+from doppler_hf.privacy.ledger.record import LedgerRecord
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.privacy.ledger.test_ledger import objects, rehashed
 from tests.support.ledgers import MODEL, after, all_events, said, statement, write
@@ -42,7 +44,7 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     assert main(["verify", str(folder)]) == 0
     output = said(capsys)
     # A run that was resumed begins a round of its own.
-    epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 3)], delta=1e-5)
+    epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 4)], delta=1e-5)
     assert output.startswith(f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps.")
     assert "NOT VERIFIED" not in output
     for shown in (
@@ -74,6 +76,9 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     output = said(capsys)
     assert "4 (interrupted: at least 4 of them were run)" in output
     assert "after 4 steps" in output
+    whole, beginning = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (1000, 4))
+    assert output.startswith(f"VERIFIED: ({whole:.4g}, 1e-05)")
+    assert f"It would be {beginning:.4g}, had the length of 4 steps been fixed beforehand." in output
 
 
 def test_checkpoints_are_earlier_states(tmp_path, capsys):
@@ -117,7 +122,7 @@ def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
     assert len(names) == 3
     assert check(tmp_path) == 0
     output = said(capsys)
-    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=3, delta=1e-6)
+    epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=60, delta=1e-6)
     assert f".json is of another training: ε = {epsilon:.4g} at δ = 1e-06, by pld." in output
     assert ".json is of another training: ε = inf at δ = 1e-05, by pld." in output
     assert output.count("of another training") == 2  # the third is an earlier state of this one
@@ -159,7 +164,7 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
         for name in path:
             target = target[name]
         for replacement in replacements(target[key]):
-            if (key, replacement) == ("format_version", 9.0):
+            if (key, replacement) == ("format_version", 10.0):
                 continue  # The same number to JSON, and no hash is over it.
             document = json.loads(text)
             inner = document
@@ -215,10 +220,10 @@ def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda e: e[13]["epsilon"].update(pld=0.9 * e[13]["epsilon"]["pld"]), "Entry 13 (closed) states ε = "),
-        (lambda e: e[13]["epsilon"].update(pld=e[13]["epsilon"]["pld"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
-        (lambda e: e[13]["epsilon"].update(pld=None), "Entry 13 (closed) states ε = inf,"),
-        (lambda e: e[7].update(epsilon=0.0), "Entry 7 (checkpoint) states ε = 0,"),
+        (lambda e: e[13].update(planned_epsilon=0.9 * e[13]["planned_epsilon"]), "Entry 13 (closed) states ε = "),
+        (lambda e: e[13].update(planned_epsilon=e[13]["planned_epsilon"] * (1 - 3e-6)), "Entry 13 (closed) states ε = "),
+        (lambda e: e[13].update(planned_epsilon=None), "Entry 13 (closed) states ε = inf,"),
+        (lambda e: e[7].update(planned_epsilon=0.0), "Entry 7 (checkpoint) states ε = 0,"),
         (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
         (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, but what was released costs"),
         (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
@@ -241,21 +246,37 @@ def test_a_forged_chain_is_found_where_its_numbers_disagree(written, tmp_path, c
     assert message in said(capsys)
 
 
-def test_another_version_may_bound_a_little_differently(written, tmp_path):
+def test_another_version_may_bound_a_little_differently_or_by_more(written, tmp_path):
     entries = json.loads(written[1])["entries"]
-    entries[13]["epsilon"]["pld"] *= 1.005
+    entries[13]["planned_epsilon"] *= 1.005
     write(tmp_path, rehashed(entries))
     assert check(tmp_path) == 1
     for name in ("doppler_hf", "dp-accounting", "numpy"):
-        for factor, code in ((1.005, 0), (1.02, 1), (0.98, 1)):
+        for factor, code in ((1.005, 0), (1.02, 0), (0.98, 1)):
             entries = json.loads(written[1])["entries"]
             for entry in (entries[0], entries[9]):
                 entry["versions"][name] = "0.0.1"
-            entries[13]["epsilon"]["pld"] *= factor
+            entries[13]["planned_epsilon"] *= factor
             (tmp_path / LEDGER_NAME).unlink()
             write(tmp_path, rehashed(entries))
             assert check(tmp_path) == code, (name, factor)
     assert verify.tolerance(package_versions() | {"torch": "1.0"}) == 1e-6
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parent.glob("ledgers_of_format_9/*.json")), ids=lambda path: path.stem
+)
+def test_ledgers_of_the_format_before_are_verified(path, capsys):
+    """Written by version 0.2, each by a run of 10 steps that was interrupted at the fifth, and by one that resumed it."""
+    assert main(["verify", str(path)]) == 0
+    output = said(capsys)
+    assert ", 0.0303)-differential privacy for one example after " in output
+    assert ("had the length of 4 steps been fixed" in output) == ("interrupted" in path.stem)
+    # A claim that is too small is found.
+    document = json.loads(path.read_text("utf-8"))
+    next(entry for entry in document["entries"] if entry["event"] == "checkpoint")["epsilon"] *= 0.8
+    ledger = PrivacyLedger(LedgerRecord(rehashed(document["entries"])))
+    assert len(verify.epsilon_mismatches(ledger)) == 1
 
 
 # --- how it is asked ------------------------------------------------------------------------------------------------------
@@ -287,7 +308,9 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
-        assert re.match(r"VERIFIED: .* steps\. Of the weights in model\.safetensors\. Privacy ledger", said(capsys))
+        assert re.match(r"VERIFIED: .* steps\. Of the weights in model\.safetensors\. The ε of the whole", said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0
-    assert re.match(r"VERIFIED: .* steps\. Of no weights, since none lie beside it: copy .*\. Privacy ledger", said(capsys))
+    assert re.match(
+        r"VERIFIED: .* steps\. Of no weights, since none lie beside it: copy .*\. The ε of the whole", said(capsys)
+    )

@@ -153,7 +153,8 @@ def test_trap_07_training_stops_before_the_budget_is_overrun(tmp_path, capsys):
     ledger = resumed.privacy.ledger
     sigma = resumed.private_run.statement.noise_multiplier
     unclamped = get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run, delta=24**-1.1)
-    assert resumed.privacy.epsilon() == pytest.approx(unclamped, rel=1e-9)
+    assert ledger.epsilon_of_fixed_length() == pytest.approx(unclamped, rel=1e-9)
+    assert resumed.privacy.epsilon() == 3.0
     assert (
         unclamped <= 3.0 < get_epsilon(noise_multiplier=sigma, sample_rate=1 / 3, steps=ledger.steps_run + 1, delta=24**-1.1)
     )

@@ -116,13 +116,12 @@ def test_words_on_a_gpu(make):
 
 
 def test_a_number_has_one_word_under_a_key_and_others_under_others():
-    words, others = WordsByNumber(SecretBits()), WordsByNumber(SecretBits())
+    words, others = (WordsByNumber(SecretBits().bits(4, step=0).tobytes()) for _ in range(2))
     numbers = np.arange(100_000)
-    found = words.of(numbers)
-    assert np.array_equal(words.of(numbers[::-7]), found[::-7])
-    assert len({*found.tolist(), *others.of(numbers).tolist()}) == 200_000  # two are equal with probability 1e-9
+    found = words.of(numbers, series=0)
+    assert np.array_equal(words.of(numbers[::-7], series=0), found[::-7])
+    several = (found, words.of(numbers, series=1), others.of(numbers, series=0))
+    assert len({word for each in several for word in each.tolist()}) == 300_000  # two are equal with probability 3e-9
     # Of each bit half are set: 64 counts beyond 6 deviations with probability 1e-7.
     ones = np.unpackbits(np.ascontiguousarray(found).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=0)
     assert np.all(np.abs(ones.astype(float) - 50_000) < 6 * np.sqrt(25_000))
-    repeated = [WordsByNumber(bit_stream(3, purpose="groups")).of(numbers) for _ in range(2)]
-    assert np.array_equal(*repeated)

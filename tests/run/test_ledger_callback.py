@@ -283,7 +283,7 @@ def test_a_refusal_loses_nothing(tmp_path):
         trainer.train()
     assert trainer.privacy.ledger is ledger
     extended = trainer_of(tmp_path, max_steps=6, **options)
-    with pytest.raises(ValueError, match=r"budget is spent.*Raise target_epsilon"):
+    with pytest.raises(ValueError, match=r"budget is spent: ε = 2.*, raise target_epsilon"):
         extended.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
 
@@ -317,7 +317,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     noise = changed.get("noise", "noise multiplier {sigma}; shape: white (auto); filter: none (auto)")
     watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"
     lines = {
-        "privacy": f"at the end {spent}",
+        "privacy": spent,
         "data": "400 records; 4 random batches of 128 on average",
         "noise": noise.format(sigma=sigma),
         "learning rate": f"{rate:.3g}{changed.get('rate', ' (as given)')}; optimizer: adam_bc",
@@ -365,6 +365,6 @@ def test_an_accuracy_that_is_the_majoritys_is_told_of(tmp_path, capsys, accuracy
 def test_without_privacy_both_say_so(tmp_path, capsys):
     trainer_of(tmp_path, noise_seed=1).train()
     output = said(capsys)
-    assert "at the end ε = ∞: NOT PRIVATE, no noise" in output
+    assert "privacy ε = ∞: NOT PRIVATE, no noise" in output
     assert "Privacy spent: ε = ∞: NOT PRIVATE, no noise" in output
     assert main(["verify", str(tmp_path / "out")]) == 1

@@ -4,6 +4,7 @@
 - attack: what that ε means, as the best rates of a membership attack
 - calibration: σ, or the number of steps, for a target ε
 - composition: rounds composed, by their privacy loss distributions
+- plans: ε of trainings whose terms may follow from results
 - round_loss: the likelihood ratio of one round
 - secret_groups: bounds on ε by simulation, where a unit's group is secret
 - tilted_rounds: rounds whose losses are likely, for it

@@ -11,7 +11,7 @@ https://arxiv.org/abs/1905.02383, section 2):
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Releases, merged_rounds
 from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, gaussian_delta
+from doppler_hf.privacy.accounting.plans import Plan
 
 
 class TradeOff(NamedTuple):
@@ -52,6 +53,11 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
     return _of_noisy(rounds) if rounds else TradeOff(np.zeros(1), np.zeros(1))
 
 
+def trade_off_of_plans(plans: Sequence[Plan], *, epsilon: float, delta: float) -> TradeOff:
+    """Return the best that an attack can do against plans that cost ε at δ: of several only this pair is known."""
+    return trade_off(plans[0]) if len(plans) == 1 else TradeOff(np.array([epsilon]), np.array([delta]))
+
+
 @functools.lru_cache(maxsize=8)
 def _of_noisy(rounds: tuple[Rounds, ...]) -> TradeOff:
     return TradeOff(*delta_curve(rounds))
@@ -72,9 +78,9 @@ def gaussian_mu(*, epsilon: float, delta: float) -> float:
     return float(brentq(excess, 1e-9, math.sqrt(2.0 * epsilon) + 20.0))
 
 
-def attack_in_words(history: Iterable[Releases], *, epsilon: float, record: str = "training record") -> str:
+def attack_in_words(best: TradeOff, *, epsilon: float, record: str = "training record") -> str:
     """Return what ε means in one sentence."""
-    found = percent(trade_off(history).true_positive_rate(0.01))
+    found = percent(best.true_positive_rate(0.01))
     return (
         f"In this run (ε = {epsilon:.3g}), an attack on the model with 1 % false positives recognises a {record} with a "
         f"probability of at most {found}; guessing does with 1 %."

@@ -67,6 +67,7 @@ class AllocationSampler(Sampler[list[int]]):
         num_units: N, the number of units.
         turns_of_round: n, the turns of a group in a round.
         groups, first_step, micro_batches, keeps_units_whole: As given.
+        secret: 32 bytes, from which groups and turns follow.
         lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
@@ -129,8 +130,9 @@ class AllocationSampler(Sampler[list[int]]):
                 "Lower one of these factors."
             )
         self._rank, self._world_size = rank, world_size
-        self._group_words = WordsByNumber(bit_stream(seed, purpose="groups", rank=rank))
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
+        self.secret = bit_stream(seed, purpose="turns", rank=rank).bits(4, step=0).tobytes()
+        self._words = WordsByNumber(self.secret)
         self.first_step = self._next_step = first_step
         self._round, self._places = -1, np.zeros(0, dtype=np.uint32)
         self.take_turns(groups)
@@ -146,6 +148,11 @@ class AllocationSampler(Sampler[list[int]]):
         self.turns_of_round = self.num_units // batch
         bounds = (-(-(turn * batch << 64) // self.num_units) for turn in range(1, self.turns_of_round + 1))
         self._bounds = np.array([bound for bound in bounds if bound < 1 << 64], dtype=np.uint64)
+
+    def go_on(self, secret: bytes, *, first_step: int) -> None:
+        """Keep the groups and turns of another sampler of the same units, whose first round began at `first_step`."""
+        # Sensitivity: a round that goes on is the same round. A unit that had its turn has no other one in it.
+        self.secret, self._words, self.first_step = secret, WordsByNumber(secret), first_step
 
     def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
@@ -195,7 +202,7 @@ class AllocationSampler(Sampler[list[int]]):
         """Return the units of one draw of this process's shard.
 
         Raises:
-            RuntimeError: If the step's round is over. Its turns would be chosen once more.
+            RuntimeError: If the step's round is over. Its units would take part once more.
         """
         number, place = divmod(step - self.first_step, self.turns_of_round * self.groups)
         if number < 0:
@@ -210,7 +217,7 @@ class AllocationSampler(Sampler[list[int]]):
 
     def _drawn_places(self, number: int) -> UInt32[np.ndarray, " units"]:
         """Return the step within a round at which each unit of this process's shard takes part, or one after its end."""
-        # Sensitivity: the turn of a unit follows from words of its own, whose law depends on no other unit; N is public. So
+        # Sensitivity: the turn of a unit follows from a word of its own, whose law depends on no other unit; N is public. So
         # a unit that is added or removed changes no other's turn. It is in one draw of a round at most, in each turn of its
         # group with probability b·q, but for the bounds' rounding by less than 2⁻⁶⁴. Over T turns that adds less than
         # T·2⁻⁶³·e^ε to δ. Shards are disjoint.
@@ -218,8 +225,8 @@ class AllocationSampler(Sampler[list[int]]):
         places = np.empty(count, dtype=np.uint32)
         for start in range(0, count, _AT_ONCE):
             part = places[start : start + _AT_ONCE]
-            turns = np.searchsorted(self._bounds, self._stream.bits(len(part), step=number), side="right")
             units = self._rank + self._world_size * np.arange(start, start + len(part))
+            turns = np.searchsorted(self._bounds, self._words.of(units, series=1 + number), side="right")
             part[:] = turns * self.groups + (self.group_of(units) if self.groups > 1 else 0)
         return places
 
@@ -228,7 +235,7 @@ class AllocationSampler(Sampler[list[int]]):
         # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
         # groups, as it would if they were counted off. The accountant counts on the secret: nothing that is published may
         # depend on a group but through the draws.
-        return (self._group_words.of(units) % np.uint64(self.groups)).astype(np.int64)
+        return (self._words.of(units, series=0) % np.uint64(self.groups)).astype(np.int64)
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that are drawn with these units, shape (examples,)."""

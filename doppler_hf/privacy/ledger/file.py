@@ -1,6 +1,6 @@
 """The file of a privacy ledger: JSON with a schema, read strictly, and written whole or not at all by one run at a time.
 
-    {"$schema": "urn:doppler-hf:privacy-ledger:9", "format_version": 9, "entries": […]}
+    {"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "entries": […]}
 
 Reading refuses content outside the schema, and JSON that two parsers could read differently.
 """
@@ -23,7 +23,7 @@ from jsonschema.exceptions import best_match
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.ledger import chain
 
-FORMAT: Final = 9
+FORMAT: Final = 10  # and 9, which has ε of the steps so far, can be read
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"

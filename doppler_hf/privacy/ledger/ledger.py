@@ -4,12 +4,14 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
 
     opened | resumed    the whole statement of a run, before its first step
     steps               at most this many steps may have been released; written before they are computed
-    checkpoint          steps released, and ε
-    closed              steps released, exactly, and ε; reserved steps that were not run do not count
+    checkpoint          steps released, and ε as planned
+    closed              steps released, exactly, and ε as planned; reserved steps that were not run do not count
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the digests of a model that was saved, and the hashes of its weight files; see `weights`
 
 After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
+
+Privacy: ε is that of the plan, wherever a run ends, since results may have chosen where (`accounting.plans`).
 """
 
 import contextlib
@@ -23,7 +25,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
+from doppler_hf.privacy.accounting.plans import Plan, Spent, get_epsilon_of_plans
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run
@@ -49,16 +53,18 @@ class PrivacyLedger:
     # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, statement: PrivacyStatement) -> Self:
-        """Return a new ledger, on which nothing has been spent."""
+    def open(cls, statement: PrivacyStatement, *, earlier: Spent | None = None) -> Self:
+        """Return a new ledger, on which nothing has been spent, of weights that another training may have left."""
         ledger = cls(LedgerRecord())
-        ledger._begin("opened", statement, {})
+        spent = None if earlier is None else {"epsilon": _json_number(earlier.epsilon), "delta": earlier.delta}
+        ledger._begin("opened", statement, {"earlier": spent})
         return ledger
 
-    def resume(self, statement: PrivacyStatement, *, from_step: int) -> Self:
+    def resume(self, statement: PrivacyStatement, *, from_step: int, continues_rounds: bool = False) -> Self:
         """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
         ledger = self.as_written()
-        ledger._begin("resumed", statement, {"from_step": from_step, "steps_run": ledger.steps_run})
+        counted = {"from_step": from_step, "steps_run": ledger.steps_run, "continues_rounds": continues_rounds}
+        ledger._begin("resumed", statement, counted)
         return ledger
 
     def as_written(self) -> Self:
@@ -85,14 +91,13 @@ class PrivacyLedger:
     def checkpoint(self, step: int) -> None:
         """Note that the weights after optimizer step `step` are saved."""
         assert self._is_training
-        terms = {"step": step, "steps_run": self.steps_run, "epsilon": _json_number(self.epsilon())}
-        self._record.add("checkpoint", terms)
+        planned = _json_number(self.planned_epsilon)
+        self._record.add("checkpoint", {"step": step, "steps_run": self.steps_run, "planned_epsilon": planned})
 
     def close(self) -> None:
         """Note the clean end of the run, after which reserved steps that were not run no longer count."""
         assert self._is_training
-        epsilon = {self.statement.accountant: _json_number(self.epsilon())}
-        self._record.add("closed", {"steps_run": self.steps_run, "epsilon": epsilon})
+        self._record.add("closed", {"steps_run": self.steps_run, "planned_epsilon": _json_number(self.planned_epsilon)})
         self._is_training = False
 
     def leave(self, model: ModelDigests) -> bool:
@@ -114,6 +119,16 @@ class PrivacyLedger:
     def head(self) -> str:
         """Hash of the last entry, by which one can tell later whether this is still the same ledger."""
         return str(self.entries[-1]["hash"])
+
+    @property
+    def run_id(self) -> str:
+        """The name of the last run."""
+        return str(next(entry["run_id"] for entry in reversed(self.entries) if "run_id" in entry))
+
+    @property
+    def steps_of_rounds(self) -> int:
+        """Steps counted since the rounds of the last run began, in an earlier one perhaps."""
+        return self._record.steps_of_rounds(self.steps_run)
 
     @property
     def statement(self) -> PrivacyStatement:
@@ -148,26 +163,59 @@ class PrivacyLedger:
 
     @property
     def history(self) -> list[Releases]:
-        """The releases so far: `steps_run` by mechanism."""
-        return self._record.history_within_plan(self.steps_run)
+        """The releases so far, by rounds."""
+        return self._record.history(self.steps_run)
 
-    def epsilon(self, *, further_steps: int = 0) -> float:
-        """Return ε so far or after `further_steps` more; infinity if not private."""
-        return self._epsilon_of(self._record.history_within_plan(self.steps_run + further_steps))
+    @property
+    def earlier(self) -> Spent | None:
+        """What another private training had spent on the weights with which this one began; None if none is known."""
+        earlier = self.entries[0].get("earlier")
+        if earlier is None:
+            return None
+        return Spent(math.inf if earlier["epsilon"] is None else earlier["epsilon"], earlier["delta"])
 
-    def _epsilon_of(self, history: Sequence[Releases]) -> float:
+    @property
+    def spent(self) -> Spent:
+        """What has been spent on the weights, by that training and this one."""
+        epsilon, delta = self.epsilon(), self.statement.target_delta
+        return (
+            Spent(epsilon, delta)
+            if self.earlier is None
+            else Spent(epsilon + self.earlier.epsilon, delta + self.earlier.delta)
+        )
+
+    @property
+    def plans(self) -> Sequence[Plan]:
+        """The releases that are accounted: those that were planned."""
+        return self._record.account(self.steps_run).planned
+
+    @property
+    def planned_epsilon(self) -> float:
+        """The ε of everything that was planned; infinity if not private."""
         if not self.private:
             return math.inf
-        return get_total_epsilon(history, delta=self.statement.target_delta, target=self.statement.target_epsilon)
+        return self._record.account(self.steps_run).epsilon(delta=self.statement.target_delta)
+
+    def epsilon(self) -> float:
+        """Return the ε that holds from the first step on, wherever a run ends: the planned one."""
+        return 0.0 if self.steps_run == 0 and self.private else self.planned_epsilon
+
+    def epsilon_of_fixed_length(self) -> float:
+        """Return the ε that would hold if the steps so far, and all terms, had been fixed before the first result."""
+        return get_total_epsilon(self.history, delta=self.statement.target_delta) if self.private else math.inf
+
+    def trade_off(self) -> TradeOff:
+        """Return the best that a membership attack can do."""
+        return trade_off_of_plans(self.plans, epsilon=self.epsilon(), delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""
-        target = self.statement.target_epsilon
+        target, delta = self.statement.target_epsilon, self.statement.target_delta
         if target is None or not self.private:
             return steps
 
         def epsilon_after(further: int) -> float:
-            return self._epsilon_of(self._record.history(self.steps_run + further))
+            return get_epsilon_of_plans(self._record.account(self.steps_run + further).counted, delta=delta)
 
         return most_steps(epsilon_after, target_epsilon=target, at_most=steps)
 

@@ -1,16 +1,17 @@
 """The content of a privacy ledger, read entry by entry: runs, steps counted, and every ε that was stated.
 
 A run that ended cleanly counts the steps that it released. Any other counts the steps that it had reserved, since it is
-unknown how many of them were computed.
+unknown how many of them were computed. Runs that go on under the same terms, within the same target, make one plan.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from doppler_hf.privacy.accounting.accounting import Releases
+from doppler_hf.privacy.accounting.plans import Account
 from doppler_hf.privacy.ledger import chain
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
@@ -23,12 +24,11 @@ class ModelDigests(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An ε that entry number `entry` states (infinity if not private), for everything released until then."""
+    """An ε that entry number `entry` states (infinity if not private)."""
 
     entry: int
-    history: list[Releases]
-    target: float | None
     epsilon: float
+    account: Account  # of which
     private: bool
     versions: Mapping[str, str]
 
@@ -43,6 +43,7 @@ class Run:
     steps_before: int
     steps_reserved: int
     steps_released: int
+    continues_rounds: bool = False  # whether units keep the turns that they had drawn in the run before
     is_closed: bool = False  # whether it ended cleanly
 
     @property
@@ -57,6 +58,7 @@ class LedgerRecord:
     def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
         self.entries: list[chain.Entry] = []
         self.runs: list[Run] = []
+        self.plans: list[list[Run]] = []  # all runs: those that go on with a plan follow the one that began it
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
         self.models: list[ModelDigests] = []
@@ -86,23 +88,27 @@ class LedgerRecord:
                 self._release(entry)
         self.entries.append(entry)
 
-    def history(self, steps_run: int) -> list[Releases]:
-        """Return what was released by the first `steps_run` steps of all runs, by run: each begins a round of its own."""
-        counts = [min(run.steps_counted, steps_run) for run in self.runs[:-1]] + [steps_run]
-        history: list[Releases] = []
-        for run, counted in zip(self.runs, counts, strict=True):
-            releases = run.statement.releases(max(0, counted - run.steps_before))
-            if releases.steps > 0:
-                history.append(releases)
-        return history
+    def account(self, steps_run: int) -> Account:
+        """Return what all plans release to their end, and with the last one after `steps_run` steps of all runs."""
+        *earlier, plan = self.plans
+        begun = [each for each in earlier if each[-1].steps_counted > each[0].steps_before]
+        done = [_rounds(each, _to_its_end(each, each[-1].steps_counted)) for each in begun]
+        planned, counted = (
+            [each for each in (*done, _rounds(plan, steps)) if each]
+            for steps in (_to_its_end(plan, steps_run), steps_run - plan[-1].steps_before)
+        )
+        return Account(planned, counted, target=plan[-1].statement.target_epsilon)
 
-    def history_within_plan(self, steps_run: int) -> list[Releases]:
-        """Return that history, with the steps that are planned: a run that ends early costs no more than all of them."""
-        history, run = self.history(steps_run), self.runs[-1]
-        planned = run.statement.steps_planned - (run.from_step or 0)
-        if steps_run > run.steps_before and history[-1].steps < planned:
-            history[-1] = history[-1]._replace(planned=planned)
-        return history
+    def history(self, steps_run: int) -> list[Releases]:
+        """Return what the first `steps_run` steps of all runs have released, by rounds."""
+        counts = (plan[-1].steps_counted for plan in self.plans[:-1])
+        last_steps = [count - plan[-1].steps_before for plan, count in zip(self.plans, (*counts, steps_run), strict=True)]
+        return [each for plan, steps in zip(self.plans, last_steps, strict=True) for each in _rounds(plan, steps)]
+
+    def steps_of_rounds(self, steps_run: int) -> int:
+        """Return the steps since the rounds of the last run began, in an earlier run perhaps."""
+        first = next(run for run in reversed(self.runs) if not run.continues_rounds)
+        return steps_run - first.steps_before
 
     def _begin(self, entry: chain.Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
@@ -112,6 +118,7 @@ class LedgerRecord:
             if entry["event"] != "opened":
                 _refuse(entry, "a ledger begins with 'opened'")
             self.runs.append(Run(statement, versions, None, 0, 0, 0))
+            self.plans.append([self.runs[-1]])
             return
         if entry["event"] == "opened":
             _refuse(entry, "the ledger is open")
@@ -133,7 +140,17 @@ class LedgerRecord:
                 f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
                 "another checkpoint. Put back the ledger that was saved with it."
             )
-        self.runs.append(Run(statement, versions, entry["from_step"], counted, counted, counted))
+        goes_on, keeps_rounds = (
+            statement.continues(earlier, from_step=entry["from_step"]),
+            entry.get("continues_rounds", False),
+        )
+        if keeps_rounds and not goes_on:
+            _refuse(entry, "rounds go on under the same terms only")
+        run = Run(statement, versions, entry["from_step"], counted, counted, counted, keeps_rounds)
+        self.runs.append(run)
+        if not goes_on:
+            self.plans.append([])
+        self.plans[-1].append(run)
 
     def _reserve(self, entry: chain.Entry) -> None:
         if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
@@ -145,11 +162,30 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
-        stated = entry["epsilon"][run.statement.accountant] if is_end else entry["epsilon"]
-        epsilon = math.inf if stated is None else stated
-        private = all(run.statement.private for run in self.runs)
-        history, target = self.history_within_plan(steps_run), run.statement.target_epsilon
-        self.claims.append(Claim(entry["index"], history, target, epsilon, private, run.versions))
+        if "planned_epsilon" in entry:
+            stated, account = entry["planned_epsilon"], self.account(steps_run)
+        else:  # format 9 stated ε of the steps so far
+            history = self.history(steps_run)
+            stated, account = entry["epsilon"], Account([history], [history], target=None)
+            stated = stated[run.statement.accountant] if is_end else stated
+        epsilon, is_private = math.inf if stated is None else stated, all(each.statement.private for each in self.runs)
+        self.claims.append(Claim(entry["index"], epsilon, account, is_private, run.versions))
+
+
+def _to_its_end(plan: Sequence[Run], steps_counted: int) -> int:
+    """Return the steps of a plan's last run if it makes all that it planned."""
+    run = plan[-1]
+    return max(steps_counted - run.steps_before, run.statement.steps_planned - (run.from_step or 0))
+
+
+def _rounds(plan: Sequence[Run], last_steps: int) -> list[Releases]:
+    """Return what a plan releases, by rounds, if its last run makes so many steps."""
+    counts = [0]
+    for run, steps in zip(plan, [*(run.steps_counted - run.steps_before for run in plan[:-1]), last_steps], strict=True):
+        if not run.continues_rounds:
+            counts.append(0)
+        counts[-1] += steps
+    return [plan[-1].statement.releases(steps) for steps in counts if steps]
 
 
 def _refuse(entry: chain.Entry, reason: str) -> None:

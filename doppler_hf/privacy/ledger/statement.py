@@ -127,6 +127,15 @@ class PrivacyStatement:
         """The things that the guarantee does not cover."""
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
 
+    def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
+        """Return whether a run of these terms, from this step on, goes on with the plan of an earlier one.
+
+        Privacy: then what is run is known before its results are. A target ends it at the same number of steps whatever
+        happens. Without one only steps that were lost are made again, from a checkpoint.
+        """
+        is_same_length = (from_step > 0 and self.steps_planned == earlier.steps_planned) or self.target_epsilon is not None
+        return is_same_length and self.target_epsilon == earlier.target_epsilon and self.releases(1) == earlier.releases(1)
+
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms."""
         return Releases(self.effective_noise_multiplier, self.sample_rate, steps, NoiseShape.parse(self.noise_shape).c)

@@ -1,7 +1,9 @@
 """The terms of a guarantee in words, as `doppler-hf verify`, the model card and the report show them."""
 
-from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent, trade_off
+from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
+
+_NEARLY = 0.005  # a difference of ε, relative, that no one is told of
 
 
 def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
@@ -16,7 +18,8 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("noise multiplier σ", statement.noise_multiplier_in_words),
         *(
             (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
-            for sigma, rate, steps, *_ in ledger.history
+            for plan in ledger.plans
+            for sigma, rate, steps, *_ in plan
         ),
         ("noise over time", statement.noise_shape_in_words),
         ("clip norm C", statement.clipping_in_words),
@@ -35,13 +38,36 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
         return f"Not differentially private: {ledger.why_not_private}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant. {meaning_in_words(ledger)}"
+        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant. "
+        + " ".join(filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
+    )
+
+
+def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
+    """Return why less than was planned does not cost less, if less was run; and what it would have cost."""
+    fixed = ledger.epsilon_of_fixed_length()
+    if not fixed < (1.0 - _NEARLY) * ledger.epsilon():
+        return ""
+    return (
+        f"The ε of the whole plan holds, since results may have chosen what was run. It would be {fixed:.4g}, had the "
+        f"length of {ledger.steps_run:,} steps{' and all terms' if len(ledger.plans) > 1 else ''} been fixed beforehand."
+    )
+
+
+def earlier_in_words(ledger: PrivacyLedger) -> str:
+    """Return what other trainings had spent on the weights, if any is known."""
+    if ledger.earlier is None:
+        return ""
+    own, epsilon = ledger.planned_epsilon, ledger.earlier.epsilon
+    return (
+        f"The model was trained privately before, under another ledger: ε = {epsilon:.4g}, δ = {ledger.earlier.delta:.3g}. "
+        f"If both used the same data, ε is {epsilon:.4g} + {own:.4g} = {epsilon + own:.4g}, and their δ add up, too."
     )
 
 
 def meaning_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε of a private training means to an attacker, in one sentence."""
-    return attack_in_words(ledger.history, epsilon=ledger.epsilon(), record=record_in_words(ledger))
+    return attack_in_words(ledger.trade_off(), epsilon=ledger.epsilon(), record=record_in_words(ledger))
 
 
 def record_in_words(ledger: PrivacyLedger) -> str:
@@ -53,7 +79,7 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the best rates of a membership attack, and µ, each with its name; none if the training was not private."""
     if ledger.why_not_private is not None:
         return []
-    best, delta = trade_off(ledger.history), ledger.statement.target_delta
+    best, delta = ledger.trade_off(), ledger.statement.target_delta
     rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
         ("no attack exceeds, at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),

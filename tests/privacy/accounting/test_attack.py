@@ -109,7 +109,7 @@ def test_mu_is_that_of_the_gaussian_mechanism_of_the_same_epsilon(mu, delta):
 def test_the_sentence_rounds_up():
     assert [percent(share) for share in (0.0341, 0.034, 0.00561, 1.0)] == ["3.5 %", "3.4 %", "0.6 %", "100 %"]
     history = [Releases(0.746384, 1000 / 67349, 204)]
-    assert attack_in_words(history, epsilon=2.9978) == (
+    assert attack_in_words(trade_off(history), epsilon=2.9978) == (
         "In this run (ε = 3), an attack on the model with 1 % false positives recognises a training record with a "
         "probability of at most 3.5 %; guessing does with 1 %."
     )

@@ -1,0 +1,219 @@
+"""What is said of a run that ends before its plan: ε of the plan, everywhere; and a round goes on where it was left."""
+
+import re
+import stat
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
+from doppler_hf.privacy import PrivacyLedger, get_epsilon
+from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
+from doppler_hf.run.round_secrets import RoundSecret
+from tests.support.ledgers import said
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import trained, trainer_of
+
+PLANNED = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=9)
+
+
+class Ends(TrainerCallback):
+    """Ends a run after a step, as a callback or as a user does."""
+
+    def __init__(self, step, *, error=None):
+        self.step, self.error = step, error
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.error is not None:
+            raise self.error
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= self.error is None and state.global_step == self.step
+
+
+def stopping_early():
+    """The host's own callback: at this learning rate no evaluation is better than the first."""
+    return EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=1e3)
+
+
+@pytest.mark.parametrize(
+    ("callback", "steps"),
+    [(stopping_early(), 2), (Ends(4), 4), (Ends(2, error=KeyboardInterrupt()), 2), (Ends(2, error=ValueError("mine")), 2)],
+    ids=["early stopping", "a callback", "Ctrl-C", "an error"],
+)
+def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, steps):
+    evaluations = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
+    saves = dict(save_strategy="steps", save_steps=1)
+    trainer = trainer_of(tmp_path, callbacks=[callback], **PLANNED, **evaluations, **saves)
+    if error := getattr(callback, "error", None):
+        with pytest.raises(type(error)):
+            trainer.train()
+    else:
+        trainer.train()
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    terms = dict(noise_multiplier=ledger.statement.noise_multiplier, sample_rate=1 / 3, delta=24**-1.1)
+    planned, fixed = (get_epsilon(**terms, steps=count) for count in (9, steps))
+    assert ledger.steps_run == steps
+    assert 2.97 < planned <= 3.0
+    assert fixed < 0.9 * planned
+    assert ledger.epsilon() == trainer.privacy.epsilon() == planned
+    assert {log["epsilon"] for log in trainer.state.log_history if "epsilon" in log} == {planned}
+    beside = f"It would be {fixed:.4g}, had the length of {steps} steps been fixed beforehand."
+    printed = said(capsys)
+    assert len(re.findall(rf"ε = {planned:.4g}, δ", printed)) == 2  # at the start and at the end
+    assert printed.count(beside) == 1
+    trainer.save_model()
+    trainer.create_model_card()
+    for command in ("verify", "report"):
+        assert main([command, str(tmp_path / "out")]) == 0
+    verified = said(capsys)
+    assert f"VERIFIED: ({planned:.4g}, " in verified
+    for shown in (
+        verified,
+        *((tmp_path / "out" / name).read_text("utf-8") for name in ("README.md", "privacy_report.html")),
+    ):
+        assert beside in shown
+        assert f"({planned:.4g}, " in shown
+    assert [claim.epsilon for claim in ledger.claims] == [planned] * len(ledger.claims)
+
+
+def test_a_run_to_its_end_says_nothing_of_other_lengths(tmp_path, capsys):
+    trained(trainer_of(tmp_path, **PLANNED))
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert "had the length" not in said(capsys)
+
+
+def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
+    """Another σ, target or length: each at half of δ, to its own end."""
+    first = trained(trainer_of(tmp_path, callbacks=[Ends(4)], save_strategy="steps", save_steps=2, **PLANNED))
+    again = trainer_of(tmp_path, **PLANNED | dict(target_epsilon=7.0, save_strategy="steps"))
+    again.train(resume_from_checkpoint=True)
+    plans = again.privacy.ledger.plans
+    assert [[each.steps for each in plan] for plan in plans] == [[9], [5]]
+    assert again.privacy.epsilon() == get_epsilon_of_plans(plans, delta=24**-1.1) <= 7.0
+    # The first costs more at half of δ.
+    assert again.privacy.epsilon() > 6.9
+    assert first.privacy.epsilon() < get_epsilon_of_plans(plans[:1], delta=24**-1.1 / 2)
+    assert "and all terms been fixed beforehand" in said(capsys)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_another_length_within_the_same_target_is_refused_with_what_to_do(tmp_path):
+    trained(trainer_of(tmp_path, callbacks=[Ends(4)], save_strategy="steps", save_steps=2, **PLANNED))
+    options = PLANNED | dict(max_steps=6, save_strategy="steps")
+    with pytest.raises(ValueError, match=r"The privacy budget is spent: ε = .*\. What was planned counts"):
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=True)
+    # Both mends.
+    trainer_of(tmp_path, **PLANNED).train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, **options | dict(max_steps=11, target_epsilon=8.0)).train(resume_from_checkpoint=True)
+
+
+# --- one model, several trainers ----------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_is_run_again_adds_up_what_its_model_has_cost(tmp_path, capsys):
+    """Another folder each time, the model the same object."""
+    model, costs = tiny_bert(), []
+    for number in range(3):
+        trainer = trained(trainer_of(tmp_path / str(number), model=model, **PLANNED))
+        trainer.save_model()
+        costs.append(trainer.privacy.epsilon())
+        printed = said(capsys)
+        before = sum(costs[:-1])
+        words = f"ε is {before:.4g} + {costs[-1]:.4g} = {sum(costs):.4g}, and their δ add up, too."
+        assert (words in printed) == (number > 0)
+        assert main(["verify", str(tmp_path / str(number) / "out")]) == 0
+        assert (words in said(capsys)) == (number > 0)
+        trainer.create_model_card()
+        assert (words in (tmp_path / str(number) / "out" / "README.md").read_text("utf-8")) == (number > 0)
+    assert trainer.privacy.ledger.spent.epsilon == pytest.approx(sum(costs))
+    assert trainer.privacy.ledger.spent.delta == pytest.approx(3 * 24**-1.1)
+
+
+def test_a_model_of_its_own_has_cost_nothing_before(tmp_path, capsys):
+    trained(trainer_of(tmp_path / "first"))
+    trained(trainer_of(tmp_path / "second"))
+    assert "before, under another ledger" not in said(capsys)
+
+
+# --- rounds that go on ----------------------------------------------------------------------------------------------------
+
+
+class Sees(DopplerTrainer):
+    """Keeps the texts that it has trained on."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen += [tuple(row[row != 0].tolist()) for row in inputs["input_ids"]]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def interrupted(tmp_path, *, after, **options):
+    """Train 6 steps of one round, which begin anew after so many; a checkpoint every 2."""
+    terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2) | options
+    # 48 records and batches of 8: a round has 6 steps.
+    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[Ends(after, error=KeyboardInterrupt())], **terms)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer, trainer_of(tmp_path, data=text_data(48), cls=Sees, **terms)
+
+
+def secrets_of(trainer):
+    ledger = trainer.privacy.ledger
+    return RoundSecret(ledger.run_id, 0, 1)
+
+
+@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), (5, 5, 7)])
+def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, after, ends_at, planned):
+    """All 6 steps are made, each record takes part once at most, and one ε is stated from the first to the last.
+
+    A step after the checkpoint counts, and is not made again: the next ones of the round follow.
+    """
+    first, second = interrupted(tmp_path, after=after)
+    secret = secrets_of(first)
+    assert secret.path.exists()
+    assert stat.S_IMODE(secret.path.stat().st_mode) == 0o600
+    assert not list((tmp_path / "out").rglob(f"*{secret.run_id}*"))
+    before = first.private_run.sampler.secret
+    assert not any(before in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == ends_at
+    seen = first.seen + second.seen
+    assert len(set(seen)) == len(seen) == 48
+    ledger = second.privacy.ledger
+    assert ledger.steps_run == 6
+    assert ledger.runs[-1].continues_rounds
+    assert [[each.steps for each in plan] for plan in ledger.plans] == [[planned]]
+    assert first.privacy.epsilon() == ledger.epsilon_of_fixed_length()
+    # Seven steps would cost more than the target, at which the guard ends a run.
+    assert second.privacy.epsilon() == (first.privacy.epsilon() if planned == 6 else 8.0)
+    assert second.private_run.sampler.secret == before
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert f"VERIFIED: ({second.privacy.epsilon():.4g}, " in said(capsys)
+    # Done: nobody can go on with them.
+    assert not secret.path.exists()
+    assert not secrets_of(second).path.exists()
+
+
+def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
+    """As on another machine: a record may take part again, for which the budget does not allow all steps."""
+    first, second = interrupted(tmp_path, after=4)
+    secrets_of(first).forget()
+    with pytest.raises(ValueError, match="budget is spent"):
+        second.train(resume_from_checkpoint=True)
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
+
+
+@pytest.mark.parametrize("change", [dict(target_epsilon=20.0), dict(max_steps=8, target_epsilon=20.0)])
+def test_a_changed_plan_draws_its_own_round(tmp_path, change):
+    first, second = interrupted(tmp_path, after=4)
+    for name, value in change.items():
+        setattr(second.args, name, value)
+    second.train(resume_from_checkpoint=True)
+    assert not second.privacy.ledger.runs[-1].continues_rounds
+    assert second.private_run.sampler.secret != first.private_run.sampler.secret
+    assert second.privacy.epsilon() <= 20.0
