@@ -5,6 +5,7 @@ cache, and small tensors are joined. What is computed is the caller's, a functio
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
@@ -107,10 +108,15 @@ class OnePass:
         small: dict[Kind, list[ParameterTensors]] = {}
         large: dict[Kind, list[ParameterTensors]] = {}
         rest = []
+        uses = Counter(_memory_of(tensors) for tensors in batch)
         for tensors in batch:
             weight = tensors.weight
             kind = (constants.advance, weight.dtype, tensors.grad.dtype, weight.device)
-            if weight.numel() < SMALL and tensors.products is None:
+            # Two parameters of one storage, as PEFT ties adapters, take their steps one after the other: joined, both would
+            # begin with the same weights, and one step would be lost.
+            if uses[_memory_of(tensors)] > 1:
+                rest.append(tensors)
+            elif weight.numel() < SMALL and tensors.products is None:
                 small.setdefault(kind, []).append(tensors)
             elif self._is_compiled and (flat := tensors.flat):
                 large.setdefault(kind, []).append(flat)
@@ -148,6 +154,10 @@ class OnePass:
         for kind, some in kinds.items():
             self._programs[kind](some, constants)
         return True
+
+
+def _memory_of(tensors: ParameterTensors) -> int:
+    return int(tensors.weight.untyped_storage()._cdata)  # of a fake tensor, too, whose numbers have no address
 
 
 def _pieces(small: Sequence[ParameterTensors]) -> Iterator[list[ParameterTensors]]:

@@ -35,7 +35,7 @@ def apart(state: dict[str, Any]) -> dict[str, Any]:
     def own(value: Any) -> Any:
         is_tied = (place := value.untyped_storage().data_ptr()) in seen
         seen.add(place)
-        return value.clone() if is_tied else value.contiguous()
+        return value.clone(memory_format=torch.contiguous_format) if is_tied else value.contiguous()
 
     return {name: own(value) for name, value in state.items()}
 

@@ -91,6 +91,9 @@ class ClippedGradients:
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
         self._is_cross_entropy = is_cross_entropy
+        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with a gradient
+        # of its own. C bounds the norm over both, and each block gets its noise. That the weights then take both steps is
+        # post-processing.
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")

@@ -1,0 +1,113 @@
+"""Two parameters of one storage, as PEFT ties the adapters of tied embeddings: each has its gradient, noise and step."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+from doppler_hf import DopplerTrainer
+from tests.support.per_example import assert_equals_loop
+from tests.support.tiny import pad
+from tests.support.tolerances import of_optimizer_steps
+from tests.support.trainers import OfLogits, checked_trainer_of, trained, weights
+
+MOMENTUM = dict(base_optimizer="adam", low_pass_filter="momentum", lr_scheduler_type="constant", weight_decay=0.1)
+
+
+def with_adapters():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LoraConfig(r=2, target_modules=["embed_tokens", "lm_head", "q_proj"], ensure_weight_tying=True)
+    return get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)), config)
+
+
+class Plain(nn.Module):
+    """Has a table, and two layers of its numbers: one as they lie, and one turned."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.back, self.head = nn.Embedding(50, 16), nn.Linear(16, 50), nn.Linear(50, 16)
+        self.to(dtype)
+        numbers = self.table.weight.data
+        self.back.weight, self.head.weight = nn.Parameter(numbers), nn.Parameter(numbers.T)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.head(self.back(self.table(input_ids[:, 0])).tanh())
+
+
+class Bare(OfLogits):
+    def compute_per_sample_loss(self, model, inputs):
+        return 1e-12 * super().compute_per_sample_loss(model, inputs)
+
+
+def pad_tokens(rows):
+    batch = pad(rows)
+    return batch | {"labels": batch["input_ids"].where(batch["attention_mask"] == 1, -100)}
+
+
+CASES = {"adapters": (with_adapters, DopplerTrainer, pad_tokens), "plain": (Plain, OfLogits, pad)}
+
+
+def trainer_of(tmp_path, case, **options):
+    new, cls, collator = CASES[case]
+    trainer = checked_trainer_of(tmp_path, model=new(), **dict(cls=cls) | options)
+    trainer.data_collator = collator
+    return trainer
+
+
+class Gradients(TrainerCallback):
+    """Keeps the private gradient of each step by name."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+
+
+def trained_by_torch(model, gradients, *, decayed):
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [[p for name, p in parameters.items() if (name in decayed) == is_decayed] for is_decayed in (True, False)]
+    options = [dict(params=group, weight_decay=decay) for group, decay in zip(groups, (0.1, 0.0), strict=True) if group]
+    optimizer = torch.optim.AdamW(options, lr=1e-2, foreach=False)
+    for step in gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = step[name]
+        optimizer.step()
+    return parameters
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
+@pytest.mark.parametrize("case", CASES)
+def test_both_steps_are_made_as_by_torch_and_a_resumed_run_is_uninterrupted(tmp_path, case):
+    options = MOMENTUM | dict(max_steps=4, save_strategy="steps", save_steps=2, noise_seed=1)
+    trainer = trained(trainer_of(tmp_path, case, callbacks=[recorder := Gradients()], **options))
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    expected = trained_by_torch(CASES[case][0](), recorder.steps, decayed=decayed)
+    atol = of_optimizer_steps(4, largest=max(p.abs().max().item() for p in expected.values()), dtypes=[torch.float32])
+    for name, parameter in expected.items():
+        torch.testing.assert_close(trainer.model.get_parameter(name), parameter, rtol=0, atol=atol)
+    resumed = trainer_of(tmp_path, case, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert torch.equal(weights(resumed), weights(trainer))
+
+
+def test_the_gradients_of_both_are_clipped_together(tmp_path):
+    model, ids = Plain(torch.float64), torch.arange(30).view(5, 6)
+    losses = lambda index: F.cross_entropy(model(ids[index]), ids[index][:, 0] % 16, reduction="none")  # noqa: E731
+    assert_equals_loop(model, losses, 5)
+
+
+def test_each_has_noise_of_its_own(tmp_path):
+    trainer = trained(trainer_of(tmp_path, "plain", cls=Bare, callbacks=[recorder := Gradients()]))
+    table, back, head = (
+        torch.stack([step[f"{name}.weight"] for step in recorder.steps]).double() / trainer.private_run.settled_noise_std
+        for name in ("table", "back", "head")
+    )
+    for first, second in ((table, back), (table, head.mT), (back, head.mT)):
+        for both in (first + second, first - second):
+            # χ² of 3,200 degrees of freedom, within five standard deviations.
+            assert abs(both.square().sum() / 2 - 3200) < 5 * (2 * 3200) ** 0.5
