@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters.grammar import did_you_mean
+from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 
 _Arguments = TypeVar("_Arguments", bound=TrainingArguments)
@@ -26,7 +27,6 @@ _SMALLEST_CLIP_NORM: Final = 1e-4
 _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
-_UNIT_INTERVAL: Final[_Range] = ("lie in (0, 1)", lambda value: 0.0 < value < 1.0)
 
 # The kind of an argument → the values that are of it, in words, and the fix.
 _KINDS: Final[dict[type, tuple[type, str, str]]] = {
@@ -43,7 +43,10 @@ _FOR_NONE: Final = {"low_pass_filter": "none", "noise_shape": "white"}
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
     "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
-    "target_delta": (_UNIT_INTERVAL, "Usual is less than 1/N."),
+    "target_delta": (
+        (f"lie in [{SMALLEST_DELTA:g}, 1)", lambda value: SMALLEST_DELTA <= value < 1.0),
+        "Set a little less than 1/N, or leave it out.",
+    ),
     "per_sample_max_grad_norm": (
         (f"be a finite number ≥ {_SMALLEST_CLIP_NORM:g}", lambda value: _SMALLEST_CLIP_NORM <= value < math.inf),
         "Usual is 1. Far below that, rounding errors would count as much as gradients.",
@@ -53,7 +56,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
     "per_sample_max_loss": (_POSITIVE, "Usual is 5."),
-    "train_loss_budget": (_UNIT_INTERVAL, "Usual is 0.01."),
+    "train_loss_budget": (("lie in (0, 1)", lambda value: 0.0 < value < 1.0), "Usual is 0.01."),
     "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
     # Transformers trains one step then, at a learning rate of a schedule of none.
     "gradient_accumulation_steps": (

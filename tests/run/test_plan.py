@@ -81,7 +81,7 @@ def test_other_terms_for_the_same_target_are_refused(tmp_path, made):
 def test_a_delta_that_permits_publishing_an_example_is_refused(tmp_path, delta):
     with pytest.raises(ValueError, match=rf"less than 1/N to protect each of 1,000 units, got {delta:g},.*Leave it out for"):
         plan_of(tmp_path, target_delta=delta)
-    for less in (0.999e-3, None):
+    for less in (0.999e-3, 1e-10, None):
         assert plan_of(tmp_path, target_delta=less).why_not_private is None
     assert plan_of(tmp_path, target_delta=delta, allow_large_delta=True).why_not_private.startswith("δ ≥ 1/N")
 

@@ -10,11 +10,12 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
 from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
 
+LARGEST_NOISE_MULTIPLIER: Final = 1e6  # the largest that tells
 Accountant = Literal["pld"]  # the name in a ledger: privacy loss distributions
 
 
@@ -34,13 +35,15 @@ class Releases(NamedTuple):
         as many turns as the first.
         """
         groups = len(self.strategy)
+        # More noise costs no more, as what is added is post-processing, and far smaller losses would be lost in rounding.
+        sigma = min(self.noise_multiplier, LARGEST_NOISE_MULTIPLIER)
         rate = min(groups * self.sample_rate, 1.0)
         turns = turns_of_round(self.sample_rate, groups)
         whole, rest = divmod(self.steps, turns * groups)
         if whole:
-            yield Rounds(self.noise_multiplier, rate, turns, whole)
+            yield Rounds(sigma, rate, turns, whole)
         if rest:
-            yield Rounds(self.noise_multiplier, rate, math.ceil(rest / groups), 1)
+            yield Rounds(sigma, rate, math.ceil(rest / groups), 1)
 
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
@@ -101,7 +104,7 @@ def get_total_epsilon(history: Iterable[Releases], *, delta: float, target: floa
     history = tuple(releases for releases in history if releases.steps)
     rounds = merged_rounds(history)
     if not SMALLEST_DELTA <= delta < 1.0:
-        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}.")
+        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}. Set a little less than 1/N.")
     if not rounds:
         return 0.0
     if any(each.noise_multiplier == 0.0 for each in rounds):

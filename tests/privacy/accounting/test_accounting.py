@@ -15,6 +15,7 @@ from doppler_hf.privacy.accounting.accounting import (
     joint_noise_multiplier,
     turns_of_round,
 )
+from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.composition import Rounds
 from tests.support.ledgers import statement
 
@@ -100,6 +101,16 @@ def test_no_noise_costs_everything_and_no_step_nothing():
     assert get_epsilon(noise_multiplier=0.0, sample_rate=0.1, steps=0, delta=1e-5) == 0.0
 
 
+@pytest.mark.parametrize("strategy", [(1.0,), (1.0, -0.5)])
+def test_whatever_noise_costs_no_more_than_less_of_it(strategy):
+    histories = [[Releases(sigma, 0.01, 1000, strategy)] for sigma in (1e4, 1e6, 1e8, 1e200)]
+    for costs in (
+        [get_total_epsilon(history, delta=1e-5) for history in histories],
+        [trade_off(history).true_positive_rate(0.01) for history in histories],
+    ):
+        assert costs == sorted(costs, reverse=True)
+
+
 def test_runs_add_up_and_each_begins_a_round():
     def total(*history):
         return get_total_epsilon(history, delta=1e-5)
@@ -118,7 +129,7 @@ def test_runs_add_up_and_each_begins_a_round():
         (dict(steps=-1), "steps must be at least 0, got -1"),
         (dict(noise_multiplier=-0.1), "got -0.1"),
         (dict(delta=1.0), r"delta must lie in \[1e-10, 1\), got 1"),
-        (dict(delta=1e-11), r"delta must lie in \[1e-10, 1\), got 1e-11"),
+        (dict(delta=1e-11), r"delta must lie in \[1e-10, 1\), got 1e-11\. Set a little less than 1/N"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
