@@ -38,6 +38,7 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.refused_models import refuse_model
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, TokenMean, trained
@@ -404,21 +405,25 @@ def test_it_is_refused_before_the_first_step(tmp_path, what):
 
 
 class Freezing(TrainerCallback):
-    def __init__(self, trainable):
-        self.trainable = trainable
+    def __init__(self, event, trainable):
+        def change(*args, model=None, **kwargs):
+            model.classifier.requires_grad_(trainable)
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        model.classifier.requires_grad_(self.trainable)
+        setattr(self, event, change)
 
 
 @pytest.mark.parametrize(("trainable", "change"), [(False, "frozen"), (True, "unfrozen")])
-def test_what_is_trained_stays_the_same(tmp_path, trainable, change):
+@pytest.mark.parametrize(("event", "steps"), [("on_train_begin", 0), ("on_step_begin", 0), ("on_step_end", 1)])
+def test_what_is_trained_stays_the_same_or_no_further_step_is_counted(tmp_path, event, steps, trainable, change):
     model = tiny_bert()
     model.classifier.requires_grad_(not trainable)
-    trainer = trainer_of(tmp_path, model=model, callbacks=[Freezing(trainable)])
-    with pytest.raises(ValueError, match=rf"must stay the same .*, got 'classifier.bias' {change}\. Set requires_grad"):
+    trainer = trainer_of(tmp_path, model=model, callbacks=[Freezing(event, trainable)])
+    with pytest.raises(ValueError, match=rf"stay the same .*, got 'classifier.bias' {change}\. .* before train\(\)\."):
         trainer.train()
-    assert trainer.state.global_step == 1
+    assert trainer.state.global_step == steps
+    if not steps:
+        assert PrivacyLedger.load(tmp_path / "out").epsilon() == 0.0
+        trainer.train()  # it is frozen before it now
 
 
 def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path):

@@ -91,9 +91,8 @@ class ClippedGradients:
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
         self._is_cross_entropy = is_cross_entropy
-        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with a gradient
-        # of its own. C bounds the norm over both, and each block gets its noise. That the weights then take both steps is
-        # post-processing.
+        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
+        # gradient. C bounds the norm over both, and each gets its noise. That the weights take both steps is post-processing.
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
@@ -178,7 +177,7 @@ class ClippedGradients:
         if weights is not None and weights.shape != (batch_size,):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError("weights must be one number per example, got another shape. Return the weights of the losses.")
-        self._refuse_other_parameters()
+        self.refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
@@ -227,14 +226,15 @@ class ClippedGradients:
         # Of one dtype on all processes, even on one without examples: they are added up.
         self.num_non_finite = torch.zeros((), dtype=self._finest, device=device)
 
-    def _refuse_other_parameters(self) -> None:
+    def refuse_other_parameters(self) -> None:
+        """Refuse parameters that were frozen or unfrozen since the context was made."""
         # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
         now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         if now != self.parameters.keys():
             name = min(now ^ self.parameters.keys())
             raise ValueError(
                 f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
-                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before the training begins."
+                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train()."
             )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
