@@ -34,10 +34,10 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
             break
     if never:
         tops = sorted({_top_of(model, name, never) for name in never})
-        lines = "; ".join(f"model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
+        lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
         raise ValueError(
             f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
-            f"noise alone would move them. Freeze them before you make the trainer: {lines}. Or set "
+            f"noise alone would move them. Freeze them before trainer.train(): {lines}. Or set "
             "train_unreached_parameters=True."
         )
     if unreached:

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer
+from tests.support import chat
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import OfLogits, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -46,21 +47,30 @@ TEXT = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atten
 VISION = TEXT | dict(image_size=8, patch_size=4)
 
 
-def gemma():
+def gemma(vocab_size=50):
     torch.manual_seed(0)
-    text = TEXT | dict(vocab_size=50, num_key_value_heads=1, head_dim=8, pad_token_id=0)
-    config = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=49)
+    text = TEXT | dict(vocab_size=vocab_size, num_key_value_heads=1, head_dim=8, pad_token_id=0)
+    config = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_index=vocab_size - 1)
     return Gemma3ForConditionalGeneration(config)
 
 
+ADAPTERS = LoraConfig(r=2, target_modules="all-linear")
+
+
 def gemma_with_adapters():
-    return get_peft_model(gemma(), LoraConfig(r=2, target_modules="all-linear"))
+    return get_peft_model(gemma(), ADAPTERS)
 
 
 UNREACHED = {
     "a layer and a parameter of one's own": (WithUnused, OfLogits, ["unused.weight", "scale"], "head.weight"),
     "a tower": (gemma, OfText, ["model.vision_tower.", "model.multi_modal_projector."], "model.language_model."),
     "adapters": (gemma_with_adapters, OfText, ["base_model.model.model.vision_tower."], "base_model.model.model.language"),
+    "adapters of peft_config": (
+        lambda: gemma(100),
+        None,
+        ["base_model.model.model.vision_tower."],
+        "base_model.model.model.language",
+    ),
     "a pooler": (lambda: _WithPooler(), OfLogits, ["bert.pooler."], "bert.encoder."),
 }
 
@@ -81,18 +91,21 @@ def state_of(model, beginnings):
 
 
 def trainer_for(tmp_path, model, cls, **options):
+    if cls is None:  # TRL's, which makes the adapters itself
+        sft = pytest.importorskip("doppler_hf.sft", reason="the extra trl is not installed")
+        own = dict(train_dataset=chat.texts(), processing_class=chat.chat_tokenizer(), peft_config=ADAPTERS)
+        return sft.DopplerSFTTrainer(model, chat.arguments_of(tmp_path, cls=sft.DopplerSFTConfig, bf16=False), **own)
     return trainer_of(tmp_path, model=model, cls=cls, max_steps=2, remove_unused_columns=False, **options)
 
 
 @pytest.mark.parametrize("name", UNREACHED)
 def test_they_are_refused_and_the_mend_that_is_named_leaves_them_as_they_are(tmp_path, name):
     new, cls, unreached, reached = UNREACHED[name]
-    model = new()
-    trainer = trainer_for(tmp_path, model, cls)
+    model = (trainer := trainer_for(tmp_path, new(), cls)).model
     with pytest.raises(ValueError, match="which no loss reaches: noise alone would move them") as raised:
         trainer.train()
     assert not list(tmp_path.rglob("privacy_ledger.json"))
-    for line in re.search(r"make the trainer: (.*)\. Or set", str(raised.value))[1].split("; "):
+    for line in re.search(r"before trainer\.train\(\): (.*)\. Or set", str(raised.value))[1].split("; "):
         exec(line)  # as the user would
     still = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any(each.startswith(reached) for each in still)
@@ -100,7 +113,7 @@ def test_they_are_refused_and_the_mend_that_is_named_leaves_them_as_they_are(tmp
     before = state_of(model, unreached)
     assert before
     moving = state_of(model, [reached])
-    trained(trainer_for(tmp_path, model, cls))
+    trainer.train()
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in before.items())
     assert any(not torch.equal(value, model.get_parameter(name)) for name, value in moving.items())
 
