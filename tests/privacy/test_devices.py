@@ -48,6 +48,13 @@ def test_what_waits_is_seen(ask, error):
         assert asked.waits == error
 
 
+def test_a_tensor_that_was_left_on_the_cpu_is_named_as_by_torch_though_a_row_was_repeated():
+    model = build("bert", dtype=torch.float32)
+    model.bert.pooler.register_forward_hook(lambda module, args, output: output * torch.ones(output.shape))
+    with far_away() as move, ClippedGradients(move(model)), pytest.raises(OfTwoDevices):
+        model(**move(batch_for(model)[0]))
+
+
 @pytest.mark.parametrize("options", [dict(), dict(draw_ahead=True), dict(shape=NoiseShape((1.0, -0.5)))])
 @pytest.mark.parametrize("generator", ["csprng", "philox"])
 def test_noise_is_added_without_waiting(generator, options):

@@ -92,7 +92,7 @@ class ClippedGradients:
         self._clipping = clipping
         self._is_cross_entropy = is_cross_entropy
         # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
-        # gradient. C bounds the norm over both, and each gets its noise. That the weights take both steps is post-processing.
+        # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")

@@ -212,7 +212,8 @@ class BookKeepingEngine:
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            if not self._book.repeated or isinstance(error, torch.OutOfMemoryError):
+            # A tensor that was left on another device is torch's to name.
+            if not self._book.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
             raise ValueError(
