@@ -250,14 +250,25 @@ def classification_losses(
             # Not their sizes, which are of a draw or of an example: messages end in logs.
             f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
             f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}, got {logits.ndim} and {labels.ndim} dimensions "
-            "or other sizes. For one number an example set num_labels=1, for a class make the labels "
-            "whole numbers, as by dataset.cast_column('labels', datasets.Value('int64')) of each data set."
+            f"or other sizes. {_fix_of_labels(logits, labels)}, of each data set."
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
     if problem_type == "single_label_classification":
         return cross_entropies(logits, labels, ignored=IGNORED_LABEL)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
+
+
+def _fix_of_labels(logits: Float[Tensor, "batch labels"], labels: Shaped[Tensor, "batch ..."]) -> str:
+    """Return what makes labels of a known shape those of a classifier."""
+    if labels.ndim == 1:
+        cast = "dataset.cast_column('labels', datasets.Value('int64'))"
+        return f"For one number an example set num_labels=1, for a class make the labels whole numbers: {cast}"
+    if labels.shape == logits.shape:
+        return "Make floats of them: dataset.cast_column('labels', datasets.Sequence(datasets.Value('float32')))"
+    if labels[0].numel() == 1:
+        return "Take the class out of its list: dataset.map(lambda row: {'labels': int(row['labels'][0])})"
+    return "Set num_labels to how many labels an example has"
 
 
 def answer_losses(

@@ -42,19 +42,26 @@ def refuse_values_beyond(
     hint = "" if is_list or is_stored(examples) else " Change rows ahead of with_transform."
     _refuse_missing_labels(examples, name, hint)
     columns = list(examples[0]) if is_list else examples.column_names
-    limits = frozenset(limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.column in columns)
+    limits = frozenset(
+        limit
+        for limit in limits_of(model, columns, has_own_loss=has_own_loss)
+        if limit.column in columns and (limit.kind != "not empty" or name == "train_dataset")
+    )
     if not is_list and (examples._fingerprint, limits) in _SCANNED:
         return
-    for index, limit in (_beyond_in_list if is_list else _beyond_in_table)(examples, limits):
+    beyond = [*(_beyond_in_list if is_list else _beyond_in_table)(examples, limits)]
+    for index, limit in beyond:
         try:
             collated = collate([fetch_one(examples, index)])
-        except (ValueError, TypeError) as error:
-            if limit.kind == "no text":
+        except Exception as error:
+            if limit.kind in ("no text", "not empty"):
                 raise limit.refusal(name, hint) from error
             raise
-        if limit.is_exceeded_in(collated):
+        # Transformers' default collator leaves out text.
+        is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
+        if is_left_out or limit.is_exceeded_in(collated):
             raise limit.refusal(name, hint)
-    if not is_list:
+    if not is_list and not beyond:  # of which another collator may make something else
         _SCANNED.add((examples._fingerprint, limits))
 
 
@@ -109,4 +116,4 @@ def _block(stored: Any, rows: Any) -> Any:
 
 
 def _found(chunk: Any, limit: Limit) -> np.ndarray:
-    return numbers_in(chunk, lengths=limit.kind == "lengths")
+    return numbers_in(chunk, lengths=limit.kind in ("lengths", "not empty"))

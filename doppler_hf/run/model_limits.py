@@ -20,7 +20,7 @@ class Limit(NamedTuple):
     """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
-    kind: Literal["numbers", "lengths", "no booleans", "no text", "no whole numbers"]
+    kind: Literal["numbers", "lengths", "not empty", "no booleans", "no text", "no whole numbers"]
     end: int
     fix: str  # as a sentence without its point
     is_ignoring: bool = False  # whether there may be -100, too
@@ -34,6 +34,8 @@ class Limit(NamedTuple):
             return found.dtype.kind in "iub"
         if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
             return bool(self.kind == "no booleans" and found.dtype.kind == "b")
+        if self.kind == "not empty":
+            return bool(found.min() == 0)
         if found.max() >= self.end:
             return True
         return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != IGNORED_LABEL)).any()))
@@ -41,11 +43,13 @@ class Limit(NamedTuple):
     def is_exceeded_in(self, row: Any) -> bool:
         """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
         names = (self.column, *(("labels",) if self.column in LABELS else ()))
-        value = next((row[name] for name in names if isinstance(row, Mapping) and name in row), ())
+        value = next((row[name] for name in names if isinstance(row, Mapping) and name in row), None)
+        if value is None:
+            return False
         if isinstance(value, list) and value and isinstance(value[0], list):  # choices, of lengths of their own
             return any(self.is_exceeded_in({self.column: each}) for each in value)
         found = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-        if self.kind == "lengths":
+        if self.kind in ("lengths", "not empty"):
             found = (np.ones_like(found) if self.no_place is None else found != self.no_place).sum(
                 axis=-1 if found.ndim else None
             )
@@ -56,6 +60,7 @@ class Limit(NamedTuple):
         words, got = {
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
             "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
+            "not empty": ("a token in each row", "none"),
             "no booleans": ("numbers of classes", "True or False"),
             "no text": ("numbers of classes", "words"),
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
@@ -76,6 +81,9 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
             # Models of sound have no such table, nor a method that says so.
             if column in columns and isinstance(of, PreTrainedModel) and (end := _size(of.get_input_embeddings())):
                 yield Limit(column, "numbers", end, ids)
+                if of is base:  # which takes an empty text beside others, padded, but not alone
+                    without = f"train_dataset.filter(lambda row: len(row[{column!r}]) > 0)"
+                    yield Limit(column, "not empty", end, f"Leave them out: {without}")
     in_decoder = set() if decoder is None else set(decoder.modules())
     for module in base.modules():
         tables = {name: child for name, child in module.named_children() if isinstance(child, nn.Embedding)}
@@ -122,7 +130,8 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
             task is None
         )
         yield Limit(column, "numbers", end, fix + without, is_ignoring=True)
-        cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64'))"
+        lists = f"datasets.Sequence(datasets.Value({'float32' if task is None else 'int64'!r}))"
+        cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64')), or of lists {lists}"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
         yield Limit(column, "no text", end, f"Make numbers of them: train_dataset.class_encode_column({column!r})")
 

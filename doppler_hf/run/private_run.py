@@ -233,6 +233,8 @@ class PrivateRun:
             compare_terms(statement, args, model, data=digest_of_data(loader.examples, self.sampler))
             give_all_the_weights_of_process_0(model)
         probe = Probe(loader)
+        if not has_own_loss:
+            probe.refuse_ignored_labels()
         refuse_model(model, args, probe)
         base = without_adapters(model)
         if isinstance(base, PreTrainedModel):

@@ -105,9 +105,11 @@ def with_one(number, *, column="input_ids", rows=300):
     return data.map(put, with_indices=True)
 
 
-def too_long(rows=300):
+def with_tokens(tokens, rows=300):
+    """Texts of which one has these tokens."""
+    mask = [1] * len(tokens)
     return text_data(rows).map(
-        lambda row, index: {"input_ids": [7] * 40, "attention_mask": [1] * 40} if index == ROW else row, with_indices=True
+        lambda row, index: {"input_ids": tokens, "attention_mask": mask} if index == ROW else row, with_indices=True
     )
 
 
@@ -140,7 +142,8 @@ CASES = {
         lambda model, data: (model, data.remove_columns("token_type_ids")),
     ),
     "length": (
-        too_long, "'input_ids' .* at most 16 tokens in a row, as many as .*truncation=True and max_length=16",
+        lambda: with_tokens([7] * 40),
+        "'input_ids' .* at most 16 tokens in a row, as many as .*truncation=True and max_length=16",
         lambda model, data: (model, data.map(truncated)),
     ),
     "class": (
@@ -156,6 +159,16 @@ CASES = {
         lambda: text_data(300).cast_column("labels", datasets.Value("bool")),
         r"'labels' .* numbers of classes, got True .*cast_column\('labels', datasets.Value\('int64'\)\)",
         lambda model, data: (model, data.cast_column("labels", datasets.Value("int64"))),
+    ),
+    "booleans in lists": (
+        lambda: text_data(300).map(lambda row: {"labels": [row["labels"] == 1, True]}),
+        r"'labels' .* got True .*, or of lists datasets.Sequence\(datasets.Value\('float32'\)\)",
+        lambda model, data: (model, data.cast_column("labels", datasets.Sequence(datasets.Value("float32")))),
+    ),
+    "empty text": (
+        lambda: with_tokens([]),
+        r"'input_ids' .* a token in each row, got none .*filter\(lambda row: len\(row\['input_ids'\]\) > 0\)",
+        lambda model, data: (model, data.filter(lambda row: len(row["input_ids"]) > 0)),
     ),
     "words": (
         lambda: text_data(300).cast_column("labels", datasets.Value("string")),
@@ -291,3 +304,15 @@ def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
     assert not is_beyond(
         tiny_bert(), words, collate=lambda rows: {"labels": torch.tensor([int(row["labels"]) for row in rows])}
     )
+    # The default collator leaves them out, or fails.
+    for named in (words, words.rename_column("labels", "label")):
+        with pytest.raises(ValueError, match=r"got words in some rows.*class_encode_column\('label"):
+            refuse_values_beyond(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
+    assert not is_beyond(tiny_bert(), words.class_encode_column("labels"))
+
+
+def test_an_empty_text_is_taken_where_the_collator_adds_a_token_and_among_others_of_an_evaluation():
+    empty = with_tokens([])
+    assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"input_ids": torch.ones(len(rows), 3)})
+    assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"inputs_embeds": torch.ones(len(rows), 3, 16)})
+    refuse_values_beyond(tiny_bert(), empty, collate=default_data_collator, has_own_loss=False, name="eval_dataset")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from datasets import Dataset, Value
+from datasets import Dataset, Sequence, Value
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
@@ -637,11 +637,70 @@ def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_it
     trains(tmp_path, model=model, data=data)
 
 
-def test_labels_of_floating_point_are_refused_for_several_classes_and_train_with_either_mend(tmp_path):
-    data = text_data().cast_column("labels", Value("float32"))
-    refused(tmp_path, "set num_labels=1, for a class make the labels whole numbers", data=data)
-    trains(tmp_path / "one", data=data, model=tiny_bert(num_labels=1))
-    trains(tmp_path / "whole", data=data.cast_column("labels", Value("int64")))
+def labels_as(form):
+    return Dataset.from_list([row | {"labels": form(row["labels"])} for row in text_data()])
+
+
+def one_label(data):
+    return data.map(lambda row: {"labels": int(row["labels"][0])})
+
+
+def whole_numbers(data):
+    return data.cast_column("labels", Value("int64"))
+
+
+LABELS = {
+    "an amount": (float, "For one number an example set num_labels=1", lambda data: data, 1),
+    "a float, which is a class": (float, r"cast_column\('labels', datasets.Value\('int64'\)\)", whole_numbers, 2),
+    "a class in a list": (lambda label: [label], r"map\(lambda row: .*int\(row\['labels'\]\[0\]\)}\)", one_label, 2),
+    "a float in a list": (lambda label: [float(label)], r"int\(row\['labels'\]\[0\]\)", one_label, 2),
+    "several whole numbers": (
+        lambda label: [label, 1], r"cast_column\('labels', datasets.Sequence\(datasets.Value\('float32'\)\)\)",
+        lambda data: data.cast_column("labels", Sequence(Value("float32"))), 2,
+    ),
+    "more than there are classes": (lambda label: [0.0, 1.0, label], "Set num_labels to how many", lambda data: data, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_labels_of_another_shape_are_refused_and_train_with_the_mend_that_is_named(tmp_path, form):
+    make, message, mend, num_labels = LABELS[form]
+    refused(tmp_path, message, data=labels_as(make))
+    trains(tmp_path / "mended", data=mend(labels_as(make)), model=tiny_bert(num_labels=num_labels))
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+IGNORED = {
+    "classes": (tiny_bert, lambda row: -100, lambda row: row["labels"]),
+    "tokens": (tiny_llama, lambda row: [-100] * 6, lambda row: row["input_ids"]),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_labels_that_no_loss_counts_are_refused_unless_one_example_has_others(tmp_path, kind):
+    model, ignored, counted = IGNORED[kind]
+    rows = rows_of([6] * 200)
+    none = rows.map(lambda row: {"labels": ignored(row)})
+    refused(
+        tmp_path, r"must not all be -100, .*Give examples a class, or tokens: .*row\['input_ids'\]", model=model(), data=none
+    )
+    one = rows.map(lambda row, index: {"labels": (counted if index == 137 else ignored)(row)}, with_indices=True)
+    for name, data in (("one", one), ("all", rows.map(lambda row: {"labels": counted(row)}))):
+        trains(tmp_path / name, model=model(), data=data, collator=default_data_collator)
+    # A loss of one's own may count them.
+    trains(tmp_path / "own", model=model(), data=none, cls=WithoutLabels, collator=default_data_collator)
+
+
+class WithoutLabels(DopplerTrainer):
+    """Knows what to learn from elsewhere."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return model(**inputs).logits.flatten(1).square().mean(dim=1)
 
 
 class Labels(DopplerTrainer):

@@ -14,6 +14,7 @@ from doppler_hf.privacy.batching.fetching import fetch
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 SHORT: Final = 8
 _LOOKED_AT, _FURTHER = 16, 64
@@ -93,6 +94,22 @@ class Probe:
                 rows = fetch(self._loader.examples, chosen[start : start + SHORT], numbers=self._loader.numbers)
             yield self.collated(rows)
 
+    def refuse_ignored_labels(self) -> None:
+        """Refuse labels of which no loss counts one; if none counts in what was chosen, choose an example with another."""
+        if not _are_ignored(self.collated([*self.short, self.longest])):
+            return
+        chosen = evenly(np.arange(len(self._loader.examples)), count=_SORTED)
+        for start in range(0, len(chosen), _FURTHER):
+            with filled_generators(0):
+                rows = fetch(self._loader.examples, chosen[start : start + _FURTHER], numbers=self._loader.numbers)
+            if not _are_ignored(self.collated(rows)):
+                self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
+                return
+        raise ValueError(
+            f"The labels of train_dataset must not all be {IGNORED_LABEL}, which no loss counts: noise alone would move the "
+            "weights. Give examples a class, or tokens: train_dataset.map(lambda row: {'labels': row['input_ids']})."
+        )
+
     def in_parts(self, rows: Sequence[Any], *, size: int = 1) -> tuple[Inputs, list[Inputs]]:
         """Return a batch of rows, and the same rows in batches of `size`."""
         whole = self.collated(rows)
@@ -111,6 +128,11 @@ class Probe:
             # Sensitivity: the same numbers lie in the same places, so that the row of the first example must be the same.
             if any(first[name].shape == second[name].shape and not same(first[name][0], second[name][0]) for name in rows):
                 raise ValueError(_MIXED_ROWS)
+
+
+def _are_ignored(batch: Inputs) -> bool:
+    labels = batch.get("labels")
+    return isinstance(labels, Tensor) and bool((labels == IGNORED_LABEL).all())
 
 
 def candidates(loader: PrivateLoader) -> list[int]:
