@@ -108,13 +108,13 @@ class OnePass:
         small: dict[Kind, list[ParameterTensors]] = {}
         large: dict[Kind, list[ParameterTensors]] = {}
         rest = []
-        uses = Counter(_memory_of(tensors) for tensors in batch)
+        uses = Counter(tensors.weight.untyped_storage()._cdata for tensors in batch)
         for tensors in batch:
             weight = tensors.weight
             kind = (constants.advance, weight.dtype, tensors.grad.dtype, weight.device)
             # Two parameters of one storage, as PEFT ties adapters, take their steps one after the other: joined, both would
             # begin with the same weights, and one step would be lost.
-            if uses[_memory_of(tensors)] > 1:
+            if uses[weight.untyped_storage()._cdata] > 1:
                 rest.append(tensors)
             elif weight.numel() < SMALL and tensors.products is None:
                 small.setdefault(kind, []).append(tensors)
@@ -154,10 +154,6 @@ class OnePass:
         for kind, some in kinds.items():
             self._programs[kind](some, constants)
         return True
-
-
-def _memory_of(tensors: ParameterTensors) -> int:
-    return int(tensors.weight.untyped_storage()._cdata)  # of a fake tensor, too, whose numbers have no address
 
 
 def _pieces(small: Sequence[ParameterTensors]) -> Iterator[list[ParameterTensors]]:

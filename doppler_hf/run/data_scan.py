@@ -42,15 +42,13 @@ def refuse_values_beyond(
     hint = "" if is_list or is_stored(examples) else " Change rows ahead of with_transform."
     _refuse_missing_labels(examples, name, hint)
     columns = list(examples[0]) if is_list else examples.column_names
-    limits = frozenset(
-        limit
-        for limit in limits_of(model, columns, has_own_loss=has_own_loss)
-        if limit.column in columns and (limit.kind != "not empty" or name == "train_dataset")
-    )
+    limits = frozenset(limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.column in columns)
     if not is_list and (examples._fingerprint, limits) in _SCANNED:
         return
     beyond = [*(_beyond_in_list if is_list else _beyond_in_table)(examples, limits)]
     for index, limit in beyond:
+        if limit.kind == "not empty" and name != "train_dataset":  # of evaluations they stand beside others
+            continue
         try:
             collated = collate([fetch_one(examples, index)])
         except Exception as error:
