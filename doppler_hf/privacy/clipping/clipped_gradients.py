@@ -91,12 +91,12 @@ class ClippedGradients:
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
         self._is_cross_entropy = is_cross_entropy
-        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
-        # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
+        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
+        # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
         self.parameters = trainable
         dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
         self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
