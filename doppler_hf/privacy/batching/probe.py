@@ -88,20 +88,20 @@ class Probe:
 
     def further(self) -> Iterator[Inputs]:
         """Make batches of further examples, 64 in all, spread over the data set."""
-        chosen = evenly(np.arange(len(self._loader.examples)), count=_FURTHER)
+        return map(self.collated, self._rows(_FURTHER))
+
+    def _rows(self, count: int) -> Iterator[list[Any]]:
+        chosen = evenly(np.arange(len(self._loader.examples)), count=count)
         for start in range(0, len(chosen), SHORT):
             with filled_generators(0):
                 rows = fetch(self._loader.examples, chosen[start : start + SHORT], numbers=self._loader.numbers)
-            yield self.collated(rows)
+            yield rows
 
     def refuse_ignored_labels(self) -> None:
         """Refuse labels of which no loss counts one; if none counts in what was chosen, choose an example with another."""
         if not _are_ignored(self.collated([*self.short, self.longest])):
             return
-        chosen = evenly(np.arange(len(self._loader.examples)), count=_SORTED)
-        for start in range(0, len(chosen), _FURTHER):
-            with filled_generators(0):
-                rows = fetch(self._loader.examples, chosen[start : start + _FURTHER], numbers=self._loader.numbers)
+        for rows in self._rows(_SORTED):
             if not _are_ignored(self.collated(rows)):
                 self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
                 return
