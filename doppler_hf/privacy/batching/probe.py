@@ -17,7 +17,7 @@ from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 SHORT: Final = 8
-_LOOKED_AT, _FURTHER = 16, 64
+_LOOKED_AT, _FURTHER, _FOR_A_LABEL = 16, 64, 1 << 14
 # The most lengths that are sorted: more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
@@ -101,7 +101,7 @@ class Probe:
         """Refuse labels of which no loss counts one; if none counts in what was chosen, choose an example with another."""
         if not _are_ignored(self.collated([*self.short, self.longest])):
             return
-        for rows in self._rows(_SORTED):
+        for rows in self._rows(_FOR_A_LABEL):
             if not _are_ignored(self.collated(rows)):
                 self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
                 return
