@@ -325,8 +325,8 @@ class PrivateRun:
     def count_ahead(self) -> PrivacyLedger | None:
         """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
         assert self.ledger is not None
-        assert self._clipped is not None
-        self._clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
+        if self._clipped is not None:
+            self._clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
         return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
 
     def count_release(self) -> None:
