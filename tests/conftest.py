@@ -3,12 +3,15 @@
 import contextlib
 import gc
 import os
+import shutil
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Secrets of rounds, which a run keeps for whoever resumes it.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
+# Triton's kernels, without a GPU. It is read when Triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", str(int(shutil.which("nvidia-smi") is None)))
 # The suite runs in several processes. It is for NumPy too, whose threads spin while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "optim": ("filters linalg shards", "numpy jaxtyping torch"),
     "privacy": ("linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
+    "privacy/noise/chacha": ("", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),

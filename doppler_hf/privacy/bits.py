@@ -3,11 +3,9 @@
 A generator with a guessable seed hides nothing: torch's CPU generator keeps 32 bits of its seed and HF's `args.seed` is
 public, so neither is used. Secret words come from AES-256 in counter mode, where each word of a stream is half a block of
 
-    AES_k(0), AES_k(1), AES_k(2), …          with k from the operating system, a different one in each process,
+    AES_k(0), AES_k(1), AES_k(2), …          with k from the operating system, a different one in each process.
 
-or from Philox under a new key from the operating system at every call. An attacker who could tell AES's words from coin
-flips would have broken AES, even one who knows the rest of the stream. Philox is made for statistics: no attack on it is
-known to us, but nothing rules one out for an adversary who sees some of its words.
+An attacker who could tell AES's words from coin flips would have broken AES, even one who knows the rest of the stream.
 """
 
 import os
@@ -32,7 +30,7 @@ class BitStream(ABC):
 
     @abstractmethod
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite contiguous `words`, on the CPU or a CUDA device, with the next ones of optimizer step `step`."""
+        """Overwrite contiguous `words` with the next ones of optimizer step `step`."""
 
     def bits(self, count: int, *, step: int) -> UInt64[np.ndarray, " n"]:
         """Return the next `count` words of optimizer step `step`."""
@@ -55,12 +53,6 @@ class SecretBits(BitStream):
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the stream."""
-        if words.is_cuda:
-            # The allocator of pinned memory does not reuse this block before the copy is done.
-            pinned = torch.empty(len(words), dtype=torch.int64, device="cpu", pin_memory=True)
-            self.fill(pinned, step=step)
-            words.copy_(pinned, non_blocking=True)
-            return
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
             self._encryptor, self._process = _new_keystream(), os.getpid()
@@ -80,25 +72,6 @@ class SecretBits(BitStream):
 def _new_keystream() -> CipherContext:
     # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
     return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
-
-
-class RekeyedBits(BitStream):
-    """Philox under a new key from the operating system at every call: 128 bits on the CPU, 64 on a CUDA device.
-
-    The generator does not outlive the call, so there is no state to save, to copy or to inherit. On the CPU it is
-    NumPy's, because torch's own is a Mersenne twister with a seed of 32 bits there.
-    """
-
-    is_secret = True
-
-    def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite `words` with the first ones under a new key."""
-        if words.is_cuda:
-            generator = torch.Generator(words.device).manual_seed(int.from_bytes(os.urandom(8), "little"))
-            words.random_(-(2**63), None, generator=generator)
-        else:
-            philox = np.random.Philox(key=np.frombuffer(os.urandom(16), dtype=np.uint64))
-            words.copy_(torch.from_numpy(philox.random_raw(len(words)).view(np.int64)))
 
 
 class ReproducibleBits(BitStream):

@@ -167,12 +167,16 @@ def _seconds_of_a_weight(
     """Return the seconds of noise and of the optimizer's step for one weight."""
     weight = nn.Parameter(torch.zeros(sampled, device=device))
     steps = itertools.count()
-    with GaussianMechanism(
-        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=setting.batch_size, shape=setting.noise_shape
-    ) as mechanism:
-        for _ in range(setting.noise_shape.bands - 1):  # so that all earlier noise is there
-            mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
-        noise = stopwatch.seconds(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)))
+    mechanism = GaussianMechanism(
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=setting.batch_size,
+        shape=setting.noise_shape,
+        device=device,
+    )
+    for _ in range(setting.noise_shape.bands - 1):  # so that all earlier noise is there
+        mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
+    noise = stopwatch.seconds(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)))
     optimizer = DopplerOptimizer([weight], 1e-3, low_pass_filter=setting.low_pass_filter, base=setting.base, noise_std=1.0)
     weight.grad = torch.ones_like(weight)
     return noise / sampled, stopwatch.seconds(optimizer.step) / sampled

@@ -23,24 +23,19 @@ def mechanisms_of(
         first_step: The step at which the run begins.
     """
 
-    def gaussian(
-        noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE, draw_ahead: bool = False
-    ) -> GaussianMechanism:
+    def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
         return GaussianMechanism(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_norm,
             expected_batch_size=statement.expected_batch_size,
             shape=shape,
             first_step=first_step,
-            generator=args.noise_generator,
+            device=args.device,
             floating_point_safe=args.floating_point_safe,
-            draw_ahead=draw_ahead,
             seed=args.noise_seed,
         )
 
-    # On a CPU a background thread would slow the gradients down by as much as it saves on the noise.
-    draw_ahead = args.device.type != "cpu"
-    of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape, draw_ahead=draw_ahead)
+    of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
     loss: PrivateLoss | None = None
     if statement.loss_noise_multiplier is not None:
         assert args.per_sample_max_loss is not None

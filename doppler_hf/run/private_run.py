@@ -134,9 +134,7 @@ class PrivateRun:
             args,
             sampler=self.sampler,
             noise_shape=shape,
-            noise_source=noise_source(
-                args.noise_generator, floating_point_safe=args.floating_point_safe, seed=args.noise_seed
-            ),
+            noise_source=noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed),
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
             first_step=self._first_step,
@@ -170,7 +168,6 @@ class PrivateRun:
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
         self._clipped = None
-        self.mechanism.close()
         if self.ledger is not None and self.affordable_steps <= 0:
             self._round_secret(self.ledger).forget()
 

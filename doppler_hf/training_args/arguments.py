@@ -18,7 +18,6 @@ from doppler_hf.optim.state import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
-from doppler_hf.privacy.noise.gaussian import NoiseGenerator
 from doppler_hf.training_args import checks, galore
 
 # The defaults of a private training loss: its share of the privacy budget (of 1/σ²), and its bound. A share of a hundredth
@@ -143,11 +142,6 @@ class DopplerTrainingArguments(TrainingArguments):
         default=None,
         help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
         "the gradient. Default: 0.01.",
-    )
-    noise_generator: NoiseGenerator = HfArg(
-        default="csprng",
-        help="csprng: AES-256-CTR under a secret key. philox: runs on the GPU, with a new secret key each step. Use it if "
-        "only the last model is released: part of a step's noise may give away the rest.",
     )
     floating_point_safe: bool = HfArg(
         default=False,

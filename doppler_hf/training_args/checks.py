@@ -217,7 +217,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     # Argument → whether it has an effect, the reason if not, and the fix.
     effects = {
         **{name: (False, reason, "") for name, reason in _WITHOUT_EFFECT.items()},
-        **dict.fromkeys(("noise_shape", "noise_generator", "floating_point_safe"), no_noise),
+        **dict.fromkeys(("noise_shape", "floating_point_safe"), no_noise),
         **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
         **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
         "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),

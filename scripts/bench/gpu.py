@@ -40,7 +40,7 @@ from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_pr
 
 ROOT = Path(__file__).parents[2]
 WORKS = ("tests", "pass", "peer", "memory", "step", "waits", "noise", "optimizer")
-WAYS = ("csprng", "philox", "csprng ahead", "csprng safe")
+WAYS = tuple(noise.WAYS)
 KINDS = optimizer.WORKS["filters"] | optimizer.WORKS["galore"]
 MOST_DRAWS = 10  # the slowest way takes seconds for each
 PRIVATE = gpu_page.PRIVATE
@@ -195,7 +195,7 @@ def mebibytes(memory: Callable[[], float]) -> Row:
 
 @contextlib.contextmanager
 def whole_steps(work: engine.Work, settings: engine.BenchArguments) -> Iterator[tuple[Callable[[], None], ...]]:
-    """Yield a plain step with fused AdamW, and a private one with noise drawn ahead and the defaults' filter and AdamBC."""
+    """Yield a plain step with fused AdamW, and a private one with noise and the defaults' filter and AdamBC."""
     with contextlib.ExitStack() as stack:
         models = [engine.build(work, device=settings.device) for _ in range(2)]
         passes = [
@@ -204,13 +204,11 @@ def whole_steps(work: engine.Work, settings: engine.BenchArguments) -> Iterator[
         ]
         trained = [[p for p in model.parameters() if p.requires_grad] for model, _ in models]
         adamw = torch.optim.AdamW(trained[0], lr=1e-4, fused=True)
-        mechanism = stack.enter_context(
-            GaussianMechanism(
-                noise_multiplier=1.0,
-                max_grad_norm=1.0,
-                expected_batch_size=work.batch,
-                draw_ahead=settings.device == "cuda",
-            )
+        mechanism = GaussianMechanism(
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            expected_batch_size=work.batch,
+            device=torch.device(settings.device),
         )
         filtered = DopplerOptimizer(
             trained[1], lr=1e-4, low_pass_filter=PAPER_FILTERS["momentum"], noise_std=mechanism.noise_std(0)

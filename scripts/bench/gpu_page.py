@@ -73,8 +73,7 @@ def page(here: Row, rows: Rows) -> str:
         ),
         *section(
             "Noise",
-            "To privatize sums of 125 million coordinates, against `torch.Tensor.normal_` on the device. `csprng` encrypts "
-            "on the CPU and copies its words; `philox` draws on the device; `ahead` is what a step still waits for.",
+            "To privatize sums of 125 million coordinates, against `torch.Tensor.normal_` on the device.",
             "| way | time, of torch's normals | ms: torch's → ours |",
             (f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} |" for name, row in of_work("noise", rows)),
         ),

@@ -1,17 +1,15 @@
 """Overhead of secret noise: each way to draw it against torch's own normals, in turn, in one process.
 
     python -m scripts.bench.noise --results out/noise.jsonl
-    python -m scripts.bench.noise --count 10000000 --threads 1 --ways "csprng,csprng ahead"
-    torchrun --nproc_per_node 2 -m scripts.bench.noise --count 36000000 --tensors 140 --threads 1 --ways csprng
+    python -m scripts.bench.noise --count 10000000 --threads 1 --ways "white,banded"
+    torchrun --nproc_per_node 2 -m scripts.bench.noise --count 36000000 --tensors 140 --threads 1 --ways white
 
 `torch.Tensor.normal_` and a `privatize` of ours make a pair; the result is the median of the pairs' ratios, with its
-quartiles. Ours also adds the noise to a sum and divides it by the batch size. For `ahead` `privatize` is timed after the
-background thread has prepared all that it can: the part for which a step waits. Several processes also reduce the sums, and
+quartiles. Ours also adds the noise to a sum and divides it by the batch size. Several processes also reduce the sums, and
 the seconds are those of the first.
 """
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,18 +20,14 @@ import torch.distributed as dist
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.noise.ahead import MAX_PREPARED
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line, chosen, quartiles, seconds_of, settings
 
 # Name → arguments of GaussianMechanism.
 WAYS: dict[str, dict[str, Any]] = {
-    "csprng": {"generator": "csprng"},
-    "philox": {"generator": "philox"},
-    "csprng safe": {"generator": "csprng", "floating_point_safe": True},
-    "philox safe": {"generator": "philox", "floating_point_safe": True},
-    "csprng ahead": {"generator": "csprng", "draw_ahead": True},
-    "csprng bands=4": {"generator": "csprng", "shape": NoiseShape.banded(4)},
+    "white": {},
+    "white safe": {"floating_point_safe": True},
+    "banded": {"shape": NoiseShape.banded(4)},
 }
 WARM_UP = 3  # by which time four bands remember three steps
 
@@ -56,14 +50,13 @@ def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
     normals = torch.empty(args.count, device=args.device)
     sums = {str(i): part for i, part in enumerate(torch.zeros(args.count, device=args.device).chunk(args.tensors))}
     seconds = []
-    with GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=100, **way) as mechanism:
-        for step in range(WARM_UP + args.pairs):
-            while step and "draw_ahead" in way and mechanism.prepared < min(args.count, MAX_PREPARED):
-                time.sleep(0.001)
-            ours = functools.partial(mechanism.privatize, sums, step=step)
-            if dist.is_initialized():
-                dist.barrier()
-            seconds.append([seconds_of(draw, device=args.device) for draw in (normals.normal_, ours)])
+    device = torch.device(args.device)
+    mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=100, device=device, **way)
+    for step in range(WARM_UP + args.pairs):
+        ours = functools.partial(mechanism.privatize, sums, step=step)
+        if dist.is_initialized():
+            dist.barrier()
+        seconds.append([seconds_of(draw, device=args.device) for draw in (normals.normal_, ours)])
     return np.array(seconds[WARM_UP:])
 
 

@@ -6,24 +6,21 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from doppler_hf.privacy import bits as module
-from doppler_hf.privacy.bits import RekeyedBits, ReproducibleBits, SecretBits, WordsByNumber, bit_stream
+from doppler_hf.privacy.bits import ReproducibleBits, SecretBits, WordsByNumber, bit_stream
 
 
-@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
-def test_two_calls_and_two_streams_never_repeat(make):
-    stream = make()
+def test_two_calls_and_two_streams_never_repeat():
+    stream = SecretBits()
     first, second = stream.bits(1000, step=0), stream.bits(1000, step=0)
-    other = make().bits(1000, step=0)
+    other = SecretBits().bits(1000, step=0)
     assert len(np.unique(np.concatenate([first, second, other]))) == 3000  # a repeat has probability 2.4e-13
 
 
-@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
-def test_every_bit_of_the_words_is_a_coin(make):
-    words = make().bits(100_000, step=0)
+def test_every_bit_of_the_words_is_a_coin():
+    words = SecretBits().bits(100_000, step=0)
     ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).mean(axis=0)
     assert np.all(np.abs(ones - 0.5) < 6.5 * 0.5 / np.sqrt(len(words)))  # 8e-11 each, 64 times
 
@@ -40,27 +37,9 @@ def test_the_stream_is_aes_256_in_counter_mode_from_zero(monkeypatch):
     assert words.tobytes() == expected[: 8 * sum(counts)]
 
 
-def test_a_key_for_every_call_of_philox():
-    keys, make = [], np.random.Philox
-
-    def noted(*, key):
-        keys.append(key.tobytes())
-        return make(key=key)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.np.random, "Philox", noted)
-        stream = RekeyedBits()
-        for _ in range(3):
-            stream.bits(4, step=0)
-    assert len(set(keys)) == 3
-    assert {len(key) for key in keys} == {16}
-    assert vars(stream) == {}  # nothing is left to save
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("make", [SecretBits, RekeyedBits])
-def test_a_forked_process_has_words_of_its_own(make):
-    stream = make()
+def test_a_forked_process_has_words_of_its_own():
+    stream = SecretBits()
     stream.bits(3, step=0)
     reader, writer = os.pipe()
     child = os.fork()
@@ -95,21 +74,6 @@ def test_reproducible_stream_depends_on_seed_purpose_rank_and_step():
 def test_only_an_unseeded_stream_is_secret():
     assert bit_stream(None, purpose="noise").is_secret
     assert not bit_stream(0, purpose="noise").is_secret
-    assert RekeyedBits().is_secret
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [SecretBits, RekeyedBits, lambda: ReproducibleBits(0, purpose="noise")])
-def test_words_on_a_gpu(make):
-    words, stream = torch.zeros(100_000, dtype=torch.int64, device="cuda"), make()
-    collected = []
-    for _ in range(2):
-        stream.fill(words, step=0)
-        collected.append(words.cpu().numpy().view(np.uint64))
-    words = np.concatenate(collected)
-    assert len(np.unique(words)) == 200_000  # a repeat has probability 1e-9
-    ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).mean(axis=0)
-    assert np.all(np.abs(ones - 0.5) < 6.5 * 0.5 / np.sqrt(len(words)))  # 8e-11 each, 64 times
 
 
 # --- words by number ------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_every_row_is_measured_once_and_stands_on_the_page(tmp_path, capsys):
     main(flags(tmp_path, ALL_BUT_TESTS, "--models=roberta-base-lora"))
     rows = lines(tmp_path)
     assert Counter(row["row"].split("/")[0] for row in rows) == {
-        **{"pass": 1, "peer": 2, "step": 1, "waits": 1, "memory": 8, "noise": 4, "optimizer": 3}
+        **{"pass": 1, "peer": 2, "step": 1, "waits": 1, "memory": 8, "noise": 3, "optimizer": 3}
     }
     assert not any("error" in row for row in rows)
     by_name = {row["row"]: row for row in rows}
@@ -60,7 +60,7 @@ def test_every_row_is_measured_once_and_stands_on_the_page(tmp_path, capsys):
         assert peer["second_s"] != peer["ours"]["second_s"]
         both = f"{gpu_page.ratio(peer)} | {gpu_page.ratio(peer['ours'])} | {gpu_page.examples(peer)}"
         assert f"| roberta-base-lora {way} | {both} | {gpu_page.mib(memory)} |" in page
-    assert f"| csprng ahead | {gpu_page.ratio(by_name['noise/csprng ahead'])} | " in page
+    assert f"| white safe | {gpu_page.ratio(by_name['noise/white safe'])} | " in page
     assert "It says nothing of a GPU" in page
     assert "Marked `gpu`: not run." in page
     main(flags(tmp_path, ALL_BUT_TESTS, "--models=roberta-base-lora"))

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from doppler_hf.privacy import bits
-from doppler_hf.privacy.noise import ahead
+from doppler_hf.privacy.noise import chacha, gaussian, mechanism
 from doppler_hf.run import private_run
 
 FAR = "far"
@@ -98,7 +98,6 @@ if not hasattr(torch, FAR):
 def far_away(device=FAR):
     """Make tensors without memory in the block, and yield what moves models (in place) and structures of tensors there."""
     mode = FakeTensorMode()
-    expect, take = ahead.NoiseAhead.expect, ahead.NoiseAhead._take
     patches = {
         (FakeTensor, "is_cuda"): property(lambda self: self.device.type == FAR),
         (torch, "Generator"): lambda device=None: torch.default_generator,
@@ -106,9 +105,15 @@ def far_away(device=FAR):
         # What Transformers makes, words and normals, it makes with memory, and then moves in.
         (private_run, "fill_generators"): _outside(private_run.fill_generators),
         (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
-        **{(kind, "fill"): _filled(kind.fill, mode) for kind in (bits.SecretBits, bits.RekeyedBits)},
-        (ahead.NoiseAhead, "expect"): lambda self, coordinates, pinned: expect(self, coordinates, pinned=False),
-        (ahead.NoiseAhead, "_take"): lambda self, most: mode.from_tensor(_outside(take)(self, most)),
+        (bits.SecretBits, "fill"): _filled(bits.SecretBits.fill, mode),
+        # A kernel has no form without memory: what goes to it does.
+        (chacha, "_release"): mock.MagicMock(),
+        (chacha, "_on"): lambda device, words: None,
+        (FakeTensor, "data_ptr"): lambda self: 0,
+        **{
+            (module, "uses_kernel"): lambda device, seed=None: device.type == FAR and seed is None
+            for module in (gaussian, mechanism)
+        },
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), new in patches.items():
@@ -127,7 +132,7 @@ def _outside(function):
 
 def _filled(fill, mode):
     def called(self, words, *, step):
-        if words.is_cuda or not isinstance(words, FakeTensor):
+        if not isinstance(words, FakeTensor):
             return fill(self, words, step=step)
         real = _outside(torch.empty)(words.shape, dtype=words.dtype)
         _outside(fill)(self, real, step=step)

@@ -3,12 +3,12 @@
 - mechanism: what a mechanism is; the Gaussian one
 - shaped: noise that takes back part of the noise of earlier steps
 - gaussian: normals from secret words
-- ahead: the noise of the next step, prepared in the background
+- chacha: the same on an accelerator, and the whole release, in one kernel
 - private_loss: the training loss as a private number
 """
 
-from doppler_hf.privacy.noise.gaussian import noise_source
+from doppler_hf.privacy.noise.gaussian import noise_source, uses_kernel
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]
+__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source", "uses_kernel"]

@@ -7,9 +7,8 @@ one float a step from the mechanism, `noise_std`. The noise may be white, or sha
 """
 
 import functools
-import weakref
 from collections.abc import Mapping
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
-from doppler_hf.privacy.noise.ahead import NoiseAhead
-from doppler_hf.privacy.noise.gaussian import NoiseGenerator, add_gaussian_noise, noise_source, noise_stream
+from doppler_hf.privacy.bits import bit_stream
+from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source, uses_kernel
 from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.shards import added_up, rows_here
+
+_CPU: Final = torch.device("cpu")
 
 
 class Mechanism(Protocol):
@@ -52,9 +53,6 @@ class Mechanism(Protocol):
     def describe(self) -> str:
         """Return the source of the noise in one line."""
 
-    def close(self) -> None:
-        """End background threads. The mechanism stays usable."""
-
 
 @final
 class GaussianMechanism:
@@ -67,17 +65,12 @@ class GaussianMechanism:
         shape: The shape of the noise over the steps. White noise is independent from step to step. Shaped noise needs units
             that take part at most once in `shape.bands` steps, and keeps `shape.bands` - 1 gradients in memory.
         first_step: The step at which shaped noise begins. Its steps are to be taken one after the other.
-        generator: The source of random words: "csprng" protects against attackers who see every step's gradient,
-            "philox" against those who see the last model only.
+        device: Where the sums are. On an accelerator of CUDA or ROCm with Triton a kernel makes the noise there.
         floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
-        draw_ahead: Whether a background thread prepares the next step's noise, at most 4 bytes a coordinate. End it with
-            `close`, or use the mechanism in a `with` statement; it ends with the mechanism at the latest. With a `seed`
-            the noise depends on the step, and is not drawn ahead.
         seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
 
     Raises:
-        ValueError: If `noise_multiplier` is negative, the clip norm or the batch size is not positive, or `generator` is
-            unknown.
+        ValueError: If `noise_multiplier` is negative, or the clip norm or the batch size is not positive.
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=100)
@@ -95,9 +88,8 @@ class GaussianMechanism:
         expected_batch_size: int,
         shape: NoiseShape = WHITE,
         first_step: int = 0,
-        generator: NoiseGenerator = "csprng",
+        device: torch.device = _CPU,
         floating_point_safe: bool = False,
-        draw_ahead: bool = False,
         seed: int | None = None,
     ) -> None:
         if not 0.0 <= noise_multiplier < float("inf"):
@@ -112,37 +104,15 @@ class GaussianMechanism:
         self.shape = shape
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
-        self._source = noise_source(generator, floating_point_safe=floating_point_safe, seed=seed)
-        self._stream = noise_stream(generator, seed=seed)
+        self._source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
+        self._stream, self._in_kernel = bit_stream(seed, purpose="noise"), uses_kernel(device, seed=seed)
         self._floating_point_safe, self._seed = floating_point_safe, seed
-        self._ahead: NoiseAhead | None = None
-        if draw_ahead and seed is None and noise_multiplier > 0.0:
-            make_stream = functools.partial(noise_stream, generator)
-            self._ahead = NoiseAhead(make_stream, std=self._white_std, floating_point_safe=floating_point_safe)
-            # The thread has a reference to the store only, so that a mechanism without references ends its thread.
-            weakref.finalize(self, self._ahead.close)
 
     @property
     def _white_std(self) -> float:
         """The standard deviation of the white noise z in the sum of the next step."""
         # Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
         return self.noise_multiplier * self.max_grad_norm * self.shape.norm
-
-    @property
-    def prepared(self) -> int:
-        """The number of normals that are ready for the next step; 0 unless they are drawn ahead."""
-        return 0 if self._ahead is None else self._ahead.prepared
-
-    def close(self) -> None:
-        """End the background thread, if there is one. The mechanism stays usable, and draws each step's noise in it."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def __enter__(self) -> "GaussianMechanism":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __reduce__(self) -> str:
         """Refuse to be pickled: prepared noise and keys would travel with the copy."""
@@ -204,8 +174,7 @@ class GaussianMechanism:
 
         Raises:
             ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
-            RuntimeError: If the thread that draws ahead has failed, or steps of shaped noise do not follow each other.
-                Nothing must be released then.
+            RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
         """
         if self._shaped is not None and step != self._next_step:
             raise RuntimeError(
@@ -234,28 +203,52 @@ class GaussianMechanism:
             else total.view(-1).tensor_split(processes)[rank]
             for name, total in sums.items()
         }
-        if self._ahead is not None:
-            self._ahead.expect(sum(map(len, own.values())), pinned=any(part.is_cuda for part in own.values()))
+        # In one process the kernel writes the mean at once; several add up first.
+        scale = 1.0 / self.expected_batch_size
+        if self.noise_multiplier > 0.0:
+            if self._in_kernel:
+                self._add_in_one_kernel(own, scale=1.0 if distributed else scale)
+            else:
+                self._add_one_by_one(own, sums, step=step)
         private, reductions = dict(sums), []
         for name, total in sums.items():
-            if self.noise_multiplier > 0.0:
-                part = own[name]
-                begin = int(part.storage_offset() - total.storage_offset())
-                add_white = functools.partial(self._add_white_noise, step=step, begin=begin, numel=total.numel())
-                if self._shaped is None:
-                    add_white(part)
-                else:
-                    part.add_(self._shaped.next(name, like=part, add_white=add_white))
             if name in shards:
                 private[name] = added_up(total, like=shards[name])
-            elif distributed:  # while the noise of the next ones is made
+            elif distributed:
                 reductions.append(dist.all_reduce(total, async_op=True))
         for reduction in reductions:
             reduction.wait()
-        for gradient in private.values():
-            gradient.div_(self.expected_batch_size)
+        if distributed or not self._in_kernel or self.noise_multiplier == 0.0:
+            torch._foreach_div_(list(private.values()), self.expected_batch_size)
         self._next_step = step + 1
         return private
+
+    def _add_in_one_kernel(self, parts: Mapping[str, Float[Tensor, " n"]], *, scale: float) -> None:
+        """Add the noise of a step to coordinates on an accelerator, and multiply them (modified in place)."""
+        from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
+
+        states = [] if self._shaped is None else [self._shaped.advance(name, like=part) for name, part in parts.items()]
+        for dtype in {part.dtype for part in parts.values()}:
+            add_noise_and_scale(
+                [part for part in parts.values() if part.dtype == dtype],
+                std=self._white_std,
+                scale=scale,
+                terms=TERMS if self._floating_point_safe else 1,
+                coefficients=() if self._shaped is None else self._shaped.coefficients[: len(states[0][1])],
+                states=[(y, *past) for y, past in states if y.dtype == dtype],
+            )
+
+    def _add_one_by_one(
+        self, parts: Mapping[str, Float[Tensor, " n"]], sums: Mapping[str, Float[Tensor, "..."]], *, step: int
+    ) -> None:
+        """Add the noise of a step to the coordinates of parts of the sums (modified in place)."""
+        for name, part in parts.items():
+            begin = int(part.storage_offset() - sums[name].storage_offset())
+            add_white = functools.partial(self._add_white_noise, step=step, begin=begin, numel=sums[name].numel())
+            if self._shaped is None:
+                add_white(part)
+            else:
+                part.add_(self._shaped.next(name, like=part, add_white=add_white))
 
     def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, begin: int, numel: int) -> None:
         """Add 𝒩(0, (σC‖c‖)²) to those of a parameter's `numel` coordinates that begin at one (modified in place)."""
@@ -265,8 +258,6 @@ class GaussianMechanism:
             self._add_white_noise(whole, step=step, begin=0, numel=numel)
             part.add_(whole[begin : begin + part.numel()])
             return
-        # Sensitivity: C is that of this step, whatever it was when the noise was prepared.
-        std, safe = self._white_std, self._floating_point_safe
-        # Noise that is not prepared is drawn here, from another stream than the thread's: every coordinate gets its own.
-        prepared = 0 if self._ahead is None else self._ahead.add_to(part, std=std)
-        add_gaussian_noise(part[prepared:], std=std, stream=self._stream, step=step, floating_point_safe=safe)
+        add_gaussian_noise(
+            part, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
+        )

@@ -21,26 +21,39 @@ class ShapedNoise:
     """
 
     def __init__(self, shape: NoiseShape) -> None:
-        self._c = shape.c
+        self._c, self.coefficients = shape.c, shape.c[1:]
         self._past: dict[str, list[Tensor]] = {}  # of each parameter, the last step first
 
-    def next(
-        self, name: str, *, like: Float[Tensor, "..."], add_white: Callable[[Float[Tensor, "..."]], None]
-    ) -> Float[Tensor, "..."]:
-        """Return the noise of the next step of a parameter.
+    def advance(self, name: str, *, like: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], list[Float[Tensor, "..."]]]:
+        """Go on to the next step of a parameter.
 
         Args:
             name: The parameter.
             like: A tensor of its shape, dtype and device.
-            add_white: A function that adds white noise z_t to a tensor.
+
+        Returns:
+            A tensor for y_t, and y_{t-1}, y_{t-2}, … as far as they count. The last of these is overwritten by y_t, if
+            there are b - 1.
         """
+        past, order = self._past.setdefault(name, []), len(self._c) - 1
+        before = list(past)
+        past.insert(0, past.pop() if len(past) == order else torch.empty_like(like))
+        return past[0], before
+
+    def next(
+        self, name: str, *, like: Float[Tensor, "..."], add_white: Callable[[Float[Tensor, "..."]], None]
+    ) -> Float[Tensor, "..."]:
+        """Return the noise of the next step of a parameter, with a function that adds white noise z_t to a tensor."""
         # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
         # of a slightly other z, and not a function of the data.
-        past, order = self._past.setdefault(name, []), len(self._c) - 1
+        y, past = self.advance(name, like=like)
         # The oldest one is overwritten: its own term first.
-        y = past.pop().mul_(-self._c[order]) if len(past) == order else torch.zeros_like(like)
-        for coefficient, before in zip(self._c[1:], past, strict=False):
+        if past and past[-1] is y:
+            y.mul_(-self.coefficients[len(past) - 1])
+            past.pop()
+        else:
+            y.zero_()
+        for coefficient, before in zip(self.coefficients, past, strict=False):
             y.sub_(before, alpha=coefficient)
         add_white(y)
-        past.insert(0, y)
         return y

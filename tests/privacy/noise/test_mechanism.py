@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.bits import RekeyedBits, SecretBits
 from doppler_hf.privacy.noise import mechanism as mechanism_module
 
 SIGMA, C, B, D = 1.3, 0.7, 50, 100_000
@@ -57,19 +56,11 @@ def test_sums_of_other_than_real_numbers_are_refused(dtype):
         (dict(noise_multiplier=float("nan")), "got nan"),
         (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number > 0, got 0"),
         (dict(expected_batch_size=0), "expected_batch_size must be at least 1, got 0"),
-        (dict(generator="mt19937"), "must be one of csprng, philox, got 'mt19937'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         gaussian(**arguments)
-
-
-@pytest.mark.parametrize(("generator", "kind"), [("csprng", SecretBits), ("philox", RekeyedBits)])
-def test_the_generator_is_the_one_that_is_asked_for(generator, kind):
-    assert type(gaussian(generator=generator)._stream) is kind
-    with gaussian(generator=generator, draw_ahead=True) as mechanism:
-        assert type(mechanism._ahead._make_stream()) is kind
 
 
 # --- what is secret -------------------------------------------------------------------------------------------------
@@ -81,22 +72,19 @@ def global_states():
     return (torch.get_rng_state().tolist(), random.getstate(), kind, keys.tolist(), position, gauss)
 
 
-@pytest.mark.parametrize("generator", ["csprng", "philox"])
-def test_global_generators_are_neither_used_nor_moved(generator):
+def test_global_generators_are_neither_used_nor_moved():
     torch.manual_seed(1)
     torch.rand(1)  # so that filling it with any seed, or with its own, shows
     before = global_states()
-    with gaussian(generator=generator, draw_ahead=True) as mechanism:
-        released(mechanism, steps=3)
-        gaussian(generator=generator, seed=0)
+    released(gaussian(), steps=3)
+    gaussian(seed=0)
     assert global_states() == before
 
 
 def test_a_mechanism_cannot_be_copied_pickled_or_saved(tmp_path):
-    with gaussian(draw_ahead=True) as mechanism:
-        for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, tmp_path / "mechanism.pt")):
-            with pytest.raises(TypeError, match="secret noise and cannot be pickled or copied"):
-                copied(mechanism)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda it: torch.save(it, tmp_path / "mechanism.pt")):
+        with pytest.raises(TypeError, match="secret noise and cannot be pickled or copied"):
+            copied(gaussian())
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
