@@ -26,13 +26,11 @@ class Releases(NamedTuple):
     sample_rate: float  # q, the probability with which a unit takes part in a step
     steps: int  # T
     strategy: tuple[float, ...] = (1.0,)  # c of the noise, whose length is the number b of groups
-    planned: int = 0  # steps that may follow until these are so many
 
     def rounds(self) -> Iterator[Rounds]:
-        """Yield the whole rounds, and the last one if it is cut short.
+        """Yield the whole rounds, and the last one if it is cut short, in which the first groups may have a turn more.
 
-        A unit takes part in each of a round's turns with probability b·q. Of a round that is cut short every group counts
-        as many turns as the first.
+        A unit takes part in each of a round's turns with probability b·q.
         """
         groups = len(self.strategy)
         # More noise costs no more, as what is added is post-processing, and far smaller losses would be lost in rounding.
@@ -43,7 +41,7 @@ class Releases(NamedTuple):
         if whole:
             yield Rounds(sigma, rate, turns, whole)
         if rest:
-            yield Rounds(sigma, rate, math.ceil(rest / groups), 1)
+            yield Rounds(sigma, rate, rest // groups, 1, rest % groups / groups)
 
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
@@ -95,21 +93,18 @@ def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delt
     return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps)], delta=delta)
 
 
-def get_total_epsilon(history: Iterable[Releases], *, delta: float, target: float | None = None) -> float:
+def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
     """Return `get_epsilon` of several runs on the same data.
 
-    With groups the bound fails with a probability of at most δ/100, which δ contains. All steps that are planned bound what
-    their beginning costs, if they are within the target; otherwise the run ends earlier.
+    With groups the bound fails with a probability of at most δ/100, which δ contains.
     """
     history = tuple(releases for releases in history if releases.steps)
     rounds = merged_rounds(history)
-    if not SMALLEST_DELTA <= delta < 1.0:
-        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}. Set a little less than 1/N.")
     if not rounds:
         return 0.0
     if any(each.noise_multiplier == 0.0 for each in rounds):
         return math.inf
-    return bound(history, delta=delta, target=math.inf if target is None else target)
+    return bound(history, delta=delta)
 
 
 def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
@@ -129,17 +124,13 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
 
 
 @functools.lru_cache(maxsize=256)  # the log, the ledger and the guard ask for the same ε
-def bound(history: tuple[Releases, ...], *, delta: float, target: float = math.inf, is_rough: bool = False) -> float:
+def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False) -> float:
     """Return ε of at least one step, all with noise. A rough one takes a third of the time or less, and is no bound."""
+    if not SMALLEST_DELTA <= delta < 1.0:
+        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}. Set a little less than 1/N.")
     known = epsilons_of(merged_rounds(history), delta=delta, coarsening=4 if is_rough else 1)
     if all(len(releases.strategy) == 1 for releases in history):
         return max(known)
-    # What follows from all steps that were planned costs no less than its beginning, and is computed once in a run.
-    *earlier, last = history
-    if last.steps < last.planned:
-        whole = bound((*earlier, last._replace(steps=last.planned)), delta=delta, is_rough=is_rough)
-        if whole <= target:
-            return min(max(known), whole)
     runs = [([*releases.rounds()], releases.strategy) for releases in history]
     # The larger one first: it may stay the larger one.
     (larger, is_removal), (smaller, _) = sorted(zip(known, (True, False), strict=True), reverse=True)

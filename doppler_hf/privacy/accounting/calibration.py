@@ -2,12 +2,12 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, bound
 
 
 class _Precision(NamedTuple):
@@ -26,26 +26,22 @@ def get_noise_multiplier(
     sample_rate: float,
     steps: int,
     strategy: tuple[float, ...] = (1.0,),
-    spent: Sequence[Releases] = (),
     rough: bool = False,
 ) -> float:
-    """Return a noise multiplier σ with which `steps` further steps bring ε to `target_epsilon` or slightly below.
+    """Return a noise multiplier σ with which `steps` steps cost `target_epsilon` or slightly less.
 
     It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, needs more noise.
 
     Args:
-        target_epsilon: ε > 0, for everything together; met from below to one part in a thousand, with
-            groups to four.
+        target_epsilon: ε > 0, met from below to one part in a thousand, with groups to four.
         target_delta: δ, from 1e-10 to below 1.
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
         strategy: c of the noise, for whose b = len(c) groups b·q must be at most 1.
-        spent: What was released earlier on the same data.
         rough: Take a third of the time or less. σ may then differ by a hundredth or so.
 
     Raises:
-        ValueError: If an argument is out of range, `spent` alone costs the target or more, or no noise multiplier up to
-            10⁶ reaches the target.
+        ValueError: If an argument is out of range, or no noise multiplier up to 10⁶ reaches the target.
 
     Example:
         >>> sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.02, steps=165)
@@ -61,18 +57,13 @@ def get_noise_multiplier(
             f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}, got "
             f"{sample_rate}. Take a shorter one, or a smaller batch."
         )
-    already = get_total_epsilon(spent, delta=target_delta)
-    if already >= target_epsilon:
-        raise ValueError(
-            f"What was released earlier costs ε = {already:.6g}, which leaves nothing of target_epsilon={target_epsilon}. "
-            "Raise target_epsilon."
-        )
-    precision = _OF_GROUPS if any(len(each) > 1 for each in (strategy, *(past.strategy for past in spent))) else _EXACT
+    precision = _EXACT if len(strategy) == 1 else _OF_GROUPS
     aim = target_epsilon * math.exp(-precision.unspent / 2)
 
     def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:
-        further = Releases(math.exp(log_sigma), sample_rate, steps, strategy)
-        epsilon = bound((*spent, further), delta=target_delta, is_rough=is_rough)
+        epsilon = bound(
+            (Releases(math.exp(log_sigma), sample_rate, steps, strategy),), delta=target_delta, is_rough=is_rough
+        )
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
         return 0.0 if abs(difference) < 0.49 * precision.unspent else difference
 

@@ -16,7 +16,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution,
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from doppler_hf.privacy.accounting.round_loss import LARGEST_SHIFT, round_ratio
+from doppler_hf.privacy.accounting.round_loss import LARGEST_SHIFT, mixed, round_ratio
 
 SMALLEST_DELTA: Final = 1e-10  # below it the rounding of Fourier transforms is no longer small beside δ
 _LARGEST_GRID: Final = 2**16  # points of a round's loss
@@ -33,6 +33,11 @@ class Rounds(NamedTuple):
     rate: float  # of one turn
     turns: int  # n of a round
     number: int
+    longer: float = 0.0  # the share of groups that have one turn more, before the round is cut
+
+    def of_group(self, *, is_longer: bool) -> "Rounds":
+        """Return the rounds of one group."""
+        return self._replace(turns=self.turns + (is_longer and self.longer > 0.0), longer=0.0)
 
 
 class Epsilons(NamedTuple):
@@ -108,7 +113,7 @@ def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list
     spacing = coarsening * max(math.sqrt(variance / total) / 25.0, max(far for _, far in scales) / _LARGEST_GRID)
     composed = [identity(spacing)] * len(Epsilons._fields)
     for each in rounds:
-        *distributions, beyond = _of_round(*each[:3], spacing, lost_of_each)
+        *distributions, beyond = _of_round(each._replace(number=1), spacing, lost_of_each)
         if beyond * each.number > _MOST_BEYOND:
             return None
         composed = [
@@ -121,18 +126,23 @@ def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list
 def _scales(of: Rounds, lost: float) -> tuple[float, float]:
     """Return the standard deviation of a round's ratio without the unit, and about the largest loss that matters."""
     shift = 1.0 / of.noise_multiplier
-    spread = of.rate * math.sqrt(of.turns * math.expm1(min(shift**2, 100.0)))
+    spread = of.rate * math.sqrt((of.turns + of.longer) * math.expm1(min(shift**2, 100.0)))
     farthest = math.sqrt(-2.0 * math.log(lost)) * shift + shift**2 / 2
     others = max(1.0 - of.rate, 1e-300)
     return spread, float(np.logaddexp(math.log(others), math.log(of.rate) + farthest))
 
 
 @functools.lru_cache(maxsize=8)  # the same round is composed over many numbers of rounds
-def _of_round(
-    noise_multiplier: float, rate: float, turns: int, spacing: float, lost: float
-) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
-    """Return the distributions of one round, of removal and of addition, and the mass beyond their grid."""
-    ratio = round_ratio(noise_multiplier, rate, turns, spacing=spacing, lost=lost)
+def _of_round(of: Rounds, spacing: float, lost: float) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
+    """Return the distributions of one round, of removal and of addition, and the mass beyond their grid.
+
+    A unit's group is a coin that no data change. Whoever knows it sees the ratio of that group, so the distribution of a
+    round that is cut is the mean of those of the groups.
+    """
+    shorter, longer = (
+        round_ratio(*of.of_group(is_longer=is_longer)[:3], spacing=spacing, lost=lost) for is_longer in (False, True)
+    )
+    ratio = mixed(shorter, longer, share=of.longer) if of.longer else shorter
     last = ratio.first + len(ratio.without) - 1
     removal = DensePLDPmf(spacing, ratio.first, ratio.with_unit, ratio.at_infinity, pessimistic_estimate=True)
     addition = DensePLDPmf(spacing, -last, ratio.without[::-1], ratio.at_zero, pessimistic_estimate=True)

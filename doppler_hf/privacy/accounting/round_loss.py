@@ -67,10 +67,12 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
     Args:
         noise_multiplier: σ, at least 1 / LARGEST_SHIFT.
         rate: q, the probability of each turn, at most 1 / turns.
-        turns: n, at least 1.
+        turns: n; of none R is 1.
         spacing: h, of ln R.
         lost: About how much mass may move to 0 and to infinity.
     """
+    if turns == 0:
+        return Ratio(0, np.ones(1), np.ones(1), 0.0, 0.0)
     share = min(turns * rate, 1.0)
     shift = 1.0 / noise_multiplier
     term = _lognormal(shift, max(spacing, _OF_SHIFT * shift))
@@ -102,14 +104,26 @@ def _of_capped(term: _Masses, shift: float, count: int, share: float, *, spacing
     )
 
 
+def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
+    """Return the ratio of whoever has the second one with this probability, and knows which it is."""
+    low, (one, other) = _padded(first, second)
+    ends = ((1.0 - share) * a + share * b for a, b in zip(first[3:], second[3:], strict=True))
+    return Ratio(low, *((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True)), *ends)
+
+
 def _with_addition_of(lower: Ratio, ratio: Ratio) -> Ratio:
     """Return the masses without the unit of one ratio, and those with it of another, on one grid."""
-    first = min(lower.first, ratio.first)
-    size = max(lower.first + len(lower.without), ratio.first + len(ratio.without)) - first
-    without, with_unit = np.zeros(size), np.zeros(size)
-    without[lower.first - first : lower.first - first + len(lower.without)] = lower.without
-    with_unit[ratio.first - first : ratio.first - first + len(ratio.with_unit)] = ratio.with_unit
+    first, ((without, _), (_, with_unit)) = _padded(lower, ratio)
     return Ratio(first, without, with_unit, lower.at_zero, ratio.at_infinity)
+
+
+def _padded(*ratios: Ratio) -> tuple[int, list[list[Array]]]:
+    """Return the first point of a grid for all of them, and their masses on it."""
+    first, last = min(each.first for each in ratios), max(each.first + len(each.without) for each in ratios)
+    return first, [
+        [np.pad(mass, (each.first - first, last - each.first - len(mass))) for mass in (each.without, each.with_unit)]
+        for each in ratios
+    ]
 
 
 def _lognormal(shift: float, spacing: float) -> _Masses:

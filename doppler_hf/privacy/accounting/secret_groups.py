@@ -1,24 +1,27 @@
 """What a unit costs when its group is secret too: bounds on ε by simulation, which fail with a stated probability.
 
 With R_g the likelihood ratio of group g, a product over its rounds, the ratio is their mean R over b groups. Removal costs
-δ = E(R − e^ε)₊ and addition δ = E(1 − e^ε·R)₊ without the unit (docs/method/accounting.md). Samples come from the density
-R_g^p / E R_g^p of a random group, with p = k + 1 for removal and −k for addition:
+δ = E(R − e^ε)₊ and addition δ = E(1 − e^ε·R)₊ without the unit (docs/method/accounting.md). Let p = k + 1 for removal and −k
+for addition, and A the mean of E R_g^p over groups, which differ where a round is cut between their turns. Samples come from
+the density mean_g(R_g^p)/A: that of R_g^p / E R_g^p for a group drawn in proportion to E R_g^p. Hence
 
-    δ = E w,   w = (R − e^ε)₊ / Π_runs mean_g(R_g^p / E R_g^p)   ≤   Π_runs E R_g^p · max_R (R − e^ε)₊ / R^p,
+    δ = E w,   w = (R − e^ε)₊ / Π_runs mean_g(R_g^p)/A   ≤   Π_runs A · max_R (R − e^ε)₊ / R^p,
 
-where the second step is Jensen's inequality; addition is alike. E R_g^p is known. With the range of w known, the empirical
+where the second step is Jensen's inequality; addition is alike. A is known. With the range of w known, the empirical
 Bernstein bound (Maurer and Pontil 2009, https://arxiv.org/abs/0907.3740, Theorem 4) turns samples into an upper bound on δ,
 which fails with a probability that is added to δ. Mean, second moment and range of w fall with ε. So a wrong ε needs the
 bound to fail at the true one: one event, whatever ε is tried.
 
 The seed is a hash of what is asked, so that everybody who repeats the computation has the same ε, and a search for σ has
-as many chances to fail as values that it tries.
+as many chances to fail as values that it tries. Since it is public, that is a statement of confidence: no coin of a training
+makes the bound fail, but this one seed, chosen before anyone had seen what follows from it, might.
 """
 
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +31,12 @@ from doppler_hf.privacy.accounting.composition import Rounds
 from doppler_hf.privacy.accounting.tilted_rounds import ORDERS, Addition, Removal
 
 Array = NDArray[np.floating]
+OfRun = tuple[Sequence[Rounds], Sequence[float]]  # rounds of one σ and rate, and the strategy
 
 FAILURE: Final = 5e-4  # the probability that a bound fails, as a share of δ. A calibration looks at up to some twenty
 _FAILURES: Final = 0.01  # what is left for them of δ
+FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails
+_NEAR_OF_A_CURVE: Final = (0.5, 2.0, 5.0)
 _NUMBERS: Final = 5_000_000  # normal random numbers of one bound
 _MOST_SAMPLES: Final = 50_000
 _LEAST_SAMPLES: Final = 800  # of which 6,250 steps are left; fewer show nothing at such a probability
@@ -39,6 +45,19 @@ _LEAST_NOISE: Final = 0.2  # σ below which next to nothing is hidden
 _AT_ONCE: Final = 1 << 16  # numbers in memory together
 _SPACING: Final = 5e-5  # of ε
 _LARGEST_EXPONENT: Final = 700.0
+
+
+class _Kind(NamedTuple):
+    """Groups of a run with as many turns."""
+
+    first: int
+    groups: int
+    tilts: Sequence[Removal | Addition]
+
+    @property
+    def log_moments(self) -> Array:
+        """Return ln E R_g^p of one of them, by k."""
+        return np.asarray(np.sum([each.of.number * each.log_moments for each in self.tilts], axis=0))
 
 
 class Run:
@@ -52,17 +71,25 @@ class Run:
 
     def __init__(self, rounds: Sequence[Rounds], strategy: Sequence[float], tilt: type[Removal] | type[Addition]) -> None:
         self.groups, self._c = len(strategy), np.abs(strategy) / math.hypot(*strategy)
-        self._rounds = [tilt(each) for each in rounds]
-        self.steps = self.groups * sum(each.turns * each.number for each in rounds)
-        # ln E R_g^p, by k
-        self.log_moments: Array = np.sum([each.of.number * each.log_moments for each in self._rounds], axis=0)
-        self.is_cheap: NDArray[np.bool_] = np.all([each.is_cheap for each in self._rounds], axis=0)
+        self.steps = _steps(rounds, strategy)
+        # If a round is cut between two groups, the first ones have a turn more.
+        more = round(self.groups * max(each.longer for each in rounds)) or self.groups
+        self._rounds, shorter = ([each.of_group(is_longer=is_longer) for each in rounds] for is_longer in (True, False))
+        made = {of: tilt(of) for of in {*self._rounds, *shorter}}
+        self._kinds = [
+            _Kind(first, size, [made[of] for of in of_kind])
+            for first, size, of_kind in ((0, more, self._rounds), (more, self.groups - more, shorter))
+            if size
+        ]
+        # ln of the mean of E R_g^p, by k
+        of_kinds = [kind.log_moments + math.log(kind.groups / self.groups) for kind in self._kinds]
+        self.log_moments: Array = np.logaddexp.reduce(of_kinds)
+        self.is_cheap: NDArray[np.bool_] = np.all([each.is_cheap for each in made.values()], axis=0)
 
     def sample(self, count: int, order: int, power: int, random: np.random.Generator) -> tuple[Array, Array]:
         """Return ln R, and ln of the mean of R_g^p, of so many samples."""
-        group = random.integers(self.groups, size=count)
-        along = [each.sample(count * each.of.number, order, random).reshape(count, -1) for each in self._rounds]
-        own, found = np.concatenate(along, axis=1), np.empty((2, count))
+        own, group = self._of_own_groups(count, order, random)
+        found = np.empty((2, count))
         rows = max(1, _AT_ONCE // self.steps)
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
@@ -71,40 +98,54 @@ class Run:
             found[1, part] = logsumexp(power * logs, axis=1) - math.log(self.groups)
         return found[0], found[1]
 
+    def _of_own_groups(self, count: int, order: int, random: np.random.Generator) -> tuple[Array, NDArray[np.int64]]:
+        """Return x at the turns of one group, shape (samples, turns), and the group, drawn in proportion to E R_g^p."""
+        own = np.empty((count, sum(each.turns * each.number for each in self._rounds)))
+        group, is_longer = np.empty(count, dtype=np.int64), np.ones(count, dtype=np.bool_)
+        if len(self._kinds) > 1:
+            of_longer = math.log(self._kinds[0].groups / self.groups) + self._kinds[0].log_moments[order - 1]
+            is_longer = random.random(count) < math.exp(of_longer - self.log_moments[order - 1])
+            # Noise at the turn that a group lacks, which shows in no other's ratio, too.
+            own[:, -1] = random.standard_normal(count)
+        for kind, rows in zip(self._kinds, (np.flatnonzero(is_longer), np.flatnonzero(~is_longer)), strict=False):
+            group[rows] = kind.first + random.integers(kind.groups, size=len(rows))
+            first = 0
+            for tilt, of in zip(kind.tilts, self._rounds, strict=True):
+                drawn = tilt.sample(len(rows) * of.number, order, random).reshape(len(rows), of.number * tilt.of.turns)
+                own[rows, first : first + drawn.shape[1]] = drawn
+                first += of.number * of.turns
+        return own, group
+
     def _log_ratios(self, own: Array, group: NDArray[np.int64], random: np.random.Generator) -> Array:
         """Return ln R_g, shape (samples, b), given x at the turns of one group, shape (samples, turns)."""
-        noise = random.standard_normal((len(own), self.steps + len(self._c) - 1))
-        x = self._along_columns(noise)
+        steps = own.shape[1] * self.groups
+        noise = random.standard_normal((len(own), steps + len(self._c) - 1))
+        x = self._along_columns(noise, steps)
         # The columns of one group's turns meet in no row: noise along each of them is replaced by itself.
         change = np.zeros_like(x).reshape(len(own), -1, self.groups)
         samples = np.arange(len(own))
         change[samples, :, group] = own - x.reshape(change.shape)[samples, :, group]
         for lag, c in enumerate(self._c):
-            noise[:, lag : lag + self.steps] += c * change.reshape(x.shape)
-        x = self._along_columns(noise)
-        shift = 1.0 / self._rounds[0].of.noise_multiplier
+            noise[:, lag : lag + steps] += c * change.reshape(x.shape)
+        x = self._along_columns(noise, steps)
+        shift = 1.0 / self._rounds[0].noise_multiplier
         ratios = np.exp(shift * x - shift**2 / 2)
+        # A turn that a group lacks in a round that is cut: 1 − nq + q·(Y_1 + … + Y_(n−1) + 1) is the ratio of n − 1 turns.
+        ratios[:, self.steps :] = 1.0
         logs, first = np.zeros((len(own), self.groups)), 0
-        for turns, number, rate in ((each.of.turns, each.of.number, each.of.rate) for each in self._rounds):
+        for _, rate, turns, number, _ in self._rounds:
             last = first + number * turns * self.groups
             sums = ratios[:, first:last].reshape(len(own), number, turns, self.groups).sum(axis=2)
             logs += np.log(max(1.0 - turns * rate, 0.0) + rate * sums).sum(axis=1)
             first = last
         return logs
 
-    def _along_columns(self, noise: Array) -> Array:
+    def _along_columns(self, noise: Array, steps: int) -> Array:
         """Return ⟨C_t, z⟩ by step, shape (samples, steps)."""
-        return np.asarray(sum(c * noise[:, lag : lag + self.steps] for lag, c in enumerate(self._c)))
+        return np.asarray(sum(c * noise[:, lag : lag + steps] for lag, c in enumerate(self._c)))
 
 
-def epsilon_of_runs(
-    runs: Sequence[tuple[Sequence[Rounds], Sequence[float]]],
-    *,
-    is_removal: bool,
-    delta: float,
-    known: float,
-    is_rough: bool = False,
-) -> float:
+def epsilon_of_runs(runs: Sequence[OfRun], *, is_removal: bool, delta: float, known: float, is_rough: bool = False) -> float:
     """Return a bound on ε of removal or of addition.
 
     Args:
@@ -114,44 +155,72 @@ def epsilon_of_runs(
         known: A bound on ε, at most which is returned.
         is_rough: Whether to estimate the bound from fewer samples.
     """
-    usual = min(_MOST_SAMPLES, _NUMBERS // sum(len(c) * each.turns * each.number for rounds, c in runs for each in rounds))
-    if (
-        known > _LARGEST_EXPONENT
-        or usual < _LEAST_SAMPLES
-        or any(each.noise_multiplier < _LEAST_NOISE for rounds, _ in runs for each in rounds)
-    ):
+    if known > _LARGEST_EXPONENT:
         return known
+    simulated = _simulated(runs, near=known, is_removal=is_removal, is_rough=is_rough)
+    if simulated is None:
+        return known
+    low, high = 0.0, known
+    while high - low > _SPACING * high:
+        middle = (low + high) / 2
+        is_bound = simulated(middle, FAILURE * delta) <= (1.0 - _FAILURES) * delta
+        low, high = (low, middle) if is_bound else (middle, high)
+    return high
+
+
+def deltas_of_runs(runs: Sequence[OfRun], epsilons: Array, *, is_removal: bool) -> Array:
+    """Return bounds on δ of removal or of addition at all these ε together.
+
+    They contain the probability with which any of them fails: a mechanism that tells all with a probability of β has a δ
+    larger by β.
+    """
+    found = [np.ones(len(epsilons))]
+    for near in _NEAR_OF_A_CURVE:
+        simulated = _simulated(runs, near=near, is_removal=is_removal)
+        if simulated is not None:
+            failure = FAILURE_OF_A_CURVE / (len(_NEAR_OF_A_CURVE) * len(epsilons))
+            found.append(np.array([simulated(epsilon, failure) for epsilon in epsilons]) + FAILURE_OF_A_CURVE)
+    return np.asarray(np.min(found, axis=0))
+
+
+def _simulated(
+    runs: Sequence[OfRun], *, near: float, is_removal: bool, is_rough: bool = False
+) -> Callable[[float, float], float] | None:
+    """Return an upper bound on δ by ε and the probability to fail, small near one ε; None if it would be of no use."""
+    usual = min(_MOST_SAMPLES, _NUMBERS // sum(itertools.starmap(_steps, runs)))
+    if usual < _LEAST_SAMPLES or any(each.noise_multiplier < _LEAST_NOISE for rounds, _ in runs for each in rounds):
+        return None
     count = usual // _ROUGHER if is_rough else usual
     made = [Run(rounds, strategy, Removal if is_removal else Addition) for rounds, strategy in runs]
     log_moments: Array = np.sum([run.log_moments for run in made], axis=0)
     is_cheap = np.all([run.is_cheap for run in made], axis=0)
     if not is_cheap.any():
-        return known
-    order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(known, ORDERS), np.inf))])
+        return None
+    order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(near, ORDERS), np.inf))])
     random, power = _generator(runs, is_removal=is_removal), order + 1 if is_removal else -order
     samples = [run.sample(count, order, power, random) for run in made]
     log_ratio, log_weight = np.sum(samples, axis=0)
     log_weight -= log_moments[order - 1]
-    log_failure = math.log(2.0 / (FAILURE * delta))
     # R − e^ε or 1 − e^ε·R, over the weight.
     exponents = (log_ratio - log_weight, -log_weight) if is_removal else (-log_weight, log_ratio - log_weight)
     first, second = (np.exp(np.minimum(each, _LARGEST_EXPONENT)) for each in exponents)
 
-    def bound(epsilon: float) -> float:
-        values = np.maximum(first - math.exp(epsilon) * second, 0.0)
+    def bound(epsilon: float, failure: float) -> float:
+        values, log_failure = np.maximum(first - math.exp(epsilon) * second, 0.0), math.log(2.0 / failure)
         largest = math.exp(min(log_moments[order - 1] + _log_peak(epsilon, order), _LARGEST_EXPONENT))
         spread = math.sqrt(2.0 * float(values @ values) / (count - 1) * log_failure / usual)
         return float(values.sum()) / count + spread + 7.0 * largest * log_failure / (3.0 * (usual - 1))
 
-    low, high = 0.0, known
-    while high - low > _SPACING * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if bound(middle) <= (1.0 - _FAILURES) * delta else (middle, high)
-    return high
+    return bound
 
 
-def _generator(runs: Sequence[tuple[Sequence[Rounds], Sequence[float]]], *, is_removal: bool) -> np.random.Generator:
-    digest = hashlib.sha256(repr((runs, is_removal)).encode()).digest()
+def _steps(rounds: Sequence[Rounds], strategy: Sequence[float]) -> int:
+    return sum(round(len(strategy) * (each.turns + each.longer)) * each.number for each in rounds)
+
+
+def _generator(runs: Sequence[OfRun], *, is_removal: bool) -> np.random.Generator:
+    # A round that is not cut has the words that it had before groups counted apart, for the ε of older ledgers.
+    digest = hashlib.sha256(repr((runs, is_removal)).replace(", longer=0.0", "").encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "little"))
 
 

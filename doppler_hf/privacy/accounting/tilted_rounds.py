@@ -104,5 +104,6 @@ def _log_negative_moments(of: Rounds) -> Array:
     logs = np.arange(-40.0, math.log(ORDERS[-1]) + farthest * shift + 6.0, _OF_LOG)
     with np.errstate(divide="ignore", under="ignore"):
         transform = np.log(np.exp(-of.rate * np.exp(logs)[:, None] * terms) @ weights)
-    integrand = ORDERS[:, None] * logs - left * np.exp(logs) + of.turns * transform
+    of_turns = of.turns * transform if of.turns else np.zeros_like(logs)
+    integrand = ORDERS[:, None] * logs - left * np.exp(logs) + of_turns
     return np.asarray(logsumexp(integrand, axis=1) + math.log(_OF_LOG) - gammaln(ORDERS))

@@ -33,10 +33,10 @@ FOUR = (1.0, 0.5, 0.375, 0.3125)
         # at a high rate each step is a round of its own: Poisson sampling
         (Releases(1.0, 0.6, 5), [Rounds(1.0, 0.6, 1, 5)]),
         (Releases(1.0, 1.0, 5), [Rounds(1.0, 1.0, 1, 5)]),
-        # four groups: a turn every fourth step, a part of a turn counts as one
+        # four groups: a turn every fourth step, and of those left the first groups have one more
         (Releases(1.0, 0.05, 40, FOUR), [Rounds(1.0, 0.2, 5, 2)]),
-        (Releases(1.0, 0.05, 25, FOUR), [Rounds(1.0, 0.2, 5, 1), Rounds(1.0, 0.2, 2, 1)]),
-        (Releases(1.0, 0.25, 6, FOUR), [Rounds(1.0, 1.0, 1, 1), Rounds(1.0, 1.0, 1, 1)]),
+        (Releases(1.0, 0.05, 25, FOUR), [Rounds(1.0, 0.2, 5, 1), Rounds(1.0, 0.2, 1, 1, 0.25)]),
+        (Releases(1.0, 0.25, 6, FOUR), [Rounds(1.0, 1.0, 1, 1), Rounds(1.0, 1.0, 0, 1, 0.5)]),
         (Releases(1.0, 0.25, 0), []),
     ],
 )

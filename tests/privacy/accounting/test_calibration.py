@@ -24,34 +24,11 @@ def test_calibration_meets_the_target_from_below(target, rate, steps, strategy):
     assert noise_multiplier_if_any(**terms) == pytest.approx(sigma, rel=0.1)
 
 
-SPENT = [Releases(1.5, 0.03, 20), Releases(1.2, 0.01, 10, FOUR)]
-
-
-@pytest.mark.parametrize("share", [0.3, 0.9, 0.99])
-def test_calibration_counts_what_was_spent(share):
-    already = get_total_epsilon(SPENT, delta=1e-5)
-    target = already / share
-    options = dict(target_epsilon=target, target_delta=1e-5, sample_rate=0.03, steps=5)
-    sigma = get_noise_multiplier(**options, spent=SPENT)
-    total = get_total_epsilon([*SPENT, Releases(sigma, 0.03, 5)], delta=1e-5)
-    assert target * (1 - 4e-3) <= total <= target
-    assert sigma > get_noise_multiplier(**options)
-
-
 def test_no_noise_is_known_for_a_unit_of_every_turn_or_a_tiny_epsilon():
     options = dict(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.3, steps=50)
     assert noise_multiplier_if_any(FOUR, **options) == math.inf
     assert noise_multiplier_if_any(FOUR[:3], **options | dict(target_epsilon=1e-9, target_delta=1e-9)) == math.inf
     assert noise_multiplier_if_any(FOUR[:1], **options | dict(sample_rate=1.0)) < math.inf
-
-
-def test_a_target_that_is_spent_already_is_refused():
-    already = get_total_epsilon(SPENT, delta=1e-5)
-    options = dict(target_delta=1e-5, sample_rate=0.03, steps=1, spent=SPENT)
-    with pytest.raises(ValueError, match=rf"costs ε = {already:.6g}, .* target_epsilon=0.1. Raise target_epsilon"):
-        get_noise_multiplier(target_epsilon=0.1, **options)
-    with pytest.raises(ValueError, match="which leaves nothing of target_epsilon"):
-        get_noise_multiplier(target_epsilon=already, **options)
 
 
 @pytest.mark.parametrize(("target", "rate", "steps", "delta"), [(500.0, 0.25, 40, 1e-4), (0.1, 0.1, 20_000, 1e-5)])

@@ -122,11 +122,3 @@ def test_very_little_and_very_much_noise(releases):
 def test_the_same_history_has_the_same_epsilon():
     rounds = [Rounds(1.0, 1 / 20, 20, 2)]
     assert bound(rounds, FOUR, delta=1e-5) == bound(rounds, FOUR, delta=1e-5)
-
-
-def test_a_beginning_costs_no_more_than_the_plan():
-    whole = Releases(0.8, 1 / 80, 160, FOUR)
-    total = get_total_epsilon([whole], delta=1e-5)
-    costs = [get_total_epsilon([whole._replace(steps=steps, planned=160)], delta=1e-5) for steps in (4, 156, 160)]
-    assert costs[0] < costs[1] == costs[2] == total
-    assert costs[0] == max(epsilons_of([*whole._replace(steps=4).rounds()], delta=1e-5))
