@@ -77,6 +77,11 @@ def test_one_sampled_step_against_the_closed_form(sigma, rate, delta):
     assert is_bound(found, functools.partial(sampled_delta, sigma, rate), delta, within=1e-3)
 
 
+def test_of_a_round_that_is_cut_in_its_first_turn_only_some_groups_pay():
+    found = epsilon_of([Rounds(0.8, 0.2, 0, 1, 0.25)], delta=1e-5)
+    assert is_bound(found, lambda epsilon: 0.25 * sampled_delta(0.8, 0.2, epsilon), 1e-5, within=1e-3)
+
+
 @pytest.mark.parametrize(
     ("turns", "number", "epsilon", "delta", "noise"),
     [

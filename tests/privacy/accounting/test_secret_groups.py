@@ -12,6 +12,7 @@ from doppler_hf.privacy.accounting import Releases, get_noise_multiplier, get_to
 from doppler_hf.privacy.accounting.composition import Rounds, epsilons_of
 from doppler_hf.privacy.accounting.secret_groups import Run, epsilon_of_runs
 from doppler_hf.privacy.accounting.tilted_rounds import ORDERS, Addition, Removal
+from scripts.experiments.cut_rounds import simulated_delta
 
 FOUR = NoiseShape.banded(4).c
 
@@ -51,6 +52,23 @@ def test_two_groups_against_quadrature(sigma, is_removal):
         return weights @ np.maximum(values, 0.0) @ weights
 
     assert delta_at(found) < delta < delta_at(0.94 * found)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "bands", "steps"),
+    # After one round, two of eight groups have one turn more; three of four groups have seven turns, and one has six.
+    [(0.8404, 0.02, 8, 50), (0.7, 0.01, 4, 27)],
+)
+def test_a_round_that_is_cut_between_its_groups_against_a_simulation_apart(sigma, rate, bands, steps):
+    c, delta = NoiseShape.banded(bands).c, 60_000**-1.1
+    claimed = get_total_epsilon([Releases(sigma, rate, steps, c)], delta=delta)
+    (less, found), errors = simulated_delta(
+        np.array([0.88, 1.0]) * claimed, c, sigma=sigma, sample_rate=rate, steps=steps, samples=40_000, seed=2
+    )
+    assert found < delta + 5 * errors[1]
+    # And by its margin alone it is above the truth.
+    assert less > delta + 5 * errors[0]
+    assert errors[0] < 0.1 * less
 
 
 @BOTH
