@@ -32,6 +32,7 @@ from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
 from doppler_hf.run.own_loss import refuse_another_loss
 from doppler_hf.run.parameters import look_again
+from doppler_hf.run.plan import planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -163,7 +164,9 @@ class DopplerTrainer(AroundSteps):
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.private_run
-            assert values[-1] == run.statement.steps_planned, "Transformers plans another number of steps than was accounted"
+            theirs = planned_steps(args, run.sampler)
+            assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
+            values = (*values[:-1], run.statement.steps_planned)
             run.attach(
                 self.model,
                 losses_of=self._losses,

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 from rich import box
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
-from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, trade_off
+from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
 from doppler_hf.reports.planned_noise import taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
 from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     solvable.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
     solvable.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
+    parser.add_argument(
+        "--sampling", choices=get_args(Sampling), default="allocation", help="as in training (default: %(default)s)"
+    )
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
@@ -64,13 +67,11 @@ def run(args: argparse.Namespace) -> int:
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
     epochs = planned.epochs if args.epochs is None else args.epochs
-    facts = describe(request, planned, epochs, named)
+    facts, best = describe(request, planned, epochs, named)
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
-        strategy = NoiseShape.parse(facts["noise_shape"]).c
-        releases = Releases(facts["noise_multiplier"], planned.sample_rate, planned.steps, strategy)
-        console.print(attack_in_words(trade_off([releases]), epsilon=facts["epsilon"]))
+        console.print(attack_in_words(best, epsilon=facts["epsilon"]))
     target = Target(facts["target_epsilon"], facts["delta"])
     table = alternatives(planned, target, epochs=epochs)
     title = (
@@ -88,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: LowPassFilter | None) -> dict[str, Any]:
-    """Return every number of the plan by name: the JSON object without its alternatives.
+def describe(
+    request: PlanRequest, planned: PlannedRun, epochs: float, named: LowPassFilter | None
+) -> tuple[dict[str, Any], TradeOff]:
+    """Return every number of the plan by name, the JSON object without its alternatives, and the best attack.
 
     Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
     """
@@ -97,13 +100,15 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
     target = None
     if request.epsilon is not None and request.noise_multiplier is None:
         target = Target(request.epsilon, delta)
-    shape, low_pass_filter, sigma = taken_by_training(planned, target, named)
-    releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c)
+    keeps_steps = request.max_steps is not None
+    shape, low_pass_filter, planned = taken_by_training(planned, target, named, keeps_steps=keeps_steps)
+    sigma = planned.noise_multiplier
+    releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     best = trade_off([releases])
-    return {
+    facts = {
         "solved_for": request.unknown,
         "num_examples": planned.num_examples,
         "max_grad_norm": planned.max_grad_norm,
@@ -125,7 +130,9 @@ def describe(request: PlanRequest, planned: PlannedRun, epochs: float, named: Lo
         "low_pass_filter": str(low_pass_filter),
         "delay_steps": delay,
         "delay_share_of_steps": delay / planned.steps,
+        "sampling": planned.sampling,
     }
+    return facts, best
 
 
 def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
@@ -155,6 +162,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "epochs": ("epochs", f"{facts['epochs']:.6g}"),
         "steps": ("steps T (max_steps)", f"{facts['steps']:,}"),
         "max_grad_norm": ("clip norm C", f"{facts['max_grad_norm']:g}"),
+        "sampling": ("sampling", facts["sampling"]),
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
         "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import default_delta, get_epsilon
+from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, get_epsilon
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, most_steps
 
 Unknown = Literal["epsilon", "noise_multiplier", "epochs", "batch_size"]
@@ -35,6 +35,7 @@ class PlannedRun:
         steps: T.
         noise_multiplier: σ.
         max_grad_norm: C.
+        sampling: As for `get_epsilon`.
     """
 
     num_examples: int
@@ -42,6 +43,7 @@ class PlannedRun:
     steps: int
     noise_multiplier: float
     max_grad_norm: float
+    sampling: Sampling = "allocation"
 
     @property
     def sample_rate(self) -> float:
@@ -104,6 +106,7 @@ class PlanRequest:
     batch_size: int | None = None
     delta: float | None = None
     max_grad_norm: float = 1.0
+    sampling: Sampling = "allocation"
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
@@ -171,9 +174,10 @@ class PlanRequest:
                 target_delta=self.target_delta,
                 sample_rate=batch_size / self.num_examples,
                 steps=steps,
+                sampling=self.sampling,
                 rough=rough,
             )
-        return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm)
+        return PlannedRun(self.num_examples, batch_size, steps, noise_multiplier, self.max_grad_norm, self.sampling)
 
     def _steps(self, batch_size: int) -> int:
         """Return the number of steps by Transformers' own formula (`Trainer.set_initial_training_values`)."""
@@ -187,6 +191,7 @@ class PlanRequest:
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": batch_size / self.num_examples,
             "delta": self.target_delta,
+            "sampling": self.sampling,
         }
 
     def _cost(self, batch_size: int, steps: int) -> float:
@@ -256,8 +261,8 @@ def alternatives(run: PlannedRun, target: Target, *, epochs: float) -> dict[floa
 
     def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         try:
-            same: dict[str, Any] = {"num_examples": run.num_examples, "max_grad_norm": run.max_grad_norm, **target._asdict()}
-            return PlanRequest(epochs=length, batch_size=batch_size, **same).solve(rough=True)
+            same: dict[str, Any] = {name: vars(run)[name] for name in ("num_examples", "max_grad_norm", "sampling")}
+            return PlanRequest(epochs=length, batch_size=batch_size, **same, **target._asdict()).solve(rough=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 

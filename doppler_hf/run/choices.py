@@ -47,10 +47,11 @@ def chosen_noise_shape(
     """Return the shape of the noise of a run."""
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
-    # Without a target there are no shapes of equal ε. GaLore saves memory, and shaped noise keeps bands - 1 whole gradients
-    # of it. The taps of an optimal filter are estimated from white noise.
+    # Poisson sampling may draw a unit at every step. Without a target there are no shapes of equal ε. GaLore saves memory,
+    # and shaped noise keeps bands - 1 whole gradients of it. The taps of an optimal filter are estimated from white noise.
     is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
-    if args.target_epsilon is None or args.optim_target_modules or is_optimal_fir:
+    is_poisson = args.sampling == "poisson"
+    if is_poisson or args.target_epsilon is None or args.optim_target_modules or is_optimal_fir:
         return WHITE
     # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:

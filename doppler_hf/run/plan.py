@@ -10,22 +10,28 @@ from typing import Final
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
+from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
 _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
-    "noise_shape",
+    "noise_shape", "sampling",
 )  # fmt: skip
 
 
-def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler) -> int:
-    """Return T, by Transformers' own formula (`Trainer.set_initial_training_values`), which the trainer checks against."""
+def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
+    """Return T, with one group by Transformers' own formula (`Trainer.set_initial_training_values`).
+
+    With more a length in epochs leaves out the last few steps, if only some groups would have a turn in them.
+    """
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
         raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
-    return steps
+    if args.max_steps > 0:
+        return steps
+    return steps_of_whole_turns(steps, sample_rate=sampler.sample_rate, groups=groups)
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) -> float:
@@ -71,7 +77,9 @@ def planned_statement(
     A run that continues an `earlier` ledger keeps its mechanism. With another target or length it is another plan, with what
     the plans so far leave of the target.
     """
-    steps, delta = planned_steps(args, sampler), planned_delta(args, sampler)
+    steps, delta = planned_steps(args, sampler, groups=noise_shape.bands), planned_delta(args, sampler)
+    if earlier is not None and earlier.statement.steps_planned == (theirs := planned_steps(args, sampler)):
+        steps = theirs  # as before 0.3
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     of_gradient = 1.0 - of_loss
     column = args.privacy_unit_column
@@ -99,6 +107,7 @@ def planned_statement(
             steps_planned=steps,
             private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
             noise_source=noise_source,
+            sampling=args.sampling,
         )
 
     if args.noise_multiplier is not None:
@@ -122,6 +131,7 @@ def planned_statement(
         sample_rate=sampler.sample_rate,
         steps=ahead,
         strategy=noise_shape.c,
+        sampling=args.sampling,
     )
     return under(joint / math.sqrt(of_gradient))
 

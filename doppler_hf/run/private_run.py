@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
-from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier, turns_of_round
+from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
 from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
@@ -121,6 +121,7 @@ class PrivateRun:
             units=None if column is None else units_of(train_dataset, column=column),
             max_examples_per_unit=args.max_examples_per_unit,
             keeps_units_whole=args.clip_unit_mean,
+            sampling=args.sampling,
             # Rounds that can be reproduced go on where the training stopped; for secret ones see `_take_up_rounds`.
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
@@ -147,6 +148,9 @@ class PrivateRun:
     def _take_up_rounds(self) -> bool:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         earlier = self._earlier
+        # A step of Poisson sampling is a round of its own, with coins of its own.
+        if self.sampler.sampling == "poisson":
+            return False
         if earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
             return False
         secret = self._round_secret(earlier).kept()
@@ -279,6 +283,7 @@ class PrivateRun:
         """Return what `steps` steps release, from the sampler and the mechanism themselves."""
         rate, groups = self.sampler.sample_rate, self.sampler.groups
         of_gradient = self.mechanism.releases(steps, sample_rate=rate, groups=groups)
+        of_gradient = of_gradient._replace(sampling=self.sampler.sampling)
         if self.private_loss is None:
             return of_gradient
         of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate, groups=groups)
@@ -300,7 +305,7 @@ class PrivateRun:
         # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
-        assert self.sampler.turns_of_round == turns_of_round(statement.sample_rate, statement.groups)
+        assert self.sampler.turns_of_round == statement.releases(statement.steps_planned).turns
         if earlier is None:
             ledger = PrivacyLedger.open(statement, earlier=others)
         else:
@@ -312,7 +317,7 @@ class PrivateRun:
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
-        if statement.private:
+        if statement.private and statement.sampling == "allocation":
             self._round_secret(ledger).keep(self.sampler.secret)
         if earlier is not None:
             self._round_secret(earlier).forget()

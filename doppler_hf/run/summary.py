@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.optimizer import optimizer_in_words
@@ -46,6 +47,9 @@ def print_start(
     batch = statement.expected_batch_size
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
     watched = [*drowned(noise, num_trained=trained), *notes]
+    whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
+    if args.max_steps > 0 and whole < steps:
+        watched.append(f"max_steps={whole} needs less noise: only some {who}s have a turn in the last {steps - whole} steps")
     if args.privacy_unit_column is None:
         columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
         watched += [f"ε is for one row: if {name!r} says whose it is, set privacy_unit_column={name!r}" for name in columns]

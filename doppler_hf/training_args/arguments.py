@@ -16,6 +16,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
 from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.training_args import checks, galore
@@ -107,11 +108,16 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Largest number of padded tokens (rows × longest length) in one forward pass, before the collator rounds "
         "lengths up (pad_to_multiple_of). Default: no limit.",
     )
+    sampling: Sampling = HfArg(
+        default="allocation",
+        help="allocation: a record joins at most one batch in about an epoch, in secret. poisson: each step draws every "
+        "record with probability B/N. It needs more noise, which is white; take it to compare with other libraries.",
+    )
     noise_shape: str = HfArg(
         default="auto",
         help="Noise over the steps. white: independent in each step. banded:bands=4: takes back part of the noise of the "
         "three steps before, and keeps bands - 1 gradients in memory. auto: the shape with the least expected loss "
-        "within 2 GiB; white with noise_multiplier, GaLore or an optimal-fir filter.",
+        "within 2 GiB; white with noise_multiplier, GaLore, an optimal-fir filter or Poisson sampling.",
     )
     low_pass_filter: str = HfArg(
         default="auto",

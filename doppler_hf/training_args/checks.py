@@ -245,6 +245,11 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
             "estimated for white noise. Leave one of them out."
         )
+    if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
+        raise ValueError(
+            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}: shaped noise protects records that "
+            "rest for some steps, and Poisson sampling may draw one at every step. Leave one of them out."
+        )
 
 
 def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:

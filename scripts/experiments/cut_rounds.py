@@ -7,9 +7,9 @@ removal by importance sampling from the densities of outputs that move further t
 """
 
 import math
+from typing import Any
 
 import numpy as np
-from scipy.optimize import brentq
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting import Releases, default_delta, get_noise_multiplier, get_total_epsilon, turns_of_round
@@ -39,7 +39,8 @@ def simulated_delta(
     columns = np.zeros((steps, steps + groups - 1))
     for step in range(steps):
         columns[step, step : step + groups] = np.array(c) / norm
-    terms, total, squares = dict(sigma=sigma, rate=rate, groups=groups, turns=turns), 0.0, 0.0
+    terms: dict[str, Any] = {"sigma": sigma, "rate": rate, "groups": groups, "turns": turns}
+    total, squares = np.zeros(len(epsilons)), np.zeros(len(epsilons))
     batch = max(1, 2_000_000 // steps)
     for begin in range(0, samples, batch):
         size = min(batch, samples - begin)
@@ -81,14 +82,12 @@ def main() -> None:
                 epsilons, c, sigma=sigma, sample_rate=rate, steps=steps, samples=40_000_000 // steps, seed=1
             )
             low, high = (
-                float(np.interp(-math.log(delta), -np.log(each), epsilons))
+                float(np.interp(-math.log(delta), -np.log(np.maximum(each, 1e-300)), epsilons))
                 for each in (found - 2 * error, found + 2 * error)
             )
             left = steps % (bands * turns_of_round(rate, bands))
-            print(
-                f"| {name} | {bands} | {steps} | {left} | {sigma:.4f} | {before:.3f} | {after:.3f} | {low:.3f} to {high:.3f} |",
-                flush=True,
-            )
+            run = f"| {name} | {bands} | {steps} | {left} | {sigma:.4f}"
+            print(f"{run} | {before:.3f} | {after:.3f} | {low:.3f} to {high:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,19 @@ def test_no_unit_comes_back_before_its_turn(tmp_path):
     assert watched.stds[0] < watched.stds[2]
 
 
+def test_a_length_in_epochs_ends_where_every_group_has_had_its_turns(tmp_path, capsys):
+    said = "max_steps=18 needs less noise: only some records have a turn in the last 2 steps"
+    trainer, _ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=10 / 3)  # six steps each
+    trainer.train()
+    ledger = trainer.privacy.ledger
+    assert trainer.state.global_step == trainer.state.max_steps == ledger.steps_run == ledger.statement.steps_planned == 18
+    assert said not in capsys.readouterr().out
+    trainer, _ = shaped_trainer(tmp_path / "steps", max_steps=20)
+    trainer.train()
+    assert trainer.state.global_step == 20
+    assert said in capsys.readouterr().out
+
+
 def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
     trainer, _ = shaped_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=5)
     trainer.train()
@@ -104,5 +117,5 @@ def test_the_budget_guard_counts_turns(tmp_path):
     trainer, _ = shaped_trainer(tmp_path, max_steps=8, target_epsilon=3.0, noise_multiplier=None)
     trainer.train()
     ledger = trainer.privacy.ledger
-    # 8 steps are three turns; the ninth belongs to the third turn, and costs nothing.
-    assert ledger.affordable_steps(5) == 1
+    # The ninth step is the third turn of the third group, which had two.
+    assert ledger.affordable_steps(5) == 0

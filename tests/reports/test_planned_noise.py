@@ -27,5 +27,6 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     run = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon).solve()
     choice = taken_by_training(run, Target(epsilon, default_delta(2000)), None)
     assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
-    assert choice == (shape, chosen_filter(args, statement), statement.noise_multiplier)
+    assert choice[:2] == (shape, chosen_filter(args, statement))
+    assert (choice[2].steps, choice[2].noise_multiplier) == (statement.steps_planned, statement.noise_multiplier)
     assert shape.is_white != is_shaped

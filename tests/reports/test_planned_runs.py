@@ -36,7 +36,7 @@ def test_steps_are_those_of_transformers(num_examples, batch_size, epochs):
 @pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5, 10.0])
 @pytest.mark.parametrize("num_examples", [2, 97, 120])
 def test_largest_batch_size_is_that_of_a_search_of_all(num_examples, epochs, monkeypatch):
-    def cost(*, noise_multiplier, sample_rate, steps, delta):
+    def cost(*, noise_multiplier, sample_rate, steps, delta, sampling="allocation"):
         # Like the accountant's it rises with q and T, and it takes no time (Bu et al. 2020, the central limit).
         return sample_rate * math.sqrt(steps * math.expm1(noise_multiplier**-2))
 

@@ -4,16 +4,20 @@ import inspect
 import itertools
 import warnings
 
+import dp_accounting
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from dp_accounting.pld import PLDAccountant
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run import replicas
 from doppler_hf.run.private_run import PrivateRun
+from tests.support.ledgers import said
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
@@ -41,6 +45,39 @@ def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
     run.mechanism = GaussianMechanism(noise_multiplier=0.9, max_grad_norm=1.0, expected_batch_size=8)
     with pytest.raises(AssertionError):
         run.begin(step=0)
+
+
+def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, capsys):
+    """From its draws to `verify`, and over a restart, which keeps no secret of its rounds."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    options = dict(sampling="poisson", noise_multiplier=None, target_epsilon=6.0, noise_shape="auto", low_pass_filter="auto")
+    kept = []
+
+    class Kept(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kept.extend(tmp_path.glob("state/**/*-of-*"))
+
+    saving = dict(save_strategy="steps", save_steps=15, callbacks=[Kept()])
+    first = trained(trainer_of(tmp_path, max_steps=30, **saving, **options))
+    statement = first.private_run.statement
+    event = dp_accounting.PoissonSampledDpEvent(1 / 3, dp_accounting.GaussianDpEvent(statement.noise_multiplier))
+
+    def theirs(steps):
+        accountant = PLDAccountant(value_discretization_interval=1e-4)
+        return accountant.compose(dp_accounting.SelfComposedDpEvent(event, steps)).get_epsilon(24**-1.1)
+
+    assert (statement.sampling, statement.noise_shape, first.private_run.sampler.turns_of_round) == ("poisson", "white", 1)
+    assert first.privacy.epsilon() == pytest.approx(theirs(30), rel=1e-3) == pytest.approx(6.0, rel=2e-3)
+    assert not kept
+    # Steps after the checkpoint are made again, and count again.
+    of_noise = dict(target_epsilon=None, noise_multiplier=statement.noise_multiplier)
+    resumed = trainer_of(tmp_path, max_steps=30, **options | of_noise)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-15"))
+    history = resumed.privacy.ledger.history
+    assert [(each.steps, each.sampling) for each in history] == [(30, "poisson"), (15, "poisson")]
+    assert resumed.privacy.ledger.epsilon_of_fixed_length() == pytest.approx(theirs(45), rel=1e-3)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert "mechanism Gaussian mechanism with Poisson sampling" in said(capsys)
 
 
 def test_the_engine_leaves_the_model_whatever_happens(tmp_path):

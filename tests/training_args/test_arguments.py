@@ -76,6 +76,10 @@ REFUSED = [
     (dict(report_train_loss="private", per_sample_max_loss=float("inf")), "finite number > 0, got inf"),
     (dict(report_train_loss="private", train_loss_budget=1.0), r"must lie in \(0, 1\), got 1"),
     (dict(report_train_loss="private", train_loss_budget=0.0), r"must lie in \(0, 1\), got 0"),
+    (
+        dict(sampling="poisson", noise_shape="banded:bands=2"),
+        "sampling='poisson' cannot be used with noise_shape='banded:bands=2': .* Leave one of them out",
+    ),
     (dict(max_examples_per_unit=3), "max_examples_per_unit=3 has no effect if every example is a unit"),
     (dict(disable_dp=True, target_epsilon=None, low_pass_filter="momentum"), "noise_multiplier=0"),
 ]  # fmt: skip
@@ -106,7 +110,7 @@ PRIVATE = dict(
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
-    floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2",
+    floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", sampling="poisson",
 )  # fmt: skip
 
 
@@ -151,7 +155,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 29
+    assert len(OWN) == 30
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

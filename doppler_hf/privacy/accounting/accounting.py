@@ -1,9 +1,9 @@
 """The ε of a run: Gaussian mechanisms over batches of random allocation, add/remove neighbours.
 
 A unit belongs to one of b groups, which take turns at the steps. In a round of n turns of its group it takes part at most
-once, in a turn that is chosen uniformly and in secret (`batching.sampling`). Filter, Adam and projection are post-processing
-and cost nothing. Where groups are known ε is exact (`composition`). That they are secret counts by simulation
-(`secret_groups`).
+once, in a turn that is chosen uniformly and in secret (`batching.sampling`). Poisson sampling is n = b = 1. Filter, Adam and
+projection are post-processing and cost nothing. Where groups are known ε is exact (`composition`). That they are secret
+counts by simulation (`secret_groups`).
 """
 
 import functools
@@ -16,6 +16,7 @@ from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, ep
 from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
 
 LARGEST_NOISE_MULTIPLIER: Final = 1e6  # the largest that tells
+Sampling = Literal["allocation", "poisson"]
 Accountant = Literal["pld"]  # the name in a ledger: privacy loss distributions
 
 
@@ -26,6 +27,12 @@ class Releases(NamedTuple):
     sample_rate: float  # q, the probability with which a unit takes part in a step
     steps: int  # T
     strategy: tuple[float, ...] = (1.0,)  # c of the noise, whose length is the number b of groups
+    sampling: Sampling = "allocation"
+
+    @property
+    def turns(self) -> int:
+        """The number n of a group's turns in a round."""
+        return 1 if self.sampling == "poisson" else turns_of_round(self.sample_rate, len(self.strategy))
 
     def rounds(self) -> Iterator[Rounds]:
         """Yield the whole rounds, and the last one if it is cut short, in which the first groups may have a turn more.
@@ -36,10 +43,9 @@ class Releases(NamedTuple):
         # More noise costs no more, as what is added is post-processing, and far smaller losses would be lost in rounding.
         sigma = min(self.noise_multiplier, LARGEST_NOISE_MULTIPLIER)
         rate = min(groups * self.sample_rate, 1.0)
-        turns = turns_of_round(self.sample_rate, groups)
-        whole, rest = divmod(self.steps, turns * groups)
+        whole, rest = divmod(self.steps, self.turns * groups)
         if whole:
-            yield Rounds(sigma, rate, turns, whole)
+            yield Rounds(sigma, rate, self.turns, whole)
         if rest:
             yield Rounds(sigma, rate, rest // groups, 1, rest % groups / groups)
 
@@ -47,6 +53,15 @@ class Releases(NamedTuple):
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
     """Return n, as many turns as a unit has on average before it takes part, rounded down: about an epoch."""
     return max(1, math.floor(1.0 / (groups * sample_rate) + 1e-9))
+
+
+def steps_of_whole_turns(steps: int, *, sample_rate: float, groups: int) -> int:
+    """Return the steps without the last ones, if these are a new round's and too few for a turn of each group.
+
+    Some groups alone would then pay for them: with fewer steps σ falls by more than the average's noise rises.
+    """
+    rest = steps % (groups * turns_of_round(sample_rate, groups))
+    return steps - rest if rest < min(groups, steps) else steps
 
 
 def default_delta(num_examples: int) -> float:
@@ -72,16 +87,17 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     return smallest / math.sqrt(sum((smallest / noise_multiplier) ** 2 for noise_multiplier in noise_multipliers))
 
 
-def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+def get_epsilon(
+    *, noise_multiplier: float, sample_rate: float, steps: int, delta: float, sampling: Sampling = "allocation"
+) -> float:
     """Return an upper bound on ε after `steps` steps: infinity without noise, and 0 for no steps.
-
-    It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, costs more.
 
     Args:
         noise_multiplier: σ, the noise's standard deviation in units of the clip norm.
         sample_rate: q, the probability with which an example is in the batch of a step, in (0, 1].
         steps: T.
         delta: δ, from 1e-10 to below 1.
+        sampling: Random allocation, as of `AllocationSampler`, or Poisson sampling, as of other libraries, which costs more.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -90,7 +106,7 @@ def get_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delt
         >>> round(get_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 1)
         1.8
     """
-    return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps)], delta=delta)
+    return get_total_epsilon([Releases(noise_multiplier, sample_rate, steps, sampling=sampling)], delta=delta)
 
 
 def get_total_epsilon(history: Iterable[Releases], *, delta: float) -> float:
@@ -111,13 +127,17 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
     """Return every kind of round once, with their number; refuse numbers out of range."""
     counts: Counter[Rounds] = Counter()
     for releases in history:
-        noise_multiplier, sample_rate, steps, *_ = releases
+        noise_multiplier, sample_rate, steps, strategy, sampling = releases
         if not 0.0 <= noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
         if not 0.0 < sample_rate <= 1.0:
             raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}.")
         if steps < 0:
             raise ValueError(f"steps must be at least 0, got {steps}.")
+        if sampling == "poisson" and len(strategy) > 1:
+            raise ValueError(
+                f"Poisson sampling has no groups, got a strategy of {len(strategy)} coefficients. Leave it out."
+            )
         for each in releases.rounds():
             counts[each._replace(number=0)] += each.number
     return tuple(kind._replace(number=number) for kind, number in sorted(counts.items()))

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, bound
+from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
 
 
 class _Precision(NamedTuple):
@@ -26,11 +26,10 @@ def get_noise_multiplier(
     sample_rate: float,
     steps: int,
     strategy: tuple[float, ...] = (1.0,),
+    sampling: Sampling = "allocation",
     rough: bool = False,
 ) -> float:
     """Return a noise multiplier σ with which `steps` steps cost `target_epsilon` or slightly less.
-
-    It holds for random allocation, as of `AllocationSampler`. Poisson sampling, as of other libraries, needs more noise.
 
     Args:
         target_epsilon: ε > 0, met from below to one part in a thousand, with groups to four.
@@ -38,6 +37,7 @@ def get_noise_multiplier(
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
         strategy: c of the noise, for whose b = len(c) groups b·q must be at most 1.
+        sampling: As for `get_epsilon`; Poisson sampling needs more noise.
         rough: Take a third of the time or less. σ may then differ by a hundredth or so.
 
     Raises:
@@ -61,9 +61,8 @@ def get_noise_multiplier(
     aim = target_epsilon * math.exp(-precision.unspent / 2)
 
     def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:
-        epsilon = bound(
-            (Releases(math.exp(log_sigma), sample_rate, steps, strategy),), delta=target_delta, is_rough=is_rough
-        )
+        releases = Releases(math.exp(log_sigma), sample_rate, steps, strategy, sampling)
+        epsilon = bound((releases,), delta=target_delta, is_rough=is_rough)
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
         return 0.0 if abs(difference) < 0.49 * precision.unspent else difference
 

@@ -107,8 +107,9 @@ def _of_capped(term: _Masses, shift: float, count: int, share: float, *, spacing
 def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
     """Return the ratio of whoever has the second one with this probability, and knows which it is."""
     low, (one, other) = _padded(first, second)
-    ends = ((1.0 - share) * a + share * b for a, b in zip(first[3:], second[3:], strict=True))
-    return Ratio(low, *((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True)), *ends)
+    without, with_unit = ((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True))
+    at_zero, at_infinity = ((1.0 - share) * a + share * b for a, b in zip(first[3:], second[3:], strict=True))
+    return Ratio(low, without, with_unit, at_zero, at_infinity)
 
 
 def _with_addition_of(lower: Ratio, ratio: Ratio) -> Ratio:

@@ -7,6 +7,8 @@ one optimizer step. It is cut into micro-batches only to fit into memory.
 
 Noise that is shaped over b steps needs units that take part at most once in b steps (`filters.noise_shape`). Each unit then
 belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/(bB)⌋ turns of each, with probability b·q.
+
+Poisson sampling has rounds of a single step: each draws every unit with probability q, whatever was drawn before.
 """
 
 import math
@@ -17,6 +19,7 @@ import numpy as np
 from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
+from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.bits import WordsByNumber, bit_stream
 
 _AT_ONCE = 1 << 20  # units whose words are in memory together
@@ -60,13 +63,14 @@ class AllocationSampler(Sampler[list[int]]):
             no limit.
         keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the batches.
         groups: b, how many groups of units take turns.
+        sampling: "allocation", or "poisson" for one group in rounds of one step.
         first_step: The optimizer step at which the first round begins. Steps before it are empty.
         seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
 
     Attributes:
         num_units: N, the number of units.
         turns_of_round: n, the turns of a group in a round.
-        groups, first_step, micro_batches, keeps_units_whole: As given.
+        groups, sampling, first_step, micro_batches, keeps_units_whole: As given.
         secret: 32 bytes, from which groups and turns follow.
         lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
@@ -97,6 +101,7 @@ class AllocationSampler(Sampler[list[int]]):
         max_examples_per_unit: int | None = None,
         keeps_units_whole: bool = False,
         groups: int = 1,
+        sampling: Sampling = "allocation",
         first_step: int = 0,
         seed: int | None = None,
     ) -> None:
@@ -134,6 +139,7 @@ class AllocationSampler(Sampler[list[int]]):
         self.secret = bit_stream(seed, purpose="turns", rank=rank).bits(4, step=0).tobytes()
         self._words = WordsByNumber(self.secret)
         self.first_step = self._next_step = first_step
+        self.sampling: Sampling = sampling
         self._round, self._places = -1, np.zeros(0, dtype=np.uint32)
         self.take_turns(groups)
 
@@ -144,8 +150,10 @@ class AllocationSampler(Sampler[list[int]]):
                 f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
                 f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
             )
+        if groups > 1 and self.sampling == "poisson":
+            raise ValueError(f"Poisson sampling has one group, got {groups}. Take white noise, or random allocation.")
         self.groups, batch = groups, groups * self.expected_batch_size
-        self.turns_of_round = self.num_units // batch
+        self.turns_of_round = 1 if self.sampling == "poisson" else self.num_units // batch
         bounds = (-(-(turn * batch << 64) // self.num_units) for turn in range(1, self.turns_of_round + 1))
         self._bounds = np.array([bound for bound in bounds if bound < 1 << 64], dtype=np.uint64)
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, joint_noise_multiplier
+from doppler_hf.privacy.accounting.accounting import Accountant, Releases, Sampling, joint_noise_multiplier
 
 MECHANISM: Final = "Gaussian mechanism with random allocation; filter, optimizer and projection are post-processing"
 MECHANISM_IN_TURNS: Final = (
     "Banded matrix factorization with random allocation in turns; filter, optimizer and projection are post-processing"
+)
+MECHANISM_OF_POISSON: Final = (
+    "Gaussian mechanism with Poisson sampling; filter, optimizer and projection are post-processing"
 )
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
 ROLE_OF_NUM_UNITS: Final = "public, not protected"
@@ -54,6 +57,7 @@ class PrivacyStatement:
     steps_planned: int  # T, from the first step of the training, also if it was resumed
     private: bool  # False without noise, with reproducible noise or draws, or with gradients recorded before noise
     noise_source: str
+    sampling: Sampling = "allocation"  # as of ledgers that do not say it
 
     @property
     def groups(self) -> int:
@@ -63,6 +67,8 @@ class PrivacyStatement:
     @property
     def mechanism(self) -> str:
         """The mechanism in one line."""
+        if self.sampling == "poisson":
+            return MECHANISM_OF_POISSON
         return MECHANISM if self.groups == 1 else MECHANISM_IN_TURNS
 
     @property
@@ -138,4 +144,5 @@ class PrivacyStatement:
 
     def releases(self, steps: int) -> Releases:
         """Return what `steps` steps release, in the accountant's terms."""
-        return Releases(self.effective_noise_multiplier, self.sample_rate, steps, NoiseShape.parse(self.noise_shape).c)
+        strategy = NoiseShape.parse(self.noise_shape).c
+        return Releases(self.effective_noise_multiplier, self.sample_rate, steps, strategy, self.sampling)

@@ -13,6 +13,7 @@ from doppler_hf.privacy.accounting.accounting import (
     get_epsilon,
     get_total_epsilon,
     joint_noise_multiplier,
+    steps_of_whole_turns,
     turns_of_round,
 )
 from doppler_hf.privacy.accounting.attack import trade_off
@@ -38,6 +39,7 @@ FOUR = (1.0, 0.5, 0.375, 0.3125)
         (Releases(1.0, 0.05, 25, FOUR), [Rounds(1.0, 0.2, 5, 1), Rounds(1.0, 0.2, 1, 1, 0.25)]),
         (Releases(1.0, 0.25, 6, FOUR), [Rounds(1.0, 1.0, 1, 1), Rounds(1.0, 1.0, 0, 1, 0.5)]),
         (Releases(1.0, 0.25, 0), []),
+        (Releases(1.0, 0.25, 9, sampling="poisson"), [Rounds(1.0, 0.25, 1, 9)]),
     ],
 )
 def test_rounds_of_a_number_of_steps(releases, rounds):
@@ -50,10 +52,26 @@ def test_turns_of_a_round_are_those_of_whole_numbers(batch, units, groups):
     assert turns_of_round(batch / units, groups) == max(1, units // (groups * batch))
 
 
-def test_a_statement_names_its_strategy():
+@pytest.mark.parametrize(
+    ("steps", "groups", "left"),
+    # Rounds of 48 steps: two groups of eight, or of four, would have a turn more; whole turns; the first round; one group.
+    [(50, 8, 48), (50, 4, 48), (56, 8, 56), (103, 8, 96), (7, 8, 7), (48, 8, 48), (53, 1, 53)],
+)
+def test_steps_in_which_only_some_groups_have_a_turn_are_left_out(steps, groups, left):
+    assert steps_of_whole_turns(steps, sample_rate=0.02, groups=groups) == left
+
+
+def test_poisson_sampling_has_no_groups():
+    with pytest.raises(ValueError, match=r"has no groups, got a strategy of 4 coefficients\. Leave it out"):
+        get_total_epsilon([Releases(1.0, 0.05, 40, FOUR, "poisson")], delta=1e-5)
+
+
+def test_a_statement_names_its_strategy_and_its_sampling():
     shaped = statement(noise_shape="banded:bands=4")
     assert (shaped.groups, shaped.releases(10)) == (4, Releases(1.0, 0.05, 10, FOUR))
     assert statement().releases(10) == Releases(1.0, 0.05, 10)
+    assert statement(sampling="poisson").releases(10) == Releases(1.0, 0.05, 10, sampling="poisson")
+    assert "Poisson" in statement(sampling="poisson").mechanism
 
 
 @pytest.mark.parametrize("strategy", [(1.0,), FOUR])

@@ -9,7 +9,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
-from doppler_hf.privacy.accounting.accounting import Releases
+from doppler_hf.privacy.accounting import Releases, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, epsilons_of, gaussian_epsilon
 
 
@@ -55,7 +55,10 @@ POISSON = [
 @pytest.mark.parametrize(("sigma", "rate", "steps", "delta"), POISSON)
 def test_rounds_of_one_turn_are_poisson_sampling(sigma, rate, steps, delta):
     theirs = googles(sigma, rate, steps, delta)
-    assert epsilon_of([Rounds(sigma, rate, 1, steps)], delta=delta) == pytest.approx(theirs, rel=1e-3)
+    terms = dict(sample_rate=rate, steps=steps, sampling="poisson")
+    assert get_epsilon(noise_multiplier=sigma, delta=delta, **terms) == pytest.approx(theirs, rel=1e-3)
+    of_target = get_noise_multiplier(target_epsilon=theirs, target_delta=delta, **terms)
+    assert of_target == pytest.approx(sigma, rel=1e-3)
     assert epsilon_of([Rounds(sigma, rate, 1, steps)], delta=delta, coarsening=4) == pytest.approx(theirs, rel=5e-3)
 
 

@@ -65,7 +65,7 @@ def true_delta(first, second, epsilon, **mechanism):
 
 
 CASES = [
-    # rate of a turn, σ, bands, steps: two rounds of two turns; one that is cut between two groups; Poisson sampling; one band
+    # rate of a turn, σ, bands, steps: two rounds of two turns; one that is cut between groups; Poisson sampling; one band
     (0.45, 0.8, 2, 8),
     (0.3, 1.0, 2, 9),
     (0.9, 1.5, 2, 4),

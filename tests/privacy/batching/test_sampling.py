@@ -42,12 +42,20 @@ def membership(sampler, steps):
 
 
 @pytest.mark.parametrize(
-    ("units", "batch", "turns"),
-    [(50, 10, 5), (53, 10, 5), (53, 30, 1), (50, 50, 1)],  # all take part in each round, most of them; Poisson; all at once
+    ("units", "batch", "turns", "sampling"),
+    [
+        # All take part in each round; most of them; in rounds of one step, by the rate and by name; all at once.
+        (50, 10, 5, "allocation"),
+        (53, 10, 5, "allocation"),
+        (53, 30, 1, "allocation"),
+        (50, 10, 1, "poisson"),
+        (53, 30, 1, "poisson"),
+        (50, 50, 1, "allocation"),
+    ],
 )
-def test_every_example_has_one_turn_a_round_each_as_likely_and_independent_of_its_neighbour(units, batch, turns):
+def test_every_example_has_one_turn_a_round_each_as_likely_and_independent_of_its_neighbour(units, batch, turns, sampling):
     rounds, rate = 4000 // turns, batch / units
-    sampler = AllocationSampler(num_examples=units, expected_batch_size=batch)
+    sampler = AllocationSampler(num_examples=units, expected_batch_size=batch, sampling=sampling)
     assert (sampler.turns_of_round, sampler.sample_rate) == (turns, rate)
     member = membership(sampler, rounds * turns).reshape(rounds, turns, units)
     assert member.sum(axis=1).max() <= 1
@@ -64,8 +72,9 @@ def test_every_example_has_one_turn_a_round_each_as_likely_and_independent_of_it
     assert abs((member[:-1] & member[1:]).mean() - rate**2) <= 6 * spread
 
 
-def test_a_unit_more_moves_no_other():
-    few, many = (AllocationSampler(num_examples=n, expected_batch_size=10, groups=2, seed=1) for n in (100, 101))
+@pytest.mark.parametrize("options", [dict(groups=2), dict(sampling="poisson")], ids=str)
+def test_a_unit_more_moves_no_other(options):
+    few, many = (AllocationSampler(num_examples=n, expected_batch_size=10, seed=1, **options) for n in (100, 101))
     # Their rates differ by a hundredth, so that a word in some hundred falls on the other side of a bound.
     same = (membership(few, 50) == membership(many, 50)[:, :100]).all(axis=0)
     assert same.mean() > 0.8
@@ -144,6 +153,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
         (dict(expected_batch_size=0), "got 0"),
         (dict(groups=0), "groups must be at least 1, got 0"),
         (dict(groups=3), "3 groups that take turns need 3 × the expected batch size of 5 units, got 10"),
+        (dict(groups=2, sampling="poisson"), "Poisson sampling has one group, got 2. Take white noise, or random"),
         (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
         (dict(rank=2, world_size=2), "got rank 2 of 2"),
         (dict(lengths=[1, 2]), "one entry for each of 10 examples, got 2"),
