@@ -35,6 +35,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import gradients_of, norm_of
@@ -120,7 +121,9 @@ def train(model: nn.Module, examples: Sequence[dict[str, Tensor]], **options: An
 
 def is_ours(error: Exception) -> bool:
     """Return whether an error is a refusal of this package."""
-    return isinstance(error, ValueError) and "doppler_hf" in traceback.extract_tb(error.__traceback__)[-1].filename
+    # Not by a name in the path: a clone's folder, with the environment in it, has the package's.
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return isinstance(error, ValueError) and raised_in.is_relative_to(Path(doppler_hf.__file__).parent)
 
 
 def frozen_as_told(model: nn.Module, message: str) -> list[str]:

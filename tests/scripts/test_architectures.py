@@ -1,9 +1,11 @@
 """The survey of architectures tells what trains from what is refused, and holds a refusal against plain autograd."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+import doppler_hf
 from scripts.experiments import architectures
 
 
@@ -38,3 +40,16 @@ def test_one_model_trains_and_another_is_refused_truly(tmp_path, monkeypatch, ca
 def test_an_unknown_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"^error: --models must be of .*, got 'BertModel'\."):
         surveyed(tmp_path, "BertModel")
+
+
+@pytest.mark.parametrize(
+    ("file", "ours"),
+    [
+        (Path(doppler_hf.__file__).with_name("trainer.py"), True),
+        ("/clones/doppler_hf/.venv/lib/transformers/trainer.py", False),
+    ],
+)
+def test_an_error_is_ours_by_its_module_and_not_by_the_folder_of_the_clone(file, ours):
+    with pytest.raises(ValueError, match="no") as raised:
+        exec(compile("raise ValueError('no')", file, "exec"))
+    assert architectures.is_ours(raised.value) == ours
