@@ -1,5 +1,6 @@
 """Situations in which nothing is wrong, and in which a check before the first step could think so: all train."""
 
+import contextlib
 import functools
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, LlamaConfig, LlamaForSequenceClassification
 
 from tests.support.chat import chat_tokenizer, preferences
+from tests.support.processors import OfAnotherProcessor
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
 
@@ -121,12 +124,15 @@ def equal_pairs(count, *, equal, longer_by=0):
     ids=["all", "8 of 48", "1 of 48", "all, once truncated", "some, once truncated"],
 )
 @pytest.mark.parametrize("bf16", [False, True])
-def test_pairs_of_equal_answers_train(tmp_path, pairs, options, bf16):
+@pytest.mark.parametrize("rounded", [OfAnotherProcessor, *thorough(contextlib.nullcontext)])
+def test_pairs_of_equal_answers_train(tmp_path, pairs, options, bf16, rounded):
     """Their gradient is nothing but rounding."""
     pytest.importorskip("trl", reason="the extra trl is not installed")
     from tests.end_to_end.test_dpo import trainer_of
 
-    trained(trainer_of(tmp_path, data=pairs(), bf16=bf16, max_steps=1, **options))
+    with rounded() as processor:
+        trained(trainer_of(tmp_path, data=pairs(), bf16=bf16, max_steps=1, **options))
+    assert processor is None or processor.products > 100
 
 
 def test_the_same_rows_as_numpy_or_torch_train(tmp_path):

@@ -4,8 +4,9 @@ It finds a wrong rule of the engine, and an example whose gradient changes with 
 change all the others.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,8 +22,10 @@ from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE: Final = 1e-2
-# So many times what rounding changes is no error.
-OF_ROUNDING: Final = 100.0
+# So many times what rounding changes is no error: what layers do inside is rounded too, and that several times.
+OF_ROUNDING: Final = 25.0
+# Units in the last place by which rounding changes a sum of some hundred numbers in its own precision.
+OF_A_SUM: Final = 16.0
 # Below this, which is far below any clip norm, the squares that a norm is made of vanish in float32.
 NEXT_TO_NOTHING: Final = 1e-12
 
@@ -111,7 +114,7 @@ def compare(
     if not wrong and of_norms <= tolerance * largest:
         return reached
     with clipped.unwatched():
-        rounding = _rounding(losses_of, together, weights, trained)
+        rounding = _rounding(model, losses_of, together, weights, trained)
         if of_norms <= OF_ROUNDING * norm_of([torch.tensor([*rounding.values()])]) and all(
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
@@ -127,12 +130,38 @@ def compare(
 
 
 def _rounding(
-    losses_of: Losses, together: Mapping[str, Any], weights: Sequence[float], trained: Mapping[str, nn.Parameter]
+    model: nn.Module,
+    losses_of: Losses,
+    together: Mapping[str, Any],
+    weights: Sequence[float],
+    trained: Mapping[str, nn.Parameter],
 ) -> dict[str, float]:
-    """Return by how much rounding alone changes each gradient: three times a loss, divided by three, has other roundings."""
+    """Return by how much rounding alone changes each gradient: that of the outputs of all layers, drawn at random."""
     found = []
-    for factor in (1.0, 3.0):
-        losses = losses_of(dict(together))
-        scaled = losses * (factor * torch.tensor(weights, device=losses.device))
-        found.append({name: gradient / factor for name, gradient in gradients_of(scaled, trained).items()})
+    for is_drawn in (False, True):
+        with _rounded_at_random(model) if is_drawn else contextlib.nullcontext():
+            losses = losses_of(dict(together))
+            found.append(gradients_of(losses * torch.tensor(weights, device=losses.device), trained))
     return {name: norm_of([gradient - found[1][name]]) for name, gradient in found[0].items()}
+
+
+@contextlib.contextmanager
+def _rounded_at_random(model: nn.Module) -> Iterator[None]:
+    """Change each number that a layer returns, and its gradient, as the rounding of its sums may.
+
+    Processors add up in orders of their own, which may follow from the shape of a batch and the place of a row. What cancels
+    between two rows to the last bit on one of them is rounding on another.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        # In half precision sums are of float32, and rounded once.
+        most = (1.0 if output.itemsize < 4 else OF_A_SUM) * torch.finfo(output.dtype).eps
+        return output + output * (most * (2 * torch.rand(output.shape, generator=generator) - 1)).to(output)
+
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_hook(rounded).remove)
+        yield

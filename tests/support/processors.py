@@ -1,0 +1,39 @@
+"""Products of matrices as another processor may round them, whatever this one does."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}  # where their matrices begin
+TILE = 16  # rows that such a processor multiplies at a time; what is left over by other instructions
+
+
+class OfAnotherProcessor(TorchDispatchMode):
+    """Rounds what whole tiles of rows give once, and changes what is left over by what a sum may lose, at random.
+
+    In whatever order K terms are added up, (K − 1)·2⁻²⁴·Σ|terms| is the most that float32 loses (Higham 2002, section 4.2),
+    and bfloat16 another unit.
+    """
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.seed, self.products = seed, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs, first = kwargs or {}, PRODUCTS.get(operator)
+        if first is None or args[first].dtype not in (torch.float32, torch.bfloat16):
+            return operator(*args, **kwargs)
+        self.products += 1
+        found = operator(*(arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+        left, right = (matrix.double().abs() for matrix in args[first : first + 2])
+        lost = (left.shape[-1] - 1) * 2.0**-24 * (left @ right)
+        if args[first].dtype == torch.bfloat16:
+            lost += 2.0**-8 * found.abs()
+        lost[..., : found.shape[-2] // TILE * TILE, :] = 0.0
+        generator = torch.Generator().manual_seed(self.seed + found.numel())
+        return (found + lost * (2 * torch.rand(found.shape, generator=generator) - 1)).to(args[first].dtype)
