@@ -1,10 +1,13 @@
 """Augmentation multiplicity: the rows of an example are averaged, and clipped once."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping import book, groups, norms, per_sample_gradient
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
@@ -34,23 +37,41 @@ def means(model, losses, number, *, views):
     return [{name: sum(row[name] for row in group) for name in group[0]} for group in groups]
 
 
-def assert_averages(name, *, views, engine="book_keeping", clipping="vanilla", granularity="flat", **options):
+def assert_averages(
+    name, *, views, engine="book_keeping", clipping="vanilla", granularity="flat", on_accelerator=False, **options
+):
     model = build(name)
     inputs, labels = batch_for(model)
     gradients = means(model, lambda index: losses_of(model, *rows(inputs, labels, index)), BATCH, views=views)
     chosen = dict(max_grad_norm=median_norm(gradients), clipping=clipping, granularity=granularity)
-    with ClippedGradients(model, engine=engine, **chosen, **options) as clipped:
+    clipped = ClippedGradients(model, engine=engine, **chosen, **options)
+    clipped.on_accelerator = on_accelerator
+    with clipped:
         norms = clipped.backward(losses_of(model, inputs, labels), views=views)
         torch.testing.assert_close(norms, norms_of(gradients), **TOLERANCE)
         assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen))
 
 
+# From so many numbers on a gradient is large: one that is computed, stacked, or added up in another way than small ones.
+LARGE = {
+    "never": {},
+    "always": dict(SMALL=1, STACKED=1, RUN=1, TILE=1, BLOCK=1, AT_ONCE=1),
+    "half": dict(SMALL=300, STACKED=500, RUN=7, TILE=9, BLOCK=5, AT_ONCE=700),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "views", "norm_rule", "clipping", "granularity"),
-    further(pairwise(MODELS, [2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES)),
+    ("name", "views", "norm_rule", "clipping", "granularity", "on_accelerator", "large"),
+    further(pairwise(MODELS, [1, 2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES, [False, True], [*LARGE])),
 )
-def test_the_mean_over_the_views_of_an_example_is_clipped(name, views, norm_rule, clipping, granularity):
-    assert_averages(name, views=views, norm_rule=norm_rule, clipping=clipping, granularity=granularity)
+def test_the_mean_over_the_views_of_an_example_is_clipped(
+    name, views, norm_rule, clipping, granularity, on_accelerator, large, monkeypatch
+):
+    for module, size in itertools.product((book, groups, norms, per_sample_gradient), LARGE[large]):
+        if hasattr(module, size):
+            monkeypatch.setattr(module, size, LARGE[large][size])
+    options = dict(norm_rule=norm_rule, clipping=clipping, granularity=granularity, on_accelerator=on_accelerator)
+    assert_averages(name, views=views, **options)
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit", "resnet", "roberta-lora"])
