@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 
 from doppler_hf.privacy import AllocationSampler
+from doppler_hf.privacy.batching import sampling
 from doppler_hf.privacy.batching.sampling import share_of
 
 
@@ -88,6 +89,18 @@ def test_rounds_begin_at_the_first_step_and_are_drawn_once():
     assert sampler.draw(12).tolist() == drawn[12]
     with pytest.raises(RuntimeError, match="in order, got step 9 after a later round"):
         sampler.draw(9)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 34, 35])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_turns_that_are_drawn_a_few_at_a_time_are_those_of_all_together(groups, at_once, monkeypatch):
+    def drawn():
+        options = dict(num_examples=103, expected_batch_size=10, groups=groups, rank=1, world_size=3)
+        return membership(AllocationSampler(**options, seed=1), 20)
+
+    together = drawn()
+    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
+    np.testing.assert_array_equal(drawn(), together)
 
 
 def test_an_example_is_at_most_once_in_a_draw():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from doppler_hf.privacy.clipping.per_sample_gradient import RUN, squares_in_full
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import CLIPPINGS, GRANULARITIES, NORM_RULES, book_keeping, norm_of
@@ -111,6 +112,13 @@ def test_no_large_number_that_cancels_hides_many_small_ones(width, small):
     bound = exact_norm(layer, inputs, weights) / 10
     losses = lambda: (layer(inputs) * weights).sum(dim=(1, 2))  # noqa: E731
     assert contribution(layer, losses, norm_rule="ghost", max_grad_norm=bound).norm() <= bound * (1 + SLACK)
+
+
+def test_squares_of_millions_are_added_up_in_runs():
+    numbers = torch.full((1, 2**22 + 7), 0.1)
+    # Whatever the order within a run, and pairwise over all of them.
+    exact = numbers.double().square().sum(dim=1)
+    torch.testing.assert_close(squares_in_full(numbers).double(), exact, atol=0.0, rtol=RUN * torch.finfo(torch.float32).eps)
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)
