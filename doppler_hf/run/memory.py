@@ -114,7 +114,6 @@ def bytes_of_pass(
         clipped = ClippedGradients(model, engine=engine, clipping="automatic")
         clipped.on_accelerator = on_cuda
         with clipped:
-            clipped.hold_apart()
             sums = sum(total.nbytes for total in clipped.sums.values())
             peak.forget()
             clipped.backward(losses_of(batch()))

@@ -262,8 +262,6 @@ class PrivateRun:
                     refuse_unreached(model, losses_of, probe, unreached=unreached)
         with without_coins(model), clipped.unwatched():
             check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
-        if sharding.is_asked_for:
-            clipped.hold_apart()
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.apart import refuse_coupled
 from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins, without_dropout
 from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses
 from doppler_hf.privacy.autograd_check.comparison import compare
@@ -65,6 +66,7 @@ def check_before_training(
             )
         beside = losses[: len(losses) // 2]
         refuse_changed_losses(model, losses_of, beside, [of_half], parts=[half], together=whole, tolerance=tolerance)
+        refuse_coupled(clipped, model, losses_of, part=half, together=whole, number=len(probe.short))
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=True) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
         return compare(clipped, model, losses_of, alone=each, together=together, tolerance=tolerance)
@@ -87,8 +89,7 @@ def check_before_training(
         "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
         "`doppler-hf check` tests whether each depends on its example alone."
     )
-    clipped.backward(losses_of(dict(whole)))
-    clipped.reset()
+    refuse_coupled(clipped, model, losses_of, part=half, together=whole, number=len(probe.short))
     with clipped.unwatched():
         return reached_by(whole, model, losses_of, names={*clipped.parameters})
 

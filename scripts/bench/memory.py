@@ -85,7 +85,7 @@ def peak_bytes(name: str, way: str, *, size: int, length: int, is_private: bool,
         clipped = ClippedGradients(model)
         clipped.on_accelerator = True
         if is_private:
-            stack.enter_context(clipped).hold_apart()
+            stack.enter_context(clipped)
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
                 losses = per_sample_losses(model, inputs, base_model=base) if is_private else model(**inputs).loss

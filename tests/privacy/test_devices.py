@@ -189,7 +189,6 @@ def passes(model, losses, *, on_accelerator, **options):
     clipped = ClippedGradients(model, **options)
     clipped.on_accelerator = on_accelerator
     with clipped:
-        clipped.hold_apart()
         clipped.backward(losses())
         clipped.reset()
         with Asked() as private:

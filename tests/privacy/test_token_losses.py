@@ -195,7 +195,6 @@ def peak_of(model, *, length):
     with far_away() as move:
         model, inputs = move(model), move(inputs)
         with book_keeping(model, on_accelerator=True) as clipped:
-            clipped.hold_apart()
             clipped.sums  # noqa: B018 # which are kept from draw to draw
             with Asked() as asked, Peak() as peak:
                 clipped.backward(per_sample_losses(model, dict(inputs), base_model=without_adapters(model)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.apart import some_of
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]
@@ -109,6 +110,10 @@ def assert_equals_loop_or_is_refused(model, losses, batch, *, naming, **options)
     gradients = gradients_of_each(model, losses, batch)
     refusal = None
     try:
+        with book_keeping(model, **options) as clipped:
+            for examined in (some_of(batch), ~some_of(batch)):
+                if coupled := clipped.coupled(losses(slice(0, batch)), examined=examined):
+                    raise ValueError(f"{coupled}, by the start check")
         assert_matches(model, losses, gradients, **options)
     except ValueError as error:
         refusal = str(error)

@@ -69,7 +69,6 @@ class Book:
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}  # of each parameter, filled by the backward pass
         self._later: list[tuple[Tensor, OfRows, tuple[Tensor, ...]]] = []
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
-        self.called: set[str] = set()
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
         # In a check, the examples whose losses are differentiated: gradients are then compared, not kept.
         self.examined: Bool[Tensor, " examples"] | None = None

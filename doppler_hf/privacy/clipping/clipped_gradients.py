@@ -191,10 +191,7 @@ class ClippedGradients:
 
     @contextlib.contextmanager
     def unclipped(self, sums: Mapping[str, Tensor]) -> Iterator[None]:
-        """Add gradients as they are to `sums`, the reference gradients with the other sign, and forget all afterwards.
-
-        The comparison shows that examples are apart in the layers that it calls, so that `backward` need not.
-        """
+        """Add gradients as they are to `sums`, the reference gradients with the other sign, and forget all afterwards."""
         assert self._engine is not None
         before = self.max_grad_norm, self._clipping
         self.reset()
@@ -202,17 +199,15 @@ class ClippedGradients:
         try:
             # No norm reaches this bound, so nothing is clipped.
             self.max_grad_norm, self._clipping = 1e30, "vanilla"
-            self._engine.is_compared = True
             yield
         finally:
-            self._engine.is_compared = False
             self.max_grad_norm, self._clipping = before
             self.reset()
 
-    def hold_apart(self) -> None:
-        """Take examples to be apart in layers that no batch has called so far: all processes make the same passes then."""
+    def coupled(self, losses: Float[Tensor, " rows"], *, examined: Bool[Tensor, " rows"]) -> list[str]:
+        """Return the parameters at which losses of the examined examples have a gradient in the rows of the others."""
         assert self._engine is not None
-        self._engine.hold_apart()
+        return self._engine.coupled(losses, self.parameters, examined=examined)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""

@@ -12,11 +12,11 @@ outside its layer.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
@@ -50,9 +50,6 @@ class BookKeepingEngine:
         self._without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
-        self.is_compared = False  # whether gradients are being compared with autograd's, which shows that examples are apart
-        # Those that were called with a batch that has shown that examples are apart.
-        self._checked_layers: set[str] = set()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = has_choices(without_adapters(model))
@@ -98,10 +95,6 @@ class BookKeepingEngine:
         """Let the layers compute without making notes for the duration of the block."""
         return self._book.unwatched()
 
-    def hold_apart(self) -> None:
-        """Take examples to be apart in all layers from now on."""
-        self._checked_layers |= {name for name, _ in self._model.named_modules()}
-
     def detach(self) -> None:
         """Restore the model's own forwards."""
         self._book.clear()
@@ -111,7 +104,32 @@ class BookKeepingEngine:
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, views: int = 1
     ) -> dict[str, PerSampleGradient]:
         """Back-propagate `losses` and return each example's gradient of the trained parameters."""
-        book = self._book
+        # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
+        # summed up before they are clipped.
+        with self._noted(losses, parameters, num_examples=len(losses) // views) as (book, trainable):
+            self._back_propagate(losses.sum() / views, trainable)
+            with torch.no_grad():
+                found = {name: book.gradient_of(parameter) for name, parameter in trainable.items()}
+            return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def coupled(
+        self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, examined: Bool[Tensor, " rows"]
+    ) -> list[str]:
+        """Return the parameters at which the losses of the examined examples have a gradient in other examples' rows.
+
+        A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
+        would assign gradients to the wrong example. Both are found exactly, however small they are: the gradient of a loss
+        that does not read a row is a sum of products with zero there, in any order and precision.
+        """
+        with self._noted(losses, parameters, num_examples=len(losses)) as (book, trainable):
+            book.examined = examined
+            self._back_propagate(losses[examined].sum(), trainable)
+            return [name for name, parameter in trainable.items() if parameter in book.coupled]
+
+    @contextlib.contextmanager
+    def _noted(
+        self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, num_examples: int
+    ) -> Iterator[tuple[Book, dict[str, Tensor]]]:
         if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
@@ -120,35 +138,22 @@ class BookKeepingEngine:
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: gathered(parameter) for name, parameter in parameters.items()}
+        self._book.num_examples = num_examples
         try:
-            # Sensitivity: a layer that is called with some examples alone, such as an expert of a rare token, may have as
-            # many rows as there are examples by chance.
-            if len(losses) > 1 and not book.called <= self._checked_layers:
-                if not self.is_compared:
-                    self._check_that_examples_are_apart(losses, trainable)
-                self._checked_layers |= book.called
-            # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
-            # summed up before they are clipped.
-            book.num_examples = len(losses) // views
-            self._back_propagate(losses.sum() / views, trainable)
-            with torch.no_grad():
-                found = {name: book.gradient_of(parameter) for name, parameter in trainable.items()}
-            return {name: gradient for name, gradient in found.items() if gradient is not None}
+            yield self._book, trainable
         finally:
             for parameter in trainable.values():
                 parameter.grad = None
-            book.clear()
+            self._book.clear()
             self._not_batched.clear()
 
-    def _back_propagate(
-        self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor], *, retain_graph: bool = False
-    ) -> None:
+    def _back_propagate(self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor]) -> None:
         """Fill the book, and leave no ordinary gradients."""
         book = self._book
         book.forget_uses()
         for parameter in trainable.values():
             parameter.grad = None
-        loss.backward(retain_graph=retain_graph)
+        loss.backward()
         if book.failed:
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
             raise ValueError(
@@ -159,30 +164,6 @@ class BookKeepingEngine:
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             raise ValueError(self._unexplained(unexplained))
-
-    def _check_that_examples_are_apart(self, losses: Float[Tensor, " batch"], trainable: Mapping[str, Tensor]) -> None:
-        """Check that the losses of some examples have no gradient in other examples' rows of any layer.
-
-        A first dimension that equals the batch size need not be the batch, and a loss may depend on the whole batch. Both
-        would assign gradients to the wrong example, and both are found exactly, because zeros stay zeros. One check of a
-        layer suffices, because the layout of a model's tensors does not change, whatever their sizes. Each two examples are
-        told apart by a digit of their numbers: a layer may be called for one alone. The start check sees more: what weights
-        that begin at zero hide here.
-        """
-        book = self._book
-        book.num_examples = len(losses)
-        numbers = torch.arange(len(losses))
-        digits = [(numbers >> digit) % 2 == 1 for digit in range((len(losses) - 1).bit_length())]
-        for book.examined in itertools.chain.from_iterable((digit, ~digit) for digit in digits):
-            self._back_propagate(losses[book.examined.to(losses.device)].sum(), trainable, retain_graph=True)
-        book.examined = None
-        coupled = [name for name, parameter in trainable.items() if parameter in book.coupled]
-        if coupled:
-            raise ValueError(
-                f"The loss of one example has a gradient in the places of others at the parameters {listed(coupled)}. Let "
-                "each loss depend on its example alone, and let the inputs of layers begin with the batch: "
-                "docs/start/troubleshooting.md#losses."
-            )
 
     def _unexplained(self, names: Sequence[str]) -> str:
         # All of them: whoever freezes the first would be told of the next.
@@ -248,7 +229,6 @@ class BookKeepingEngine:
                     f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
                     "model(...) as a whole, once, and let its forward return what the loss needs."
                 )
-            self._book.called.add(name)
             return watched(*args, **kwargs)
 
         return forward
