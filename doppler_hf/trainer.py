@@ -10,6 +10,7 @@ summed, and after the last piece noise turns the sum into `p.grad` (`training_st
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,6 +103,7 @@ class DopplerTrainer(AroundSteps):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
         self._run: PrivateRun | None = None
+        self._losses_of_class: weakref.ref[Tensor] | None = None
         self._ignore_keys: list[str] | None = None
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
@@ -173,7 +175,6 @@ class DopplerTrainer(AroundSteps):
                 check_loss=self._check_loss,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
-                has_own_loss=self._has_own_loss,
                 sharding=self._sharding,
             )
         return values
@@ -239,7 +240,9 @@ class DopplerTrainer(AroundSteps):
         Raises:
             ValueError: If there is no rule for the model's class.
         """
-        return per_sample_losses(model, inputs, base_model=without_adapters(self.model))
+        losses = per_sample_losses(model, inputs, base_model=without_adapters(self.model))
+        self._losses_of_class = weakref.ref(losses)
+        return losses
 
     # What it is unless you override it: evaluations then have the loss of Transformers.
     default_per_sample_loss = compute_per_sample_loss
@@ -254,11 +257,14 @@ class DopplerTrainer(AroundSteps):
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
 
-    def _check_loss(self, inputs: Any, tolerance: float) -> None:
-        if not self._has_own_loss:
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
+    def _check_loss(self, inputs: Any, tolerance: float) -> bool:
+        if self._has_own_loss:  # which may return the tensor that the inherited method has computed
+            losses = self._losses(inputs)
+            return self._losses_of_class is not None and self._losses_of_class() is losses
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
+        return True
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
         """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.

@@ -7,7 +7,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from accelerate.utils import send_to_device
@@ -20,7 +20,8 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
-from doppler_hf.privacy.autograd_check.as_in_training import without_coins
+from doppler_hf.privacy.autograd_check.apart import refuse_loss_of_others
+from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
@@ -51,8 +52,10 @@ from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# Refuses a model whose own loss of a batch is another one, by more than a share of it.
-CheckLoss = Callable[[dict[str, Any], float], None]
+# Refuses a model whose own loss of a batch is another one, by more than a share of it; returns whether that is trained.
+CheckLoss = Callable[[dict[str, Any], float], bool]
+# The rows with which a loss of the user's own is looked at by itself.
+MOST_ROWS: Final = 32
 
 
 @final
@@ -205,7 +208,6 @@ class PrivateRun:
         check_loss: CheckLoss,
         loader: Any,
         rows_per_loss: int,
-        has_own_loss: bool,
         sharding: Sharding,
     ) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
@@ -213,10 +215,10 @@ class PrivateRun:
         Args:
             model: The model to be trained.
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-            check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
+            check_loss: A function that refuses a model whose own loss of a micro-batch is another one, and returns whether
+                the loss that is trained is that of the model's class.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
-            has_own_loss: Whether the loss is another one than that of the model's class.
             sharding: Where the weights lie.
 
         Raises:
@@ -246,7 +248,6 @@ class PrivateRun:
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
-            is_cross_entropy=not has_own_loss and has_one_label(base, self._dummy.inputs.get("labels")),
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
@@ -260,8 +261,13 @@ class PrivateRun:
             if unreached and not args.train_unreached_parameters:
                 with clipped.unwatched():
                     refuse_unreached(model, losses_of, probe, unreached=unreached)
-        with without_coins(model), clipped.unwatched():
-            check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        with moved(model), without_coins(model), clipped.unwatched():
+            is_of_class = check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+            if args.grad_sample_self_check and not is_of_class:
+                size = min(args.per_device_train_batch_size, MOST_ROWS)
+                refuse_loss_of_others(model, losses_of, probe.collated(probe.short), number=len(probe.short), size=size)
+        # Set here, since code of the user's own may return the loss of the model's class.
+        clipped.is_cross_entropy = is_of_class and has_one_label(base, self._dummy.inputs.get("labels"))
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""

@@ -28,6 +28,7 @@ _GIVEN: Final = (
     "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
+OF_EXAMPLES: Final = "train_dataset"
 # Relative, of the noise multipliers, for which processors may solve with other last bits.
 _ROUNDING: Final = 1e-6
 _Outcome = TypeVar("_Outcome")
@@ -106,7 +107,7 @@ def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, m
         **{name: getattr(args, name) for name in _GIVEN},
         **asdict(statement),
         "what is trained of the model": f"{len(trained)} parameters ({digest})",
-        "train_dataset": data,
+        OF_EXAMPLES: data,
     }
     terms: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(terms, own)
@@ -121,8 +122,10 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
         if not math.isclose(first, other, rel_tol=_ROUNDING) if is_solved else first != other:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
+            # Not what is computed of the examples: messages end in logs.
+            ours, theirs = ("one", "another") if name == OF_EXAMPLES else (repr(first), repr(other))
             raise ValueError(
-                f"{name} must be the same on all processes, got {first!r} on process 0 and {other!r} on process {rank}. "
+                f"{name} must be the same on all processes, got {ours} on process 0 and {theirs} on process {rank}. "
                 "Start all with the same arguments, model, checkpoint and data in the same order."
             )
 

@@ -40,8 +40,6 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
             f"noise alone would move them. Freeze them before trainer.train(): {lines}. Or set "
             "train_unreached_parameters=True."
         )
-    if unreached:
-        print(f"Only some examples reach {listed(sorted(unreached))}. Noise moves them in every step.")
 
 
 def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:

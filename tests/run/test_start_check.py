@@ -200,6 +200,88 @@ def test_left_padding_trains_where_positions_are_relative(tmp_path):
 # --- the loss -------------------------------------------------------------------------------------------------------------
 
 
+class Plus(DopplerTrainer):
+    """Adds a term to the cross-entropy, of the logits and itself."""
+
+    def term(self, z, losses):
+        raise NotImplementedError
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        logits = model(**inputs)["logits"]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses + self.term(logits, losses)
+
+
+# Far below what rounding may change, and each times the number of examples of a draw.
+OF_THE_BATCH = {
+    "the sum of logits": lambda z, losses: 1e-4 * (z * z.sum(0)).sum(-1),
+    "the mean of losses": lambda z, losses: -1e-4 * losses.mean(),
+    "next to nothing": lambda z, losses: 1e-12 * (z * z.sum(0)).sum(-1),
+    "the one before": lambda z, losses: 1e-4 * (z * z.roll(1, 0)).sum(-1),
+    "the first": lambda z, losses: 1e-4 * (z * z[:1]).sum(-1),
+    "the last": lambda z, losses: 1e-4 * (z * z[-1:]).sum(-1),
+    "those before": lambda z, losses: 1e-4 * z.cumsum(0).square().sum(-1),
+    "its own label's": lambda z, losses: 1e-4 * (z @ z.mT).softmax(1).square().sum(1),
+    "larger batches": lambda z, losses: max(len(z) - 8, 0) * 1e-4 * (z * z.sum(0)).sum(-1),
+    "their spread, without a gradient": lambda z, losses: 1e-2 * (losses - losses.mean().detach()).square(),
+    "a scale, without a gradient": lambda z, losses: losses * 0.1 * z.detach().square().sum(),
+}
+OF_ITSELF = {
+    "a penalty": lambda z, losses: 1e-4 * z.square().sum(-1),
+    "entropy": lambda z, losses: -(z.softmax(1) * z.log_softmax(1)).sum(1),
+    "a weight by confidence": lambda z, losses: losses * (1 - z.softmax(1).amax(1).detach()) ** 2,
+    "nothing": lambda z, losses: 0.0 * losses,
+}
+
+
+def with_term(monkeypatch, term):
+    monkeypatch.setattr(Plus, "term", lambda self, z, losses: term(z, losses))
+    return Plus
+
+
+@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_a_loss_that_reads_the_batch_is_refused_however_little(tmp_path, monkeypatch, name, size):
+    options = dict(
+        per_device_train_batch_size=size, gradient_accumulation_steps=1, data=text_data(64), noise_multiplier=None
+    )
+    cls = with_term(monkeypatch, OF_THE_BATCH[name])
+    if name == "larger batches" and size == 8:
+        return
+    match = "in the places of others at 'classifier.bias'|the loss depends on the other examples"
+    refused(tmp_path, match, cls=cls, target_epsilon=3.0, **options)
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_a_loss_of_its_own_example_trains(tmp_path, monkeypatch, name):
+    trains(tmp_path, cls=with_term(monkeypatch, OF_ITSELF[name]), per_device_train_batch_size=32, data=text_data(64))
+
+
+class Mixer(nn.Module):
+    """Adds a little of the batch's mean, or lets examples attend to each other."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden):
+        if self.kind == "attention":
+            rows = hidden.transpose(0, 1)
+            return hidden + 1e-4 * F.scaled_dot_product_attention(rows, rows, rows).transpose(0, 1)
+        return hidden - 1e-4 * hidden.mean(0)
+
+
+@pytest.mark.parametrize("trains_below", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "mean"])
+def test_a_layer_that_reads_the_batch_is_refused_however_little(tmp_path, kind, trains_below):
+    model, mixer = tiny_bert(), Mixer(kind)
+    model.bert.embeddings.register_forward_hook(lambda module, args, output: mixer(output))
+    model.bert.requires_grad_(trains_below)
+    at = r"'bert\.embeddings\.LayerNorm\.bias'" if trains_below else "the model's inputs"
+    refused(tmp_path, f"in the places of others at {at}", model=model)
+
+
 class BatchMean(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         losses = super().compute_per_sample_loss(model, inputs)

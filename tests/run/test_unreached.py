@@ -144,16 +144,10 @@ class ByFirstToken(nn.Module):
 
 
 @pytest.mark.parametrize("experts", [4, 12])
-def test_experts_that_only_some_examples_reach_are_named_and_stay(tmp_path, capsys, experts):
+def test_experts_that_only_some_examples_reach_stay_and_nothing_is_told_of_which(tmp_path, capsys, experts):
     """Gradients of two examples are compared; the others are asked for what those two do not reach."""
     ids = [[5 + row % experts] * (3 + row % 5) for row in range(60)]
     data = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row[0] % 2} for row in ids])
     trained(trainer_for(tmp_path, ByFirstToken(experts), OfLogits, data=data))
-    told = capsys.readouterr().out
-    assert re.search(r"Only some examples reach 'experts\.\S+'.* Noise moves them in every step\.", told)
-    assert "no loss reaches" not in told
-
-
-def test_nothing_is_told_where_everything_is_reached(tmp_path, capsys):
-    trained(trainer_of(tmp_path, max_steps=1))
-    assert "reach" not in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "reach" not in told.out + told.err  # the first examples decide which, and what is printed ends in logs

@@ -47,6 +47,7 @@ class ClippedGradients:
 
     Attributes:
         engine_name: `engine`.
+        is_cross_entropy: As given; set it before the first `backward`.
         parameters: The trainable parameters by name.
         on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory, and
             nothing waits for the device; set it before the context is entered.
@@ -90,7 +91,7 @@ class ClippedGradients:
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
-        self._is_cross_entropy = is_cross_entropy
+        self.is_cross_entropy = is_cross_entropy
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
@@ -183,7 +184,7 @@ class ClippedGradients:
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
-            if self._is_cross_entropy and self._clipping == "automatic":
+            if self.is_cross_entropy and self._clipping == "automatic":
                 # Sensitivity: a share is a number of [0, 1] of the example alone, so that it contributes C at most.
                 shares = shares_of_error(losses).unflatten(0, (batch_size, views)).mean(dim=1)
                 weights = shares if weights is None else shares * weights
