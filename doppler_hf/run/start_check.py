@@ -1,6 +1,6 @@
 """The check before the first step: nine examples of the training set, through the user's own model, loss and collator.
 
-The losses of four short examples are compared alone and beside four others. Losses and the engine's gradients of a short and
+Of eight short examples no loss may have a gradient in the rows of others. Losses and the engine's gradients of a short and
 the longest example are compared with plain autograd on each alone. This finds what couples examples (norms and means over
 the batch or its tokens, padding, collators that mix rows), statistics that a forward pass keeps, and a wrong rule of the
 engine.
@@ -11,18 +11,17 @@ Nothing about the examples is released: the outcome depends on model, loss, data
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.autograd_check.apart import refuse_coupled
-from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins, without_dropout
-from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses
+from doppler_hf.privacy.autograd_check.apart import place_of_others, read_by_others
+from doppler_hf.privacy.autograd_check.as_in_training import is_random, moved, without_coins, without_dropout
+from doppler_hf.privacy.autograd_check.at_fault import why_gradients_change
 from doppler_hf.privacy.autograd_check.comparison import compare
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.run.parameters import adapted_parameters
 from doppler_hf.run.unreached import reached_by
@@ -47,56 +46,52 @@ def check_before_training(
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
-    whole, (half, _) = probe.in_parts(probe.short, size=len(probe.short) // 2)
+    whole = probe.collated(probe.short)
 
-    def losses_of_short() -> Tensor:
-        with clipped.unwatched(), torch.no_grad():
-            losses = losses_of(dict(whole))
-        refuse_number_of_losses(_attached(losses), len(probe.short))
-        return losses
+    def look() -> tuple[Tensor, str | None]:
+        return place_of_others(clipped, model, losses_of, whole, number=len(probe.short))
 
-    def check(losses: Tensor) -> set[str]:
-        tolerance = ROUNDING_BF16 if in_bf16 else ROUNDING
-        with clipped.unwatched(), torch.no_grad():
-            of_half = losses_of(dict(half))
+    def is_random_now() -> bool:
+        with clipped.unwatched():
+            return is_random(losses_of, whole)
+
+    def check(losses: Tensor, place: str | None) -> set[str]:
         if not losses.isfinite().any():
             raise ValueError(
                 "The loss of an example must be finite, got none that is: nothing would be learnt. Look for NaN and "
                 "infinities in the weights and the data, and for a division by zero in the loss."
             )
-        beside = losses[: len(losses) // 2]
-        refuse_changed_losses(model, losses_of, beside, [of_half], parts=[half], together=whole, tolerance=tolerance)
-        refuse_coupled(clipped, model, losses_of, part=half, together=whole, number=len(probe.short))
+        if place is not None:
+            with clipped.unwatched():
+                parts = probe.in_parts(probe.short)[1]
+                raise read_by_others(place, why_gradients_change(model, losses_of, parts=parts, together=whole))
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=True) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
+        tolerance = ROUNDING_BF16 if in_bf16 else ROUNDING
         return compare(clipped, model, losses_of, alone=each, together=together, tolerance=tolerance)
 
     # TF32, which is cuDNN's default, would round more than the tolerance.
     with moved(model), highest_conv_precision(), highest_matmul_precision():
         with without_coins(model):
-            with nothing_written(model, again=losses_of_short):
-                losses = losses_of_short()
+            with nothing_written(model, again=is_random_now):
+                found = look()
             try:
-                return check(losses)
+                return check(*found)
             except ValueError:
-                if same(losses_of_short(), losses) and same(losses_of_short(), losses):
+                if not is_random_now():
                     raise
         with without_dropout(model):  # its coins are no attributes
-            losses = losses_of_short()
-            if same(losses_of_short(), losses):
-                return check(losses)
+            if not is_random_now():
+                return check(*look())
     print(
         "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
         "`doppler-hf check` tests whether each depends on its example alone."
     )
-    refuse_coupled(clipped, model, losses_of, part=half, together=whole, number=len(probe.short))
+    _, place = look()
+    if place is not None:
+        raise read_by_others(place)
     with clipped.unwatched():
         return reached_by(whole, model, losses_of, names={*clipped.parameters})
-
-
-def _attached(losses: Any) -> Any:
-    """Return losses as if they had a gradient, which is looked at later."""
-    return losses.detach().requires_grad_() if isinstance(losses, Tensor) and losses.is_floating_point() else losses
 
 
 @contextlib.contextmanager

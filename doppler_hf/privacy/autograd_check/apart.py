@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from doppler_hf.privacy.autograd_check.at_fault import CHANGES, OF_OTHERS, Inputs, why_gradients_change
+from doppler_hf.privacy.autograd_check.at_fault import CHANGES, OF_OTHERS, Inputs
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -36,33 +36,28 @@ def some_of(number: int) -> Bool[Tensor, " number"]:
     return chance.argsort().argsort() < number // 2
 
 
-def refuse_coupled(
-    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, *, part: Inputs, together: Inputs, number: int
-) -> None:
-    """Refuse losses of `number` examples together that have a gradient in the rows of others, by one backward pass.
+def place_of_others(
+    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: Inputs, *, number: int
+) -> tuple[Tensor, str | None]:
+    """Return the losses of `number` examples, and where half of them have a gradient in the rows of the others, or None.
 
-    Half of the losses are differentiated. The other half's rows are looked at where each trained parameter is used, and in
-    the model's inputs, since layers in between may be frozen.
-
-    Raises:
-        ValueError: If a number there is not zero. The message names the first layer whose output for the first example is
-            another one in `part`, the first ones without the others.
+    The others' rows are looked at where each trained parameter is used, and in the model's inputs, since layers in between
+    may be frozen. It takes one backward pass.
     """
-    with _differentiated(model, together, number=number) as (watched, places):
+    with _differentiated(model, inputs, number=number) as (watched, places):
         losses = losses_of(watched)
     refuse_number_of_losses(losses, number)
     examined = some_of(number).to(losses.device)
-    of_parameters = clipped.coupled(losses, examined=examined)
+    coupled = clipped.coupled(losses, examined=examined)
     slopes = (place.grad.unflatten(0, (number, -1)) for place in places if place.grad is not None)
     # As `has_terms`: 0·∞ is none of others.
-    if not of_parameters and not any(
-        ((slope != 0) & slope.isfinite())[~examined.to(slope.device)].any() for slope in slopes
-    ):
-        return
-    with clipped.unwatched():
-        reason = why_gradients_change(model, losses_of, parts=[part], together=together)
-    place = repr(of_parameters[-1]) if of_parameters else "the model's inputs"
-    raise ValueError(
+    is_read = any(((slope != 0) & slope.isfinite())[~examined.to(slope.device)].any() for slope in slopes)
+    return losses.detach(), repr(coupled[-1]) if coupled else "the model's inputs" if is_read else None
+
+
+def read_by_others(place: str, reason: str | None = None) -> ValueError:
+    """Return the refusal of losses that have a gradient in the rows of others, by a reason that is known or the place."""
+    return ValueError(
         reason
         or f"The loss of one example has a gradient in the places of others at {place}. Let each loss depend on its example "
         "alone, and let the inputs of layers begin with the batch: docs/start/troubleshooting.md#losses."
@@ -105,13 +100,9 @@ def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *
         ValueError: If the gradient is not zero in the rows of others, or changes by more than rounding when another example
             takes their place. At the same place in tensors of the same shapes, all that may differ is where a sum is cut.
     """
-    forward, outputs = model.forward, []
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        outputs.append(forward(*args, **kwargs))
-        return outputs[-1]
-
-    with mock.patch.dict(vars(model), forward=kept), torch.no_grad():
+    outputs: list[Any] = []
+    with contextlib.ExitStack() as hook, torch.no_grad():
+        hook.callback(model.register_forward_hook(lambda _model, _args, output: outputs.append(output)).remove)
         losses_of(dict(inputs))
     rows = torch.arange(max(number, size)) % number
     examined = some_of(len(rows))

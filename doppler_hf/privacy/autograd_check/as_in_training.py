@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from doppler_hf.linalg import same
 from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.shards import first_row, part_here
 
@@ -87,4 +88,4 @@ def is_random(losses_of: Any, inputs: dict[str, Any]) -> bool:
     """Return whether random numbers show in the losses of a batch, which are computed four times."""
     with torch.no_grad():
         first = losses_of(dict(inputs))
-        return any(not torch.equal(losses_of(dict(inputs)), first) for _ in range(3))
+        return any(not same(losses_of(dict(inputs)), first) for _ in range(3))
