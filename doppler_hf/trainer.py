@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.autograd_check.apart import refuse_loss_of_others
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
@@ -103,7 +104,7 @@ class DopplerTrainer(AroundSteps):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
         )  # fmt: skip
         self._run: PrivateRun | None = None
-        self._losses_of_class: weakref.ref[Tensor] | None = None
+        self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
@@ -173,6 +174,7 @@ class DopplerTrainer(AroundSteps):
                 self.model,
                 losses_of=self._losses,
                 check_loss=self._check_loss,
+                is_of_class=lambda losses: self._losses_of_class() is losses,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,
                 sharding=self._sharding,
@@ -257,14 +259,13 @@ class DopplerTrainer(AroundSteps):
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
 
-    def _check_loss(self, inputs: Any, tolerance: float) -> bool:
-        if self._has_own_loss:  # which may return the tensor that the inherited method has computed
-            losses = self._losses(inputs)
-            return self._losses_of_class is not None and self._losses_of_class() is losses
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
-        return True
+    def _check_loss(self, inputs: Any, tolerance: float) -> None:
+        if not self._has_own_loss:
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
+        elif self.args.grad_sample_self_check:
+            refuse_loss_of_others(self.model, self._losses, inputs, number=2, size=self.args.per_device_train_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
         """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.

@@ -280,7 +280,7 @@ class ScriptedRun:
             run.loader = held_loader  # type: ignore[method-assign]
         # A share of error below 1 would hide that a record counts twice.
         attach = run.attach
-        run.attach = lambda model, **options: attach(model, **options | {"check_loss": lambda *_: False})  # type: ignore[method-assign]
+        run.attach = lambda model, **options: attach(model, **options | {"is_of_class": lambda _: False})  # type: ignore[method-assign]
         run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
         self.witnesses = [witness]
         if run.private_loss is not None:

@@ -7,7 +7,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Self, final
 
 import torch
 from accelerate.utils import send_to_device
@@ -20,7 +20,6 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
-from doppler_hf.privacy.autograd_check.apart import refuse_loss_of_others
 from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
@@ -52,10 +51,8 @@ from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# Refuses a model whose own loss of a batch is another one, by more than a share of it; returns whether that is trained.
-CheckLoss = Callable[[dict[str, Any], float], bool]
-# The rows with which a loss of the user's own is looked at by itself.
-MOST_ROWS: Final = 32
+# Refuses a model whose own loss of a batch is another one, by more than a share of it.
+CheckLoss = Callable[[dict[str, Any], float], None]
 
 
 @final
@@ -105,6 +102,7 @@ class PrivateRun:
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
         self._losses_of: Losses | None = None
+        self._is_cross_entropy: Callable[[Tensor], bool] = bool
         self._sharding: Sharding | None = None
         self._dummy: MicroBatch | None = None
         self._loader: PrivateLoader | None = None
@@ -206,6 +204,7 @@ class PrivateRun:
         *,
         losses_of: Losses,
         check_loss: CheckLoss,
+        is_of_class: Callable[[Tensor], bool],
         loader: Any,
         rows_per_loss: int,
         sharding: Sharding,
@@ -215,8 +214,9 @@ class PrivateRun:
         Args:
             model: The model to be trained.
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-            check_loss: A function that refuses a model whose own loss of a micro-batch is another one, and returns whether
-                the loss that is trained is that of the model's class.
+            check_loss: A function that refuses a model whose own loss of a micro-batch is another one, or a loss of the
+                user's own that reads other examples.
+            is_of_class: A function that tells whether losses are those of the rule for the model's class.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
             sharding: Where the weights lie.
@@ -254,6 +254,8 @@ class PrivateRun:
         )
         self._clipped = self._resources.enter_context(clipped)
         self._losses_of, self._sharding = losses_of, sharding
+        has_odds = has_one_label(base, self._dummy.inputs.get("labels"))
+        self._is_cross_entropy = lambda losses: has_odds and is_of_class(losses)
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
             reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
@@ -262,12 +264,7 @@ class PrivateRun:
                 with clipped.unwatched():
                     refuse_unreached(model, losses_of, probe, unreached=unreached)
         with moved(model), without_coins(model), clipped.unwatched():
-            is_of_class = check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
-            if args.grad_sample_self_check and not is_of_class:
-                size = min(args.per_device_train_batch_size, MOST_ROWS)
-                refuse_loss_of_others(model, losses_of, probe.collated(probe.short), number=len(probe.short), size=size)
-        # Set here, since code of the user's own may return the loss of the model's class.
-        clipped.is_cross_entropy = is_of_class and has_one_label(base, self._dummy.inputs.get("labels"))
+            check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
@@ -446,6 +443,8 @@ class PrivateRun:
         size, weights = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
             weights = torch.full((size,), micro_batch.weight, device=losses.device)
+        # By what was computed and not by the class: code of the user's own may return the loss of the model's class.
+        self._clipped.is_cross_entropy = self._is_cross_entropy(losses)
         self._clipped.backward(losses, weights=weights, views=micro_batch.rows_each)
         if self.private_loss is not None:
             self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)

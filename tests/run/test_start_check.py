@@ -225,7 +225,7 @@ OF_THE_BATCH = {
     "its own label's": lambda z, losses: 1e-4 * (z @ z.mT).softmax(1).square().sum(1),
     "larger batches": lambda z, losses: max(len(z) - 8, 0) * 1e-4 * (z * z.sum(0)).sum(-1),
     "their spread, without a gradient": lambda z, losses: 1e-2 * (losses - losses.mean().detach()).square(),
-    "a scale, without a gradient": lambda z, losses: losses * 1e-2 * z.detach().sum(),
+    "a scale, without a gradient": lambda z, losses: losses * 1e-3 * z.detach().sum(),
 }
 OF_ITSELF = {
     "a penalty": lambda z, losses: 1e-4 * z.square().sum(-1),

@@ -94,6 +94,9 @@ def assert_matches(
     """
     chosen = dict(max_grad_norm=max_grad_norm or median_norm(gradients), clipping=clipping, granularity=granularity)
     with book_keeping(model, **chosen, **options) as clipped:
+        for examined in (some_of(len(gradients)), ~some_of(len(gradients))):
+            if coupled := clipped.coupled(losses(slice(0, len(gradients))), examined=examined):
+                raise ValueError(f"coupled, as the start check finds it: {coupled}")
         norms = clipped.backward(losses(slice(0, len(gradients))))
         torch.testing.assert_close(norms, norms_of(gradients), **(tolerance or TOLERANCE))
         assert_same_sums(clipped.sums, clip_and_sum(gradients, **chosen), **(tolerance or {}))
@@ -110,10 +113,6 @@ def assert_equals_loop_or_is_refused(model, losses, batch, *, naming, **options)
     gradients = gradients_of_each(model, losses, batch)
     refusal = None
     try:
-        with book_keeping(model, **options) as clipped:
-            for examined in (some_of(batch), ~some_of(batch)):
-                if coupled := clipped.coupled(losses(slice(0, batch)), examined=examined):
-                    raise ValueError(f"{coupled}, by the start check")
         assert_matches(model, losses, gradients, **options)
     except ValueError as error:
         refusal = str(error)

@@ -24,6 +24,7 @@ from doppler_hf.privacy.losses import without_adapters
 
 # In units of eps: of a sum of n terms in another order, in pairs, some log2(n) of its additions are rounded otherwise.
 ROUNDING_OF_SUMS: Final = 64
+SMALLEST, LARGEST = 8, 64
 
 
 def some_of(number: int) -> Bool[Tensor, " number"]:
@@ -91,7 +92,7 @@ def _differentiated(model: nn.Module, inputs: Inputs, *, number: int) -> Iterato
 
 
 def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *, number: int, size: int) -> None:
-    """Refuse a loss whose gradient, by the model's outputs, reads other examples of a batch of at least `size`.
+    """Refuse a loss whose gradient, by the model's outputs, reads other examples of a batch of `size`, of 8 to 64.
 
     The model is called once, and its outputs for `number` examples are repeated, so that the size costs next to nothing.
     What reads others without a gradient, such as a mean that is detached, or only in larger batches, shows here.
@@ -104,7 +105,7 @@ def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *
     with contextlib.ExitStack() as hook, torch.no_grad():
         hook.callback(model.register_forward_hook(lambda _model, _args, output: outputs.append(output)).remove)
         losses_of(dict(inputs))
-    rows = torch.arange(max(number, size)) % number
+    rows = torch.arange(min(max(SMALLEST, size), LARGEST)) % number
     examined = some_of(len(rows))
 
     def slopes_at(rows: Int[Tensor, " rows"]) -> list[Tensor]:

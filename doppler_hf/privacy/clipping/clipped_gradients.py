@@ -47,7 +47,7 @@ class ClippedGradients:
 
     Attributes:
         engine_name: `engine`.
-        is_cross_entropy: As given; set it before the first `backward`.
+        is_cross_entropy: As given; set it before `backward`.
         parameters: The trainable parameters by name.
         on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory, and
             nothing waits for the device; set it before the context is entered.

@@ -109,10 +109,15 @@ def test_one_label_is_a_whole_number_of_a_classifier():
     assert not any(has_one_label(model, one) for model in others)
 
 
-def test_a_training_weighs_its_own_model_s_loss_alone(tmp_path):
-    class OwnLoss(DopplerTrainer):
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_training_weighs_its_own_model_s_loss_alone_whoever_returns_it(tmp_path, checked):
+    class Inherited(DopplerTrainer):
         def compute_per_sample_loss(self, model, inputs):
             return super().compute_per_sample_loss(model, inputs)
+
+    class OwnLoss(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            return 1.0 * super().compute_per_sample_loss(model, inputs)
 
     def first_gradient(cls):
         torch.manual_seed(0)
@@ -122,8 +127,11 @@ def test_a_training_weighs_its_own_model_s_loss_alone(tmp_path):
             model.classifier.bias.copy_(torch.tensor([0.8, 0.2]).log())
         recorder = Recorder()
         data = text_data().map(lambda row: {"labels": 0})
-        run = dict(noise_multiplier=0.0, noise_seed=0, max_steps=1, clipping="automatic")
+        run = dict(noise_multiplier=0.0, noise_seed=7, max_steps=1, clipping="automatic", grad_sample_self_check=checked)
         trained(trainer_of(tmp_path / cls.__name__, model=model, cls=cls, data=data, callbacks=[recorder], **run))
         return recorder.gradients[0]
 
-    torch.testing.assert_close(first_gradient(DopplerTrainer), 0.4 * first_gradient(OwnLoss), rtol=1e-4, atol=1e-7)
+    of_stock = first_gradient(DopplerTrainer)
+    assert of_stock.any()
+    assert torch.equal(of_stock, first_gradient(Inherited))
+    torch.testing.assert_close(of_stock, 0.4 * first_gradient(OwnLoss), rtol=1e-4, atol=1e-7)
