@@ -174,6 +174,7 @@ class DopplerTrainer(AroundSteps):
                 self.model,
                 losses_of=self._losses,
                 check_loss=self._check_loss,
+                has_own_loss=self._has_own_loss,
                 is_of_class=lambda losses: self._losses_of_class() is losses,
                 loader=dataloader,
                 rows_per_loss=self.rows_per_loss,

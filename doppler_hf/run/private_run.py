@@ -204,6 +204,7 @@ class PrivateRun:
         *,
         losses_of: Losses,
         check_loss: CheckLoss,
+        has_own_loss: bool,
         is_of_class: Callable[[Tensor], bool],
         loader: Any,
         rows_per_loss: int,
@@ -216,6 +217,7 @@ class PrivateRun:
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
             check_loss: A function that refuses a model whose own loss of a micro-batch is another one, or a loss of the
                 user's own that reads other examples.
+            has_own_loss: Whether the losses are the user's own, which may count labels that no other loss does.
             is_of_class: A function that tells whether losses are those of the rule for the model's class.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
