@@ -139,10 +139,10 @@ def _of_round(of: Rounds, spacing: float, lost: float) -> tuple[PrivacyLossDistr
     A unit's group is a coin that no data change. Whoever knows it sees the ratio of that group, so the distribution of a
     round that is cut is the mean of those of the groups.
     """
-    shorter, longer = (
-        round_ratio(*of.of_group(is_longer=is_longer)[:3], spacing=spacing, lost=lost) for is_longer in (False, True)
-    )
-    ratio = mixed(shorter, longer, share=of.longer) if of.longer else shorter
+    ratio = round_ratio(*of[:3], spacing=spacing, lost=lost)
+    if of.longer:
+        longer = round_ratio(*of.of_group(is_longer=True)[:3], spacing=spacing, lost=lost)
+        ratio = mixed(ratio, longer, share=of.longer)
     last = ratio.first + len(ratio.without) - 1
     removal = DensePLDPmf(spacing, ratio.first, ratio.with_unit, ratio.at_infinity, pessimistic_estimate=True)
     addition = DensePLDPmf(spacing, -last, ratio.without[::-1], ratio.at_zero, pessimistic_estimate=True)
