@@ -102,7 +102,7 @@ class PrivateRun:
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
         self._losses_of: Losses | None = None
-        self._is_cross_entropy: Callable[[Tensor], bool] = bool
+        self._is_cross_entropy: Callable[[Tensor], bool] = lambda losses: False
         self._sharding: Sharding | None = None
         self._dummy: MicroBatch | None = None
         self._loader: PrivateLoader | None = None

@@ -20,6 +20,7 @@ CHECKED = (
     "doppler_hf.optim.adaptive_fir",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
+    "doppler_hf.privacy.autograd_check.apart",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.bits",
     "doppler_hf.privacy.clipping.attention",

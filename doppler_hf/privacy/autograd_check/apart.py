@@ -112,6 +112,8 @@ def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *
         leaves: list[Tensor] = []
 
         def repeated(value: Any) -> Any:
+            if isinstance(value, list) and len(value) == number:  # such as texts, for the loss alone
+                return [value[row] for row in rows.tolist()]
             if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % number:
                 return value
             return value.unflatten(0, (number, -1))[rows.to(value.device)].flatten(0, 1)
@@ -124,7 +126,7 @@ def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *
 
         again = iter(outputs)
         with mock.patch.dict(vars(model), forward=replayed), filled_generators(0):
-            losses = losses_of(tree_map(repeated, dict(inputs)))
+            losses = losses_of({name: repeated(value) for name, value in inputs.items()})
         chosen = losses[examined.to(losses.device)].sum()
         slopes = torch.autograd.grad(chosen, leaves, allow_unused=True) if chosen.requires_grad and leaves else ()
         return [slope.unflatten(0, (len(rows), -1)).flatten(1).cpu() for slope in slopes if slope is not None]
