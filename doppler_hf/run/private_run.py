@@ -6,6 +6,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 
 import contextlib
 import functools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -42,6 +43,7 @@ from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
     on_all_processes,
+    on_process_0,
     refuse_processes_that_draw_alone,
 )
 from doppler_hf.run.round_secrets import RoundSecret
@@ -309,10 +311,12 @@ class PrivateRun:
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         assert self.sampler.turns_of_round == statement.releases(statement.steps_planned).turns
+        # The ledger that is saved is that of process 0. By the name of its run each process finds its own secret again.
+        run_id = on_process_0(lambda: secrets.token_hex(8))
         if earlier is None:
-            ledger = PrivacyLedger.open(statement, earlier=others)
+            ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id)
         else:
-            ledger = earlier.resume(statement, from_step=step, continues_rounds=self._continues_rounds)
+            ledger = earlier.resume(statement, from_step=step, continues_rounds=self._continues_rounds, run_id=run_id)
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)
         target = self._args.target_epsilon

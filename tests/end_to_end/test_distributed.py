@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
+from tests.end_to_end.test_early_ends import interrupted
 from tests.support import processes
 from tests.support.tiny import InOrder, head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
@@ -120,7 +121,15 @@ def neighbours(folder, world):
     return result.distances, result.couplings, trainer.private_run.sampler.expected_batch_size
 
 
+def resumed(folder, world):
+    """Return the texts that a process has trained on before and after an interruption, and the plans of its ledger."""
+    first, second = interrupted(Path(folder) / "resumed", after=4, gradient_accumulation_steps=2 // world)
+    second.train(resume_from_checkpoint=True)
+    return first.seen + second.seen, [[each.steps for each in plan] for plan in second.privacy.ledger.plans]
+
+
 CASES = {
+    "resumed": resumed,
     **{case: functools.partial(train, case=case) for case in ("equal", "noise")},
     "shuffled": shuffled,
     "other_terms": other_terms,
@@ -185,6 +194,13 @@ def test_weights_are_compared_in_the_end_of_a_short_training(two_processes):
             "The weights must be the same on all processes, got different ones on process 1 than on process 0"
         )
         assert "after step 4, " in message
+
+
+def test_two_processes_go_on_with_their_round(two_processes):
+    """Each finds its own secret again: every record of 48 takes part once in the six steps, on one of them."""
+    (of_first, plans), (of_second, _) = two_processes["resumed"]
+    assert plans == [[6]]
+    assert len(set(of_first + of_second)) == len(of_first) + len(of_second) == 48
 
 
 def assert_one_user_moves_the_sum_by_at_most_c(runs):

@@ -53,18 +53,23 @@ class PrivacyLedger:
     # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, statement: PrivacyStatement, *, earlier: Spent | None = None) -> Self:
-        """Return a new ledger, on which nothing has been spent, of weights that another training may have left."""
+    def open(cls, statement: PrivacyStatement, *, earlier: Spent | None = None, run_id: str | None = None) -> Self:
+        """Return a new ledger, on which nothing has been spent, of weights that another training may have left.
+
+        Its run gets a name of its own. Processes that train together pass the same one.
+        """
         ledger = cls(LedgerRecord())
         spent = None if earlier is None else {"epsilon": _json_number(earlier.epsilon), "delta": earlier.delta}
-        ledger._begin("opened", statement, {"earlier": spent})
+        ledger._begin("opened", statement, {"earlier": spent}, run_id)
         return ledger
 
-    def resume(self, statement: PrivacyStatement, *, from_step: int, continues_rounds: bool = False) -> Self:
+    def resume(
+        self, statement: PrivacyStatement, *, from_step: int, continues_rounds: bool = False, run_id: str | None = None
+    ) -> Self:
         """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
         ledger = self.as_written()
         counted = {"from_step": from_step, "steps_run": ledger.steps_run, "continues_rounds": continues_rounds}
-        ledger._begin("resumed", statement, counted)
+        ledger._begin("resumed", statement, counted, run_id)
         return ledger
 
     def as_written(self) -> Self:
@@ -252,10 +257,10 @@ class PrivacyLedger:
         """Return whether `other` is this ledger, or continues it."""
         return other.entries[: len(self.entries)] == self.entries
 
-    def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any]) -> None:
+    def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any], run_id: str | None) -> None:
         terms = {
             # Two runs that begin in the same second with the same arguments must differ.
-            "run_id": secrets.token_hex(8),
+            "run_id": secrets.token_hex(8) if run_id is None else run_id,
             "statement": asdict(statement),
             "mechanism": statement.mechanism,
             "neighbouring_relation": NEIGHBOURING_RELATION,
