@@ -20,8 +20,6 @@ from tests.support.models import (
 )
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
-    CLIPPINGS,
-    GRANULARITIES,
     NORM_RULES,
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
@@ -63,16 +61,6 @@ def reference(name, attention="sdpa", batch=BATCH):
 def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
     model = build(name, attention=attention, checkpointing=checkpointing)
     assert_matches(model, on_batch(model), reference(name, attention))
-
-
-@pytest.mark.parametrize(
-    ("name", "clipping", "granularity", "norm_rule", "on_accelerator"),
-    pairwise(MODELS, CLIPPINGS, GRANULARITIES, NORM_RULES, [False, True]),
-)
-def test_every_clipping(name, clipping, granularity, norm_rule, on_accelerator):
-    model = build(name)
-    options = dict(clipping=clipping, granularity=granularity, norm_rule=norm_rule, on_accelerator=on_accelerator)
-    assert_matches(model, on_batch(model), reference(name), **options)
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])

@@ -8,7 +8,7 @@ from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping import book, groups, norms, per_sample_gradient
-from tests.support.models import BATCH, batch_for, build, losses_of, rows
+from tests.support.models import BATCH, MODELS, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
     CLIPPINGS,
@@ -22,10 +22,9 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
-from tests.support.tiers import further, thorough
+from tests.support.tiers import thorough
 from tests.support.tiny import pad
 
-MODELS = ["roberta", "bert-choice", "gpt2-lm", "llama-lm", "t5-lm", "vit", "resnet", "roberta-lora", "llama-dora"]
 C = 0.1
 
 
@@ -62,7 +61,7 @@ LARGE = {
 
 @pytest.mark.parametrize(
     ("name", "views", "norm_rule", "clipping", "granularity", "on_accelerator", "large"),
-    further(pairwise(MODELS, [1, 2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES, [False, True], [*LARGE])),
+    pairwise(MODELS, [1, 2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES, [False, True], [*LARGE]),
 )
 def test_the_mean_over_the_views_of_an_example_is_clipped(
     name, views, norm_rule, clipping, granularity, on_accelerator, large, monkeypatch
