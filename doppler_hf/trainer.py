@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.autograd_check.apart import refuse_loss_of_others
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
@@ -265,8 +264,6 @@ class DopplerTrainer(AroundSteps):
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
                 refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
-        elif self.args.grad_sample_self_check:
-            refuse_loss_of_others(self.model, self._losses, inputs, number=2, size=self.args.per_device_train_batch_size)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
         """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.

@@ -21,12 +21,12 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
-from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
+from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
-from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy.batching.probe import SHORT, Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
@@ -217,9 +217,8 @@ class PrivateRun:
         Args:
             model: The model to be trained.
             losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-            check_loss: A function that refuses a model whose own loss of a micro-batch is another one, or a loss of the
-                user's own that reads other examples.
-            has_own_loss: Whether the losses are the user's own, which may count labels that no other loss does.
+            check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
+            has_own_loss: Whether code of the user's own computes losses, which may count labels that no other loss does.
             is_of_class: A function that tells whether losses are those of the rule for the model's class.
             loader: The private loader, of whose examples some are used for the check.
             rows_per_loss: As in `ClippedGradients`.
@@ -262,12 +261,13 @@ class PrivateRun:
         self._is_cross_entropy = lambda losses: has_odds and is_of_class(losses)
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
-            reached = check_before_training(clipped, model, losses_of, probe, in_bf16=in_bf16)
+            number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if has_own_loss else SHORT
+            reached = check_before_training(clipped, model, losses_of, probe, number=number, in_bf16=in_bf16)
             unreached = clipped.parameters.keys() - reached
             if unreached and not args.train_unreached_parameters:
                 with clipped.unwatched():
                     refuse_unreached(model, losses_of, probe, unreached=unreached)
-        with moved(model), without_coins(model), clipped.unwatched():
+        with without_coins(model), clipped.unwatched():
             check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:

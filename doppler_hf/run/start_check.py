@@ -1,14 +1,15 @@
 """The check before the first step: nine examples of the training set, through the user's own model, loss and collator.
 
-Of eight short examples no loss may have a gradient in the rows of others. Losses and the engine's gradients of a short and
-the longest example are compared with plain autograd on each alone. This finds what couples examples (norms and means over
-the batch or its tokens, padding, collators that mix rows), statistics that a forward pass keeps, and a wrong rule of the
-engine.
+Of short examples, eight or for a loss of the user's own as many as a micro-batch has, no loss may have a gradient in
+others' rows. Losses and the engine's gradients of a short and the longest example are compared with plain autograd on each
+alone. This finds what couples examples (norms and means over the batch or its tokens, padding, collators that mix rows),
+statistics that a forward pass keeps, and a wrong rule of the engine.
 
 Nothing about the examples is released: the outcome depends on model, loss, data set and collator.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -32,7 +33,7 @@ ROUNDING_BF16: Final = 0.1
 
 
 def check_before_training(
-    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probe: Probe, *, in_bf16: bool
+    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, probe: Probe, *, number: int, in_bf16: bool
 ) -> set[str]:
     """Check the attached engine, and return the names of the trained parameters that a loss reaches.
 
@@ -41,15 +42,16 @@ def check_before_training(
         model: The model.
         losses_of: A function that calls the model and returns one loss per example of a micro-batch.
         probe: Examples of the training set.
+        number: How many rows a loss of the user's own is looked at with, as it may read only batches of the run's size.
         in_bf16: Whether the model computes in bfloat16.
 
     Raises:
         ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
     """
-    whole = probe.collated(probe.short)
+    whole = probe.collated([*itertools.islice(itertools.cycle(probe.short), number)])
 
     def look() -> tuple[Tensor, str | None]:
-        return place_of_others(clipped, model, losses_of, whole, number=len(probe.short))
+        return place_of_others(clipped, model, losses_of, whole, number=number)
 
     def is_random_now() -> bool:
         with clipped.unwatched():
@@ -63,9 +65,9 @@ def check_before_training(
             )
         if place is not None:
             with clipped.unwatched():
-                parts = probe.in_parts(probe.short)[1]
-                raise read_by_others(place, why_gradients_change(model, losses_of, parts=parts, together=whole))
-        usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=True) if 0.0 < abs(loss) < math.inf)
+                together, each = probe.in_parts(probe.short)
+                raise read_by_others(place, why_gradients_change(model, losses_of, parts=each, together=together))
+        usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
         tolerance = ROUNDING_BF16 if in_bf16 else ROUNDING
         return compare(clipped, model, losses_of, alone=each, together=together, tolerance=tolerance)

@@ -224,8 +224,6 @@ OF_THE_BATCH = {
     "those before": lambda z, losses: 1e-4 * z.cumsum(0).square().sum(-1),
     "its own label's": lambda z, losses: 1e-4 * (z @ z.mT).softmax(1).square().sum(1),
     "larger batches": lambda z, losses: max(len(z) - 8, 0) * 1e-4 * (z * z.sum(0)).sum(-1),
-    "their spread, without a gradient": lambda z, losses: 1e-2 * (losses - losses.mean().detach()).square(),
-    "a scale, without a gradient": lambda z, losses: losses * 1e-3 * z.detach().sum(),
 }
 OF_ITSELF = {
     "a penalty": lambda z, losses: 1e-4 * z.square().sum(-1),
@@ -247,9 +245,10 @@ def test_a_loss_that_reads_the_batch_is_refused_however_little(tmp_path, monkeyp
     options = dict(
         per_device_train_batch_size=size, gradient_accumulation_steps=1, noise_multiplier=None, target_epsilon=3.0
     )
-    options |= dict(model=tiny_bert(initializer_range=0.1), data=text_data(64))
-    match = "in the places of others at 'classifier.bias'|the loss depends on the other examples"
-    refused(tmp_path, match, cls=with_term(monkeypatch, OF_THE_BATCH[name]), **options)
+    options["data"] = text_data(64)
+    refused(
+        tmp_path, "in the places of others at 'classifier.bias'", cls=with_term(monkeypatch, OF_THE_BATCH[name]), **options
+    )
 
 
 @pytest.mark.parametrize("name", OF_ITSELF)

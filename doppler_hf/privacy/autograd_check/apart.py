@@ -7,24 +7,17 @@ any order and precision.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final
-from unittest import mock
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from doppler_hf.privacy.autograd_check.at_fault import CHANGES, OF_OTHERS, Inputs
+from doppler_hf.privacy.autograd_check.at_fault import Inputs
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
-from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.losses import without_adapters
-
-# In units of eps: of a sum of n terms in another order, in pairs, some log2(n) of its additions are rounded otherwise.
-ROUNDING_OF_SUMS: Final = 64
-SMALLEST, LARGEST = 8, 64
 
 
 def some_of(number: int) -> Bool[Tensor, " number"]:
@@ -89,52 +82,3 @@ def _differentiated(model: nn.Module, inputs: Inputs, *, number: int) -> Iterato
     finally:
         if handle is not None:
             handle.remove()
-
-
-def refuse_loss_of_others(model: nn.Module, losses_of: Losses, inputs: Inputs, *, number: int, size: int) -> None:
-    """Refuse a loss whose gradient, by the model's outputs, reads other examples of a batch of `size`, of 8 to 64.
-
-    The model is called once, and its outputs for `number` examples are repeated, so that the size costs next to nothing.
-    What reads others without a gradient, such as a mean that is detached, or only in larger batches, shows here.
-
-    Raises:
-        ValueError: If the gradient is not zero in the rows of others, or changes by more than rounding when another example
-            takes their place. At the same place in tensors of the same shapes, all that may differ is where a sum is cut.
-    """
-    outputs: list[Any] = []
-    with contextlib.ExitStack() as hook, torch.no_grad():
-        hook.callback(model.register_forward_hook(lambda _model, _args, output: outputs.append(output)).remove)
-        losses_of(dict(inputs))
-    rows = torch.arange(min(max(SMALLEST, size), LARGEST)) % number
-    examined = some_of(len(rows))
-
-    def slopes_at(rows: Int[Tensor, " rows"]) -> list[Tensor]:
-        leaves: list[Tensor] = []
-
-        def repeated(value: Any) -> Any:
-            if isinstance(value, list) and len(value) == number:  # such as texts, for the loss alone
-                return [value[row] for row in rows.tolist()]
-            if not isinstance(value, Tensor) or value.ndim == 0 or len(value) % number:
-                return value
-            return value.unflatten(0, (number, -1))[rows.to(value.device)].flatten(0, 1)
-
-        def replayed(*_args: Any, **_kwargs: Any) -> Any:
-            found = tree_map(repeated, next(again))
-            tensors = (each for each in tree_leaves(found) if is_floating(each) and each.ndim and len(each) % len(rows) == 0)
-            leaves.extend(each.requires_grad_() for each in tensors)
-            return found
-
-        again = iter(outputs)
-        with mock.patch.dict(vars(model), forward=replayed), filled_generators(0):
-            losses = losses_of({name: repeated(value) for name, value in inputs.items()})
-        chosen = losses[examined.to(losses.device)].sum()
-        slopes = torch.autograd.grad(chosen, leaves, allow_unused=True) if chosen.requires_grad and leaves else ()
-        return [slope.unflatten(0, (len(rows), -1)).flatten(1).cpu() for slope in slopes if slope is not None]
-
-    for before, after in zip(slopes_at(rows), slopes_at(rows.where(examined, rows[number // 2])), strict=True):
-        change, sizes = (after - before)[examined].abs().amax(1), before[examined].abs().amax(1)
-        is_changed = change > ROUNDING_OF_SUMS * torch.finfo(before.dtype).eps * (
-            sizes + 0.1 * sizes.nan_to_num(posinf=0).max()
-        )
-        if is_changed.any() or before[~examined].nan_to_num(posinf=0, neginf=0).any():
-            raise ValueError(CHANGES.format(what="loss") + OF_OTHERS.format(place="the loss"))

@@ -13,13 +13,9 @@ from doppler_hf.privacy.clipping.other_layers import has_rows
 
 Inputs = Mapping[str, Any]
 
-CHANGES: Final = (
+_CHANGES: Final = (
     "The {what} of one example changes with the examples beside it, which no noise covers "
     "(docs/start/troubleshooting.md#losses): "
-)
-OF_OTHERS: Final = (
-    "{place} depends on the other examples, as a mean over the batch does. Let each loss depend on its example alone, and "
-    "replace such a layer."
 )
 
 
@@ -39,14 +35,14 @@ def refuse_changed_losses(
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise ValueError(CHANGES.format(what="loss") + _reason(model, losses_of, parts, together))
+    raise ValueError(_CHANGES.format(what="loss") + _reason(model, losses_of, parts, together))
 
 
 def why_gradients_change(model: nn.Module, losses_of: Losses, *, parts: Sequence[Inputs], together: Inputs) -> str | None:
     """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
     if first_changing_layer(model, losses_of, parts[0], together) is None:
         return None
-    return CHANGES.format(what="gradient") + _reason(model, losses_of, parts, together)
+    return _CHANGES.format(what="gradient") + _reason(model, losses_of, parts, together)
 
 
 def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], together: Inputs) -> str:
@@ -58,7 +54,10 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
             f"{layer} depends on the length to which an example is padded. Pad all examples to one length (tokenize with "
             "padding='max_length'), or replace the layer."
         )
-    return OF_OTHERS.format(place=layer)
+    return (
+        f"{layer} depends on the other examples, as a mean over the batch does. Let each loss depend on its example alone, "
+        "and replace the layer."
+    )
 
 
 def first_changing_layer(model: nn.Module, losses_of: Losses, part: Inputs, together: Inputs) -> str | None:
