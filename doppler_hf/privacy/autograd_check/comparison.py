@@ -136,7 +136,7 @@ def _rounding(
     weights: Sequence[float],
     trained: Mapping[str, nn.Parameter],
 ) -> dict[str, float]:
-    """Return by how much rounding alone changes each gradient: that of the outputs of all layers, drawn at random."""
+    """Return by how much rounding alone changes each gradient: that of all layers, drawn at random."""
     found = []
     for is_drawn in (False, True):
         with _rounded_at_random(model) if is_drawn else contextlib.nullcontext():
@@ -147,21 +147,23 @@ def _rounding(
 
 @contextlib.contextmanager
 def _rounded_at_random(model: nn.Module) -> Iterator[None]:
-    """Change each number that a layer returns, and its gradient, as the rounding of its sums may.
+    """Change each number of the gradients of layers' outputs as the rounding of its sum may; losses stay as they are.
 
     Processors add up in orders of their own, which may follow from the shape of a batch and the place of a row. What cancels
     between two rows to the last bit on one of them is rounding on another.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def rounded(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return output
+    def rounded(gradient: Tensor) -> Tensor:
         # In half precision sums are of float32, and rounded once.
-        most = (1.0 if output.itemsize < 4 else OF_A_SUM) * torch.finfo(output.dtype).eps
-        return output + output * (most * (2 * torch.rand(output.shape, generator=generator) - 1)).to(output)
+        most = (1.0 if gradient.itemsize < 4 else OF_A_SUM) * torch.finfo(gradient.dtype).eps
+        return gradient + gradient * (most * (2 * torch.rand(gradient.shape, generator=generator) - 1)).to(gradient)
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(rounded)
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
-            hooks.callback(module.register_forward_hook(rounded).remove)
+            hooks.callback(module.register_forward_hook(watch).remove)
         yield
