@@ -98,7 +98,7 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     found = []
     for claim in ledger.claims:
         recomputed = recompute(claim.account.epsilon, private=claim.private, delta=ledger.statement.target_delta)
-        # A looser bound of another version holds, too: before 0.3 every group counted as many turns as the first.
+        # A looser bound of another version holds too: before 0.3 a cut round counted for every group as for the first.
         is_looser = not is_of_now(claim.versions) and recomputed < claim.epsilon < math.inf
         if not is_looser and not math.isclose(claim.epsilon, recomputed, rel_tol=tolerance(claim.versions)):
             found.append(

@@ -6,20 +6,26 @@ https://arxiv.org/abs/1905.02383, section 2):
 
     TPR(α) ≤ min over ε of min(e^ε·α + δ(ε), 1 − e^(−ε)·(1 − α − δ(ε)))
 
-δ(ε) is that of the privacy loss distribution, the larger one of adding and removing a record.
+δ(ε) is that of the privacy loss distribution, the larger one of adding and removing a record. Where a unit's group is
+secret, an attacker does not know it either: P and Q of the attack are those of the theorem, means over groups. The bound
+by simulation therefore holds here as it does for the ε of the run. It must hold at all ε at once, so its probability to fail
+is shared among them, and is part of each δ(ε).
 """
 
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Releases, merged_rounds
-from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, gaussian_delta
+from doppler_hf.privacy.accounting.composition import delta_curve, gaussian_delta
 from doppler_hf.privacy.accounting.plans import Plan
+from doppler_hf.privacy.accounting.secret_groups import deltas_of_runs
+
+_EVERY: Final = 5  # of the pairs of ε and δ is also bounded by simulation, where groups are secret
 
 
 class TradeOff(NamedTuple):
@@ -47,10 +53,10 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
         >>> round(trade_off([Releases(1.0, 0.01, 1000)]).true_positive_rate(0.01), 3)
         0.029
     """
-    rounds = merged_rounds(history)
-    if any(each.noise_multiplier == 0.0 for each in rounds):
+    history = tuple(releases for releases in history if releases.steps)
+    if any(each.noise_multiplier == 0.0 for each in merged_rounds(history)):
         return TradeOff(np.zeros(1), np.ones(1))
-    return _of_noisy(rounds) if rounds else TradeOff(np.zeros(1), np.zeros(1))
+    return _of_noisy(history) if history else TradeOff(np.zeros(1), np.zeros(1))
 
 
 def trade_off_of_plans(plans: Sequence[Plan], *, epsilon: float, delta: float) -> TradeOff:
@@ -59,8 +65,14 @@ def trade_off_of_plans(plans: Sequence[Plan], *, epsilon: float, delta: float) -
 
 
 @functools.lru_cache(maxsize=8)
-def _of_noisy(rounds: tuple[Rounds, ...]) -> TradeOff:
-    return TradeOff(*delta_curve(rounds))
+def _of_noisy(history: tuple[Releases, ...]) -> TradeOff:
+    epsilons, deltas = delta_curve(merged_rounds(history))
+    if any(len(releases.strategy) > 1 for releases in history):
+        runs = [([*releases.rounds()], releases.strategy) for releases in history]
+        some = epsilons[::_EVERY]
+        secret = np.max([deltas_of_runs(runs, some, is_removal=is_removal) for is_removal in (True, False)], axis=0)
+        epsilons, deltas = np.append(epsilons, some), np.append(deltas, np.minimum(secret, 1.0))
+    return TradeOff(epsilons, deltas)
 
 
 def gaussian_mu(*, epsilon: float, delta: float) -> float:

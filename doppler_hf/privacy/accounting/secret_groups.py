@@ -35,8 +35,9 @@ OfRun = tuple[Sequence[Rounds], Sequence[float]]  # rounds of one σ and rate, a
 
 FAILURE: Final = 5e-4  # the probability that a bound fails, as a share of δ. A calibration looks at up to some twenty
 _FAILURES: Final = 0.01  # what is left for them of δ
-FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails
-_NEAR_OF_A_CURVE: Final = (0.5, 2.0, 5.0)
+_FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails
+_NEAR_OF_A_CURVE: Final = 2.0  # ε that tells most of attacks with some hundredths or thousandths of false positives
+_MOST_OF_A_CURVE: Final = 10_000  # samples
 _NUMBERS: Final = 5_000_000  # normal random numbers of one bound
 _MOST_SAMPLES: Final = 50_000
 _LEAST_SAMPLES: Final = 800  # of which 6,250 steps are left; fewer show nothing at such a probability
@@ -174,20 +175,17 @@ def deltas_of_runs(runs: Sequence[OfRun], epsilons: Array, *, is_removal: bool) 
     They contain the probability with which any of them fails: a mechanism that tells all with a probability of β has a δ
     larger by β.
     """
-    found = [np.ones(len(epsilons))]
-    for near in _NEAR_OF_A_CURVE:
-        simulated = _simulated(runs, near=near, is_removal=is_removal)
-        if simulated is not None:
-            failure = FAILURE_OF_A_CURVE / (len(_NEAR_OF_A_CURVE) * len(epsilons))
-            found.append(np.array([simulated(epsilon, failure) for epsilon in epsilons]) + FAILURE_OF_A_CURVE)
-    return np.asarray(np.min(found, axis=0))
+    simulated = _simulated(runs, near=_NEAR_OF_A_CURVE, is_removal=is_removal, most=_MOST_OF_A_CURVE)
+    if simulated is None:
+        return np.ones(len(epsilons))
+    return np.array([simulated(each, _FAILURE_OF_A_CURVE / len(epsilons)) for each in epsilons]) + _FAILURE_OF_A_CURVE
 
 
 def _simulated(
-    runs: Sequence[OfRun], *, near: float, is_removal: bool, is_rough: bool = False
+    runs: Sequence[OfRun], *, near: float, is_removal: bool, is_rough: bool = False, most: int = _MOST_SAMPLES
 ) -> Callable[[float, float], float] | None:
     """Return an upper bound on δ by ε and the probability to fail, small near one ε; None if it would be of no use."""
-    usual = min(_MOST_SAMPLES, _NUMBERS // sum(itertools.starmap(_steps, runs)))
+    usual = min(most, _NUMBERS // sum(itertools.starmap(_steps, runs)))
     if usual < _LEAST_SAMPLES or any(each.noise_multiplier < _LEAST_NOISE for rounds, _ in runs for each in rounds):
         return None
     count = usual // _ROUGHER if is_rough else usual

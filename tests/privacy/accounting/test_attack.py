@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting import Releases, get_epsilon, get_noise_multiplier
-from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent, trade_off
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, percent, trade_off
+from doppler_hf.privacy.accounting.composition import delta_curve
 
 RATES = [1e-3, 1e-2, 0.1, 0.5]
 
@@ -69,6 +71,39 @@ def test_no_attack_that_is_run_does_better(rate):
         # Five standard errors, of both rates.
         error = 5 * (math.sqrt(reached / size) + reached / math.sqrt(false_positive_rate * size))
         assert reached == pytest.approx(found.true_positive_rate(false_positive_rate), abs=error + 5e-3 * reached)
+
+
+def test_no_attack_that_is_run_on_a_secret_group_does_better_and_none_is_thought_to_know_it():
+    """By the mean ratio of four groups, each with one of two steps a round: 18 steps, of which the last two are of two."""
+    sigma, size, generator = 1.0, 200_000, np.random.default_rng(0)
+    c = np.array(NoiseShape.banded(4).c) / np.linalg.norm(NoiseShape.banded(4).c)
+    columns = np.array([np.pad(c, (step, 17 - step)) for step in range(18)])
+
+    def losses(is_member):
+        z = generator.standard_normal((size, 21))
+        if is_member:
+            group = generator.integers(4, size=size)
+            for first in (0, 8, 16):
+                step = first + group + 4 * generator.integers(2, size=size)
+                takes_part = np.flatnonzero(step < 18)
+                z[takes_part] += columns[step[takes_part]] / sigma
+        ratios = np.exp((z @ columns.T) / sigma - 1 / (2 * sigma**2))
+        of_groups = []
+        for group in range(4):
+            first, second, third = (ratios[:, group + start : start + 8 : 4] for start in (0, 8, 16))
+            last = 1 - third.shape[1] / 2 + third.sum(axis=1) / 2
+            of_groups.append(first.mean(axis=1) * second.mean(axis=1) * last)
+        return np.log(np.mean(of_groups, axis=0))
+
+    non_members, members = losses(False), losses(True)
+    found = trade_off([Releases(sigma, 1 / 8, 18, NoiseShape.banded(4).c)])
+    known = TradeOff(*delta_curve([*Releases(sigma, 1 / 8, 18, NoiseShape.banded(4).c).rounds()]))
+    for false_positive_rate in (1e-2, 0.1):
+        reached = np.mean(members > np.quantile(non_members, 1 - false_positive_rate))
+        error = 5 * (math.sqrt(reached / size) + reached / math.sqrt(false_positive_rate * size))
+        bound = found.true_positive_rate(false_positive_rate)
+        assert reached - error < bound < 1.15 * reached + error
+        assert bound < 0.9 * known.true_positive_rate(false_positive_rate)
 
 
 def test_attacks_grow_with_epsilon_and_the_rate_of_false_positives():
