@@ -45,6 +45,7 @@ class PrivacyCallback(TrainerCallback):
         self._is_running = False
         self._untrained: str | None = None
         self._trained: weakref.ref[nn.Module] | None = None
+        self._begun_with: str | None = None  # the digest of its parameters
 
     def epsilon(self) -> float:
         """Return the ε that holds for what was trained, wherever it ends: that of the plan. 0 before the first step."""
@@ -96,7 +97,7 @@ class PrivacyCallback(TrainerCallback):
         is_same = self._trained is not None and self._trained() is kwargs["model"]
         is_another = is_same and step == 0 and not is_known and ledger.steps_run > 0
         self._untrained = None if is_filled or is_another else untrained_digest(kwargs["model"])
-        self._trained = weakref.ref(kwargs["model"])
+        self._trained, self._begun_with = weakref.ref(kwargs["model"]), digests.parameters
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
@@ -263,5 +264,6 @@ class PrivacyCallback(TrainerCallback):
         if self.ledger is None or self.ledger.steps_run == 0:
             return False
         digests = digests_of(model)
-        note_spent_on(digests, self.ledger.spent)
+        if digests.parameters != self._begun_with:  # nothing is known by weights that did not move
+            note_spent_on(digests, self.ledger.spent)
         return self.ledger.leave(digests)

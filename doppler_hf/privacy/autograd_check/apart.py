@@ -38,8 +38,14 @@ def place_of_others(
     The others' rows are looked at where each trained parameter is used, and in the model's inputs, since layers in between
     may be frozen. It takes one backward pass.
     """
-    with _differentiated(model, inputs, number=number) as (watched, places):
-        losses = losses_of(watched)
+    try:
+        with _differentiated(model, inputs, number=number) as (watched, places):
+            losses = losses_of(watched)
+    except RuntimeError as error:
+        # Models of speech set the flag themselves, on what they make of their inputs, and look no further back.
+        if "requires_grad flags of leaf" not in str(error):
+            raise
+        losses, places = losses_of(inputs), []
     refuse_number_of_losses(losses, number)
     examined = some_of(number).to(losses.device)
     coupled = clipped.coupled(losses, examined=examined)
