@@ -43,20 +43,14 @@ MAY_IMPORT = {
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters optim privacy", "transformers torch"),
-    "run": (
-        "disk filters linalg optim privacy shards training_args",
-        f"{ARRAYS} torch transformers accelerate safetensors",
-    ),
+    "run": ("disk filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
     "extras": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
     "trl_checks": ("training_args run.refusals", ""),
     "sft": ("trainer training_args trl_checks run.around", "transformers trl"),
     "dpo": ("trainer training_args trl_checks run.around privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
-    "workloads": (
-        "extras training_args privacy.losses",
-        f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml",
-    ),
+    "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
         "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports",

@@ -16,12 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.audit import (
-    DiracAuditTrainer,
-    GradientAuditTrainer,
-    LossAuditTrainer,
-    audit_repeatedly,
-)
+from doppler_hf.audit import DiracAuditTrainer, GradientAuditTrainer, LossAuditTrainer, audit_repeatedly
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, numbered_rows
 from doppler_hf.audit.dirac import Turns
 from doppler_hf.audit.result import lower_bounds

@@ -12,15 +12,7 @@ from doppler_hf.audit import NeighbourResult, neighbour_distances
 from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
-from tests.audit.neighbour_cases import (
-    OF_CHOICES,
-    OF_VIEWS,
-    SETTINGS,
-    USUAL,
-    VIEWS,
-    cases,
-    result_of,
-)
+from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
 from tests.support.tiers import further
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights

@@ -16,17 +16,7 @@ from tests.support.tiers import thorough
 from tests.support.tiny import text_data
 from tests.support.trainers import trained, trainer_of
 
-WORDS = [
-    "plan",
-    "--num-examples",
-    "2000",
-    "--batch-size",
-    "100",
-    "--epochs",
-    "1.5",
-    "--epsilon",
-    "3",
-]
+WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3"]
 FILTER = ["--low-pass-filter", "first-order-v1"]
 
 

@@ -252,10 +252,7 @@ def test_saved_and_resumed(tmp_path):
 
 
 CANNOT = " cannot be used with differential privacy: "
-REFUSED = {
-    "sync_ref_model=True": dict(sync_ref_model=True),
-    "ld_alpha=0.5": dict(ld_alpha=0.5),
-}
+REFUSED = {"sync_ref_model=True": dict(sync_ref_model=True), "ld_alpha=0.5": dict(ld_alpha=0.5)}
 OTHERS = {
     "precompute_ref_log_probs must be True": dict(precompute_ref_log_probs=False),
     "The loss_type must be of sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "

@@ -9,12 +9,7 @@ import pytest
 import scipy.stats
 import torch
 from datasets import Dataset
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main

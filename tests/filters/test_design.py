@@ -109,10 +109,7 @@ def test_a_cutoff_too_low_for_its_order_is_refused():
         (lambda: moving_average(0), "taps must be an integer of at least 1, got 0"),
         (lambda: momentum(1.0), "beta must be a decay in [0, 1), got 1.0."),
         (lambda: from_coefficients((1.0,), (0.0, 1.0)), "must not be 0, got a=(0.0, 1.0)"),
-        (
-            lambda: from_coefficients((1.0, -1.0)),
-            "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with",
-        ),
+        (lambda: from_coefficients((1.0, -1.0)), "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with"),
         (lambda: from_coefficients((1j,)), "b[0] must be a finite real number, got 1j."),
     ],
 )

@@ -5,14 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    butterworth,
-    filter_figures,
-    impulse_response,
-    momentum,
-    moving_average,
-)
+from doppler_hf.filters import PAPER_FILTERS, butterworth, filter_figures, impulse_response, momentum, moving_average
 
 
 def test_momentum_is_known_in_closed_form():

@@ -6,13 +6,7 @@ import scipy.linalg
 import scipy.signal
 import scipy.special
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    NoiseShape,
-    impulse_response,
-    noise_gain,
-    signal_to_noise_ratio,
-)
+from doppler_hf.filters import PAPER_FILTERS, NoiseShape, impulse_response, noise_gain, signal_to_noise_ratio
 
 SHAPES = [NoiseShape(), NoiseShape.banded(4), NoiseShape((1.0, 0.6, -0.2)), NoiseShape.banded(16)]
 

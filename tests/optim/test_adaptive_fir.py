@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from doppler_hf.filters import (
-    moving_average,
-)
+from doppler_hf.filters import moving_average
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
 from doppler_hf.optim.adaptive_fir import found_anew
 from tests.support.optimizers import saved_and_loaded

@@ -27,12 +27,7 @@ def test_equals_algorithm_3(name, base, weight_decay):
     constants = {"lr": 0.05, "base": base, "beta2": 0.98, "eps": 0.01, "noise_std": 0.05, "weight_decay": weight_decay}
     floor = {"floor": 1e-4} if base == "adam_bc" else {}
     expected = doppler_trajectory(
-        p.detach().numpy().copy(),
-        gradients(),
-        b=PAPER_FILTERS[name].b,
-        a=PAPER_FILTERS[name].a[1:],
-        floor=1e-4,
-        **constants,
+        p.detach().numpy().copy(), gradients(), b=PAPER_FILTERS[name].b, a=PAPER_FILTERS[name].a[1:], floor=1e-4, **constants
     )
     optimizer = DopplerOptimizer([p], low_pass_filter=PAPER_FILTERS[name], **constants, **floor)
     np.testing.assert_allclose(trajectory(optimizer, p, gradients()), expected, rtol=1e-10, atol=1e-10)

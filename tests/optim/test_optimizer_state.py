@@ -122,9 +122,7 @@ def test_a_group_added_late_begins_anew_and_resumes():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "base", "reordered"),
-    pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"]),
-    ids=str,
+    ("dtype", "base", "reordered"), pairwise(DTYPES[1:], BASES, ["both", "parameters", "gradients"]), ids=str
 )
 def test_parameters_and_gradients_in_another_order_of_memory(dtype, base, reordered):
     def channels_last(tensor):

@@ -24,14 +24,7 @@ from doppler_hf.privacy.pair_losses import REFERENCES, log_ratios
 from doppler_hf.run.memory import Peak
 from tests.support.devices import Asked, far_away
 from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, qwen2_lm
-from tests.support.per_example import (
-    NORM_RULES,
-    TOLERANCE,
-    assert_equals_loop,
-    assert_same_sums,
-    book_keeping,
-    trainable,
-)
+from tests.support.per_example import NORM_RULES, TOLERANCE, assert_equals_loop, assert_same_sums, book_keeping, trainable
 from tests.support.tiers import combined
 
 BATCH, LENGTH = 3, 20  # no shorter than the models are wide

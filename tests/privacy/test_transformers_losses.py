@@ -297,8 +297,7 @@ def test_labels_are_needed(tmp_path):
     inputs = pad_tokens(token_rows("causal_lm"))
     del inputs["labels"]
     with pytest.raises(
-        ValueError,
-        match=r"no per-example loss for GPT2LMHeadModel without `labels`\. .*compute_per_sample_loss",
+        ValueError, match=r"no per-example loss for GPT2LMHeadModel without `labels`\. .*compute_per_sample_loss"
     ):
         trainer_of(tmp_path, model).compute_per_sample_loss(model, inputs)
 

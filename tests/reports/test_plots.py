@@ -7,10 +7,7 @@ from matplotlib.figure import Figure
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.reports.planned_runs import PlannedRun
-from doppler_hf.reports.plots import (
-    plot_filters,
-    plot_planned_runs,
-)
+from doppler_hf.reports.plots import plot_filters, plot_planned_runs
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import datasets
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    default_data_collator,
-)
+from transformers import default_data_collator
 
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run import data_scan

@@ -150,10 +150,7 @@ def of_file(name):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [
-        (lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])),
-        (of_file("checkpoint-2"), {}),
-    ],
+    [(lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])), (of_file("checkpoint-2"), {})],
 )
 def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys, model, options):
     first = trainer_of(tmp_path, save_strategy="steps", save_steps=2, **options)

@@ -90,13 +90,7 @@ def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
     assert trained(trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1)).state.global_step == 1
 
 
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (BertForMaskedLM, dict(hidden_dropout_prob=0.5)),
-        (WithoutLabels, {}),
-    ],
-)
+@pytest.mark.parametrize(("cls", "options"), [(BertForMaskedLM, dict(hidden_dropout_prob=0.5)), (WithoutLabels, {})])
 def test_the_loss_of_the_rule_trains_and_so_does_a_model_without_one(tmp_path, cls, options):
     trainer = trainer_of(tmp_path, model=bert(cls, **options), max_steps=1, remove_unused_columns=False)
     if cls is BertForMaskedLM:

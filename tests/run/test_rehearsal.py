@@ -174,13 +174,7 @@ def in_order(num_examples=40):
     return rows.select(sorted(range(num_examples), key=rows["labels"][:].__getitem__))
 
 
-@pytest.mark.parametrize(
-    ("metrics", "evaluated"),
-    [
-        (area, in_order()),
-        (of_many, Rows(in_order())),
-    ],
-)
+@pytest.mark.parametrize(("metrics", "evaluated"), [(area, in_order()), (of_many, Rows(in_order()))])
 def test_a_metric_that_two_rows_do_not_define_is_no_error(tmp_path, metrics, evaluated):
     assert trained(trainer_with(tmp_path, metrics=metrics, evaluated=evaluated, **EVALUATES)).state.global_step == 4
 
@@ -224,11 +218,7 @@ def without_times(history):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(metric_for_best_model="a_loss"),
-        dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy"),
-    ],
+    "options", [dict(metric_for_best_model="a_loss"), dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy")]
 )
 def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     found = []

@@ -49,10 +49,7 @@ def asides(folder):
 
 @pytest.mark.parametrize(
     ("options", "file"),
-    [
-        ({}, "model.safetensors"),
-        (dict(model=lambda: adapted("second")), "second/adapter_model.safetensors"),
-    ],
+    [({}, "model.safetensors"), (dict(model=lambda: adapted("second")), "second/adapter_model.safetensors")],
 )
 def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, file):
     model = options.pop("model", tiny_bert)()
@@ -143,13 +140,7 @@ def converted(trainer, folder):
     trainer.model.half()
 
 
-@pytest.mark.parametrize(
-    ("model", "change"),
-    [
-        (adapted, trained_otherwise),
-        (tiny_bert, converted),
-    ],
-)
+@pytest.mark.parametrize(("model", "change"), [(adapted, trained_otherwise), (tiny_bert, converted)])
 def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path, capsys, model, change):
     trainer = saved(trainer_of(tmp_path, model=model(), **CHECKPOINTS))
     head = trainer.privacy.ledger.head

@@ -619,11 +619,7 @@ def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, vie
 
 @pytest.mark.parametrize(
     "collator",
-    [
-        default_data_collator,
-        DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})),
-        default_collate,
-    ],
+    [default_data_collator, DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})), default_collate],
     ids=["default", "padding", "torch's"],
 )
 def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):

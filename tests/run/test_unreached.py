@@ -8,11 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertModel,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-)
+from transformers import BertModel, Gemma3Config, Gemma3ForConditionalGeneration
 
 from doppler_hf import DopplerTrainer
 from tests.support import chat

@@ -2,11 +2,7 @@
 
 import json
 
-from scripts.bench.measure import (
-    WARM_UP,
-    append_json_line,
-    seconds_in_turn,
-)
+from scripts.bench.measure import WARM_UP, append_json_line, seconds_in_turn
 
 
 def test_pairs_are_made_in_turn_after_warming_up():

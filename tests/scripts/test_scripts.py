@@ -164,10 +164,7 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     if script in (sft, dpo):
         pytest.importorskip("trl", reason="the extra trl is not installed")
     args, _, training_args = parse_args(
-        arguments,
-        LoraArguments,
-        getattr(doppler_hf, config),
-        argv=[str(path), "--use_cpu", f"--output_dir={tmp_path}"],
+        arguments, LoraArguments, getattr(doppler_hf, config), argv=[str(path), "--use_cpu", f"--output_dir={tmp_path}"]
     )
     assert training_args.disable_dp != (training_args.target_epsilon is not None)
     assert isinstance(training_args.learning_rate, float) or "learning_rate" not in path.read_text()

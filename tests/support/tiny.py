@@ -44,13 +44,7 @@ def _made_once(num_examples, seed, labels):
     rows = []
     for _ in range(num_examples):
         tokens = generator.integers(5, 50, size=generator.integers(3, 9)).tolist()
-        rows.append(
-            {
-                "input_ids": tokens,
-                "attention_mask": [1] * len(tokens),
-                "labels": int(tokens[0] * labels // 50),
-            }
-        )
+        rows.append({"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": int(tokens[0] * labels // 50)})
     return Dataset.from_list(rows)
 
 

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, DistilBertForMaskedLM
 
 from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
 from tests.support.folders import MASKED_LMS, PROMPT_WORDS, byte_tokenizer, write_gpt2, write_masked_lm

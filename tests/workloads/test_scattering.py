@@ -8,13 +8,7 @@ import torch
 from scipy.ndimage import convolve
 from torch.nn import functional as F
 
-from doppler_hf.workloads.scattering import (
-    PATHS,
-    Scattering,
-    ScatteringConfig,
-    ScatteringForImageClassification,
-    flipped,
-)
+from doppler_hf.workloads.scattering import PATHS, Scattering, ScatteringConfig, ScatteringForImageClassification, flipped
 
 SIDE = 16
 REACH = 20

@@ -8,16 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AlbertConfig, AlbertForSequenceClassification
 
-from tests.support.models import (
-    BATCH,
-    LENGTH,
-    MODELS,
-    batch_for,
-    build,
-    encoder_options,
-    losses_of,
-    rows,
-)
+from tests.support.models import BATCH, LENGTH, MODELS, batch_for, build, encoder_options, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
     NORM_RULES,
