@@ -2,7 +2,6 @@
 
 import functools
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.end_to_end.test_early_ends import interrupted
 from tests.support import processes
-from tests.support.tiny import InOrder, head_alone, pad, text_data, tiny_bert
+from tests.support.tiny import head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
@@ -83,21 +82,6 @@ def other_terms(folder, world):
         own = {"per_device_train_batch_size": 2, "per_sample_max_grad_norm": 1.0, "grad_sample_self_check": False}
         found[name] = refusal(folder, name, **own | (others if os.environ["RANK"] == "1" else {}))
     return found
-
-
-class ShuffleEachEpoch(TrainerCallback):
-    """Shuffles as all processes would alike, if the generators were theirs to seed."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        random.shuffle(self.rows)
-
-
-def reordered(folder, world):
-    data = InOrder(text_data())
-    return refusal(folder, "reordered", data=data, callbacks=[ShuffleEachEpoch(data.rows)])
 
 
 class Drift(TrainerCallback):

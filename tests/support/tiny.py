@@ -96,16 +96,3 @@ class OwnGenerator(Rows):
 
     def __getitem__(self, index):
         return hidden(self.rows[index], random=self.generator.random)
-
-
-class InOrder(torch.utils.data.Dataset):
-    """Rows in an order of their own, which may be changed."""
-
-    def __init__(self, rows):
-        self.rows = list(rows)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
