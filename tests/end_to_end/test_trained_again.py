@@ -137,7 +137,8 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
     options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, callbacks=[Interrupted()], target_epsilon=3.0, **options).train()
-    words = "Steps after it are made again and count: the run ends as many steps early."
+    last = tmp_path / "out" / "checkpoint-2"
+    words = f"goes on from {last}. Steps after it are made again and count: the run ends as many steps early."
     assert words in " ".join(capsys.readouterr().out.split())
     resumed = trainer_of(tmp_path, target_epsilon=target_epsilon, **options)
     resumed.train(resume_from_checkpoint=True)

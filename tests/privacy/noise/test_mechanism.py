@@ -76,7 +76,8 @@ def test_global_generators_are_neither_used_nor_moved():
     torch.manual_seed(1)
     torch.rand(1)  # so that filling it with any seed, or with its own, shows
     before = global_states()
-    released(gaussian(), steps=3)
+    for is_safe in (False, True):
+        released(gaussian(floating_point_safe=is_safe), steps=3)
     gaussian(seed=0)
     assert global_states() == before
 
