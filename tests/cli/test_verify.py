@@ -179,23 +179,6 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
     assert capsys.readouterr().out.count("NOT VERIFIED") == edits
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        *(lambda entries, index=index: entries.pop(index) for index in range(15)),
-        *(lambda entries, index=index: entries.insert(index, entries.pop(index + 1)) for index in range(15)),
-        lambda entries: entries.insert(2, entries[1]),
-        lambda entries: entries.reverse(),
-        lambda entries: entries.clear(),
-    ],
-)
-def test_entries_taken_out_or_moved_are_found(written, tmp_path, edit):
-    document = json.loads(written[1])
-    edit(document["entries"])
-    (tmp_path / LEDGER_NAME).write_text(json.dumps(document))
-    assert check(tmp_path) == 1
-
-
 # --- what a chain cannot show alone ---------------------------------------------------------------------------------------
 
 

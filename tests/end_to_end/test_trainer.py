@@ -13,11 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
-from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.run.refusals import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.tolerances import RAISED
 from tests.support.trainers import NoSignal, Recorder, trained, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
@@ -37,24 +35,6 @@ def test_noise_in_grad_has_the_promised_deviation_and_no_memory(tmp_path):
     assert low < np.sum((noise / std) ** 2) < high
     correlations = np.corrcoef(noise)[np.triu_indices(len(noise), 1)]
     assert np.all(np.abs(correlations) < 5.5 / math.sqrt(noise.shape[1]))
-
-
-def test_without_noise_grad_is_the_clipped_sum_over_the_expected_batch(tmp_path):
-    recorder = Recorder()
-    trainer = trainer_of(
-        tmp_path, callbacks=[recorder], noise_multiplier=0.0, clipping="vanilla", per_sample_max_grad_norm=1e-3,
-        max_steps=1, noise_seed=5,
-    )  # fmt: skip
-    drawn = AllocationSampler(num_examples=24, expected_batch_size=8, seed=5).draw(0)
-    model, expected = tiny_bert().train(), 0.0
-    for index in drawn:
-        inputs = pad([trainer.train_dataset[int(index)]])
-        gradients = torch.autograd.grad(model(**inputs).loss, list(model.parameters()))
-        flat = torch.cat([g.flatten() for g in gradients]).double()
-        expected = expected + flat * min(1.0, 1e-3 / (flat.norm() * RAISED))
-    trainer.train()
-    torch.testing.assert_close(recorder.gradients[0], expected / 8, atol=1e-10, rtol=1e-4)
-    assert not trainer.privacy.ledger.private
 
 
 def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, monkeypatch):
@@ -152,22 +132,6 @@ def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_pat
         assert "ADAMW" not in card
 
 
-def test_the_ledger_goes_wherever_the_model_is_saved(tmp_path):
-    folder, other = tmp_path / "release", trainer_of(tmp_path / "other")
-    other.save_model(str(folder))
-    assert not (folder / LEDGER_NAME).exists()  # nothing was trained
-    other.train()
-    other.save_model(str(folder))
-    trainer = trained(trainer_of(tmp_path))
-    for _ in range(2):
-        trainer.save_model(str(folder))
-    assert PrivacyLedger.load(folder).head == trainer.privacy.ledger.head
-    aside = folder / f"privacy_ledger.{other.privacy.ledger.head[:8]}.json"
-    assert {path.name for path in folder.glob("privacy*")} == {LEDGER_NAME, aside.name}
-    assert PrivacyLedger.load(aside).head == other.privacy.ledger.head
-    assert main(["verify", str(folder)]) == 0
-
-
 def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     pushed = []
 
@@ -216,14 +180,6 @@ def test_a_checkpoint_may_be_resumed_into_another_folder(tmp_path):
     assert PrivacyLedger.load(tmp_path / "b" / "out").steps_run == 6
 
 
-def test_resuming_without_a_ledger_is_refused(tmp_path):
-    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
-    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
-        (folder / LEDGER_NAME).unlink()
-    with pytest.raises(ValueError, match="saved without privacy or has lost it"):
-        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-
-
 # --- Transformers' behaviour ---------------------------------------------------------------------------------------------
 
 
@@ -252,14 +208,6 @@ def test_disable_dp_is_the_plain_trainer_to_the_last_bit(tmp_path):
     ]
     assert type(ours.optimizer.optimizer) is type(stock.optimizer.optimizer)
     assert not (tmp_path / "b" / LEDGER_NAME).exists()
-
-
-def test_learning_rate_schedule_and_weight_decay_reach_the_optimizer(tmp_path):
-    trainer = trained(trainer_of(tmp_path, weight_decay=0.1, lr_scheduler_type="linear", max_steps=4))
-    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert isinstance(trainer.optimizer.optimizer, DopplerOptimizer)
-    assert sorted(group["weight_decay"] for group in trainer.optimizer.param_groups) == [0.0, 0.1]
 
 
 # --- refused --------------------------------------------------------------------------------------------------------------

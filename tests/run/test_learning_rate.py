@@ -165,7 +165,9 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
     # The fix: left out, it is that rate, of which nothing is told.
     (tmp_path / "again").mkdir()
     output = told(tmp_path / "again", capsys, learning_rate=None)
-    assert f"learning rate {rule:.3g} (auto: by noise, steps and model size)" in output
+    words = f"{rule:.3g} (auto: by noise, steps and model size)"
+    assert f"learning rate {words}; optimizer: adam_bc" in output
+    assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         (tmp_path / str(share)).mkdir()
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
@@ -173,13 +175,3 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
 
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):
     assert "times below" not in told(tmp_path, capsys, learning_rate=1e-9, base_optimizer="sgd")
-
-
-def test_it_is_shown_and_used_and_stands_on_the_model_card(tmp_path, capsys):
-    trainer = trained(trainer_of(tmp_path, learning_rate=None, max_steps=2))
-    rate = chosen_learning_rate(trainer.args, trainer.private_run.statement, model=trainer.model)
-    assert trainer.optimizer.optimizer.defaults["lr"] == rate
-    words = f"{rate:.3g} (auto: by noise, steps and model size)"
-    assert f"learning rate {words}; optimizer: adam_bc" in " ".join(capsys.readouterr().out.split())
-    trainer.create_model_card()
-    assert f"- learning_rate: {words}\n" in (tmp_path / "out" / "README.md").read_text("utf-8")

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import scipy.signal
 
-from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
+from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import averaged_noise, planned_statement
 from doppler_hf.run.summary import drowned
 from tests.support.ledgers import after
 from tests.support.tiny import text_data
-from tests.support.trainers import arguments, trained, trainer_of
+from tests.support.trainers import arguments, trainer_of
 
 SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 DELTA = 1000**-1.1
@@ -84,25 +83,6 @@ def test_a_delta_that_permits_publishing_an_example_is_refused(tmp_path, delta):
     for less in (0.999e-3, 1e-10, None):
         assert plan_of(tmp_path, target_delta=less).why_not_private is None
     assert plan_of(tmp_path, target_delta=delta, allow_large_delta=True).why_not_private.startswith("δ ≥ 1/N")
-
-
-@pytest.mark.parametrize("options", [dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="auto"), dict()], ids=str)
-def test_it_is_refused_before_anything_is_spent_and_what_was_allowed_is_not_called_private(tmp_path, capsys, options):
-    options = dict(target_delta=0.2, max_steps=2, **options)
-    with pytest.raises(ValueError, match="set allow_large_delta=True"):
-        trainer_of(tmp_path, **options).train()
-    assert not (tmp_path / "out" / LEDGER_NAME).exists()
-    trainer = trained(trainer_of(tmp_path, allow_large_delta=True, **options))
-    trainer.create_model_card()
-    assert "NOT PRIVATE, δ ≥ 1/N" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path / "out")]) == 1
-    assert main(["report", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
-    assert "NOT PRIVATE: δ ≥ 1/N" in shown
-    for page in ("README.md", "privacy_report.html"):
-        text = (tmp_path / "out" / page).read_text("utf-8")
-        assert "δ ≥ 1/N" in text
-        assert "Trained with (" not in text
 
 
 def test_one_example_is_refused_by_what_it_is(tmp_path):

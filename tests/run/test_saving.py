@@ -229,19 +229,6 @@ def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
     assert verified(tmp_path / "out")
 
 
-def test_nothing_is_claimed_for_a_model_that_was_trained_otherwise(tmp_path):
-    trainer = trained(trainer_of(tmp_path))
-    card = tmp_path / "out" / "README.md"
-    trainer.create_model_card()
-    assert trainer.evaluate()["epsilon"] > 0.0
-    assert "## Differential privacy" in card.read_text()
-    card.unlink()
-    trained_otherwise(trainer, tmp_path / "public")
-    trainer.create_model_card()
-    assert "epsilon" not in trainer.evaluate()
-    assert "rivacy" not in card.read_text()
-
-
 def interrupt(model):
     raise KeyboardInterrupt
 
