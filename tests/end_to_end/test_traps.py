@@ -4,7 +4,8 @@ Those that other tests hold: 1, ranks that share nothing out, and 14, noise scal
 test_distributed.py; 3, a record twice in a step, test_sampling.py; 4, gradients that follow the length of neighbours,
 test_transformers_losses.py; 6 and 7, noise and budget of a resumed run, test_noise_shaping.py and test_trained_again.py; 8,
 uncounted steps, and 12, empty draws, test_trainer.py; 11, logs of raw gradients, and 19, generators in a checkpoint,
-test_what_is_written.py; 15, layers without a gradient of each example, test_fixes.py; 16, arguments that couple examples,
+test_what_is_written.py; 13, coins that processes share, and 18, coins that follow the public seed, test_sampling.py and
+test_secret_coins.py; 15, layers without a gradient of each example, test_fixes.py; 16, arguments that couple examples,
 test_from_trainer.py; 17, choices that ε does not cover, test_model_card.py.
 False-alarm rates are stated.
 """

@@ -54,6 +54,7 @@ def test_the_section_says_what_the_ledger_says():
     assert "opacus " in table["software"]
     for line in ledger.not_covered:
         assert f"\n- {line}\n" in section
+    assert all(choice in section for choice in ("best checkpoint", "early stopping", "hyper-parameter search"))
     assert f"\n    {ledger.head}\n" in section
     assert "`doppler-hf verify`" in section
     assert section.startswith("## Differential privacy\n")
