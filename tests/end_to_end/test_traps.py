@@ -1,12 +1,12 @@
 """The ways in which private trainers of the field have gone wrong, on the trainer as a user runs it.
 
-Those that other tests hold: 1, ranks that share nothing out, and 14, noise scaled wrongly over processes,
-test_distributed.py; 3, a record twice in a step, test_sampling.py; 4, gradients that follow the length of neighbours,
-test_transformers_losses.py; 6 and 7, noise and budget of a resumed run, test_noise_shaping.py and test_trained_again.py; 8,
-uncounted steps, and 12, empty draws, test_trainer.py; 11, logs of raw gradients, and 19, generators in a checkpoint,
-test_what_is_written.py; 13, coins that processes share, and 18, coins that follow the public seed, test_sampling.py and
-test_secret_coins.py; 15, layers without a gradient of each example, test_fixes.py; 16, arguments that couple examples,
-test_from_trainer.py; 17, choices that ε does not cover, test_model_card.py.
+Those that other tests hold: 14, noise scaled wrongly over processes, test_distributed.py; 3, a record twice in a step,
+test_sampling.py; 4, gradients that follow the length of neighbours, test_transformers_losses.py; 6 and 7, noise and budget
+of a resumed run, test_noise_shaping.py and test_trained_again.py; 8, uncounted steps, and 12, empty draws, test_trainer.py;
+11, logs of raw gradients, and 19, generators in a checkpoint, test_what_is_written.py; 13, coins that processes share, and
+18, coins that follow the public seed, test_sampling.py and test_secret_coins.py; 15, layers without a gradient of each
+example, test_fixes.py; 16, arguments that couple examples, test_from_trainer.py; 17, choices that ε does not cover,
+test_model_card.py.
 False-alarm rates are stated.
 """
 
@@ -40,6 +40,18 @@ def count(tmp_path, **overrides):
     options = dict(cls=Counting, noise_multiplier=0.0, noise_seed=7, clipping="vanilla", per_sample_max_grad_norm=1e6)
     trained(trainer_of(tmp_path, callbacks=[counts], **(options | overrides)))
     return counts.gradients
+
+
+def test_trap_01_ranks_share_the_data_out(tmp_path, monkeypatch):
+    trainer, shards = trainer_of(tmp_path), []
+    for rank in range(3):
+        monkeypatch.setattr(type(trainer.args), "world_size", 3)
+        monkeypatch.setattr(type(trainer.args), "process_index", rank)
+        monkeypatch.setattr(trainer, "_run", None)  # the next process begins its own
+        sampler = trainer.get_train_dataloader().batch_sampler
+        assert (type(sampler), sampler.sample_rate) == (AllocationSampler, 1.0)  # B = 4 × 2 × 3 of 24
+        shards += sampler.draw(0).tolist()
+    assert sorted(shards) == list(range(24))  # all of it, and nothing twice
 
 
 def test_trap_02_what_the_accountant_is_told_is_read_off_the_sampler(tmp_path, monkeypatch):
