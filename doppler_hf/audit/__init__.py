@@ -7,14 +7,12 @@ attacker who tells the two cases apart better than ε allows has found a defect.
 - trainer: the trainer with canaries in its data
 - canaries: which rows are canaries
 - dirac: canaries that are a gradient coordinate of their own
-- mislabelled: canaries that are examples with a wrong label
 - lower_bounds: from an attack's scores to a lower bound on ε
 - neighbours: how far one more record moves the sum that reaches the mechanism
 - result: the outcome of an audit
 """
 
 from doppler_hf.audit.dirac import DiracAuditTrainer
-from doppler_hf.audit.mislabelled import GradientAuditTrainer, LossAuditTrainer
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.audit.trainer import AuditTrainer, audit_repeatedly
@@ -23,8 +21,6 @@ __all__ = [
     "AuditResult",
     "AuditTrainer",
     "DiracAuditTrainer",
-    "GradientAuditTrainer",
-    "LossAuditTrainer",
     "NeighbourResult",
     "audit_repeatedly",
     "neighbour_distances",

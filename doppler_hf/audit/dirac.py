@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from doppler_hf.audit.result import CanaryKind, Method
+from doppler_hf.audit.result import Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.clipping.clip_factors import clip_factors
@@ -48,7 +48,7 @@ class DiracAuditTrainer(AuditTrainer):
         {'one run': 1.1, 'independent trials': 1.9}
     """
 
-    kind: ClassVar[CanaryKind] = "dirac"
+    kind: ClassVar[str] = "dirac"
     one_run_methods: ClassVar[tuple[Method, ...]] = ("one run", "independent trials")
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:

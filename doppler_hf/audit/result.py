@@ -12,7 +12,6 @@ from doppler_hf.audit.lower_bounds import clopper_pearson_epsilon, one_run_epsil
 
 AUDIT_NAME: Final = "privacy_audit.json"
 
-CanaryKind = Literal["dirac", "natural", "loss"]
 Method = Literal["one run", "independent trials"]
 
 
@@ -31,7 +30,7 @@ class AuditResult:
         runs: The number of trainings.
     """
 
-    kind: CanaryKind
+    kind: str
     scores: Float[np.ndarray, " canaries"]
     included: Bool[np.ndarray, " canaries"]
     lower_bounds: dict[Method, float]

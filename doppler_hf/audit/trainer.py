@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
 from doppler_hf.audit.lower_bounds import check_confidence
-from doppler_hf.audit.result import AuditResult, CanaryKind, Method, lower_bounds
+from doppler_hf.audit.result import AuditResult, Method, lower_bounds
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -48,7 +48,7 @@ class AuditTrainer(DopplerTrainer, ABC):
 
     data_collator: Any
     label_names: list[str]
-    kind: ClassVar[CanaryKind]
+    kind: ClassVar[str]
     one_run_methods: ClassVar[tuple[Method, ...]]
 
     def __init__(
@@ -203,7 +203,7 @@ def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, con
 
 
 def _result(
-    kind: CanaryKind,
+    kind: str,
     scores: Float[np.ndarray, " canaries"],
     included: Bool[np.ndarray, " canaries"],
     methods: tuple[Method, ...],

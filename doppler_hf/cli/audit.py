@@ -2,11 +2,8 @@
 
 Secret coins decide which canaries are in the training set. An attack scores the canaries, and the scores give a lower bound
 on ε, which holds with the given confidence. A bound above the claim shows a defect, and the exit code is 1. A bound below it
-proves nothing. Kinds of canaries:
-
-  dirac    white-box: a gradient of their own for each; the strongest attack, for any model
-  natural  white-box: examples under a wrong label, looked for in every private gradient; for classifiers
-  loss     black-box: the same examples, scored by the decrease of their loss from the first to the last model
+proves nothing. The canaries are Dirac canaries, a gradient of their own for each, seen white-box: the strongest attack, for
+any model.
 
 The run uses a temporary folder and writes only privacy_audit.json into the recipe's output_dir. With --runs R there are R
 trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
@@ -25,26 +22,13 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from doppler_hf.audit import (
-    AuditResult,
-    AuditTrainer,
-    DiracAuditTrainer,
-    GradientAuditTrainer,
-    LossAuditTrainer,
-    audit_repeatedly,
-)
+from doppler_hf.audit import AuditResult, DiracAuditTrainer, audit_repeatedly
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.recipe import parse_recipe
 from doppler_hf.workloads.workload import Workload
 
-KINDS: Final[dict[str, type[AuditTrainer]]] = {
-    "dirac": DiracAuditTrainer,
-    "natural": GradientAuditTrainer,
-    "loss": LossAuditTrainer,
-}
-
 # An audited model is discarded: it is neither evaluated nor saved nor reported.
-_OVERRIDES: Final = (
+OVERRIDES: Final = (
     "--eval-strategy=no",
     "--save-strategy=no",
     "--load-best-model-at-end=False",
@@ -64,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--canaries", type=int, metavar="M", help="how many canaries (default: 1000; 1 with --runs)")
-    parser.add_argument("--canary-kind", choices=tuple(KINDS), default="dirac", help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=1, metavar="R", help="how many trainings (default: %(default)s)")
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"
@@ -81,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--runs must be at least 1, got {args.runs}.")
     if args.runs > 1 and args.canaries not in (None, 1):
         raise ValueError(f"--canaries must be 1 with --runs {args.runs}, got {args.canaries}. Leave it out.")
-    workload, training_args = parse_recipe([args.recipe, *flags, *_OVERRIDES])
+    workload, training_args = parse_recipe([args.recipe, *flags, *OVERRIDES])
     output_dir = Path(training_args.output_dir)
     with tempfile.TemporaryDirectory() as folder:
         training_args.output_dir = folder
@@ -97,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
 def _audited(workload: Workload, training_args: DopplerTrainingArguments, args: argparse.Namespace) -> AuditResult:
     """Train once, or as often as --runs says with one canary each."""
 
-    def trainer(canaries: int) -> AuditTrainer:
-        return KINDS[args.canary_kind](
+    def trainer(canaries: int) -> DiracAuditTrainer:
+        return DiracAuditTrainer(
             model=copy.deepcopy(workload.model),
             args=training_args,
             num_canaries=canaries,

@@ -9,7 +9,6 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads import images
-from tests.support.tiers import thorough
 
 RECIPE = """
 dataset_name: digits
@@ -52,19 +51,16 @@ def flat(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("kind", ["dirac", *thorough("natural"), "loss"])
-def test_honest_run_ends_with_0_and_writes_one_file(kind, recipe, tmp_path, capsys):
-    canaries = 200 if kind == "dirac" else 30
-    words = ["audit", str(recipe), "--canary_kind", kind, "--canaries", str(canaries), "--confidence", "0.999999"]
-    # Of forty images thirty are canaries, so that however the coins fall ten are left, more than a batch.
+def test_honest_run_ends_with_0_and_writes_one_file(recipe, tmp_path, capsys):
+    words = ["audit", str(recipe), "--canaries", "200", "--confidence", "0.999999"]
     assert main([*words, "--per_device_train_batch_size=8"]) == 0  # wrong once in a million
     shown = flat(capsys.readouterr().out)
     assert "No defect found" in shown
-    assert f"{canaries} {kind}" in shown
+    assert "200 dirac" in shown
     written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "privacy_audit.json"]
-    assert (written["canary_kind"], written["canaries"], written["confidence"]) == (kind, canaries, 0.999999)
-    assert len(written["scores"]) == len(written["included"]) == canaries
+    assert (written["canary_kind"], written["canaries"], written["confidence"]) == ("dirac", 200, 0.999999)
+    assert len(written["scores"]) == len(written["included"]) == 200
     assert written["lower_bound"] == max(written["lower_bounds"].values())
     assert f"claimed ε │ {written['claimed_epsilon']:.4g}" in shown
 

@@ -1,5 +1,7 @@
 """Natural canaries: real examples under a wrong label, which a model can only get right by memorizing them.
 
+    python -m scripts.experiments.mislabelled_audit loss recipes/image/digits-eps8.yaml --canaries 700 [--any_field value]
+
 White-box, the attacker sees every private gradient gₜ and every model θₜ. The score of canary i is how much of its own
 clipped gradient they contain, Σₜ ⟨gₜ, clip(∇fᵢ(θₜ))⟩, compared with canaries of the same label. Black-box, only the first
 and the last model are seen, and the score is the decrease of the canary's loss, fᵢ(θ₀) − fᵢ(θ_T).
@@ -8,24 +10,30 @@ Canaries are taken out of the training set and put back, mislabelled, if their c
 scores influence each other, and only the one-run bound holds for them.
 """
 
+import argparse
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf.audit.canaries import CANARY_COLUMN
-from doppler_hf.audit.result import CanaryKind, Method
+from doppler_hf.audit.result import Method
 from doppler_hf.audit.trainer import AuditTrainer
+from doppler_hf.cli.audit import OVERRIDES, table_of, verdict
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clip_factors import clip_factors
 from doppler_hf.privacy.losses import token_task, without_adapters
+from doppler_hf.workloads.arguments import one_line_errors
+from doppler_hf.workloads.recipe import parse_recipe
 
 # How far the weights are moved for a directional derivative, relative to their norm. It is far enough for float32, and
 # the loss is close to linear over that distance, because the direction is mostly noise.
@@ -99,7 +107,7 @@ class GradientAuditTrainer(_MislabelledAuditTrainer):
     Each step costs about four more forward passes over all canaries.
     """
 
-    kind: ClassVar[CanaryKind] = "natural"
+    kind: ClassVar[str] = "natural"
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
         super().__init__(model=model, args=args, **kwargs)
@@ -154,7 +162,7 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
     The attack needs the first and the last model only, and proves less than the white-box attacks.
     """
 
-    kind: ClassVar[CanaryKind] = "loss"
+    kind: ClassVar[str] = "loss"
 
     def begin_attack(self) -> None:
         """Add the loss of every canary under the first model."""
@@ -170,3 +178,36 @@ class LossAuditTrainer(_MislabelledAuditTrainer):
     def _add_losses(self, *, sign: float) -> None:
         for inputs, numbers in self.canary_batches():
             self.scores[numbers] += sign * self.losses_without_gradient(self.model, inputs)
+
+
+ATTACKS: Final[Mapping[str, type[_MislabelledAuditTrainer]]] = {"gradient": GradientAuditTrainer, "loss": LossAuditTrainer}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train a recipe with mislabelled canaries, attack the run, and write what `doppler-hf audit` writes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.experiments.mislabelled_audit", allow_abbrev=False, description=__doc__
+    )
+    parser.add_argument("attack", choices=tuple(ATTACKS), help="white-box by private gradients, or black-box by losses")
+    parser.add_argument("recipe", help="YAML recipe of a private run of a classifier; fields of it may follow as flags")
+    parser.add_argument("--canaries", type=int, default=700, help="default: %(default)s")
+    options, flags = parser.parse_known_args(argv)
+    with one_line_errors():
+        workload, training_args = parse_recipe([options.recipe, *flags, *OVERRIDES])
+    output_dir = training_args.output_dir
+    with tempfile.TemporaryDirectory() as training_args.output_dir:
+        auditor = ATTACKS[options.attack](
+            model=workload.model,
+            args=training_args,
+            num_canaries=options.canaries,
+            train_dataset=workload.train_dataset,
+            data_collator=workload.data_collator,
+            processing_class=workload.processing_class,
+        )
+        result = auditor.audit()
+    result.save(output_dir)
+    Console().print(table_of(result), verdict(result))
+
+
+if __name__ == "__main__":
+    main()
