@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.workloads.launch import launch
+from doppler_hf.workloads.recipe import KINDS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, load, train, evaluate, save."""
-    launch(DopplerTrainer, "causal_lm", argv=argv, complete=add_perplexity)
+    launch(DopplerTrainer, KINDS["causal_lm"], argv=argv, complete=add_perplexity)
 
 
 def add_perplexity(metrics: dict[str, float]) -> None:

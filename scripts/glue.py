@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.workloads.launch import launch
+from doppler_hf.workloads.recipe import KINDS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, load, train, evaluate, save."""
-    launch(DopplerTrainer, "glue", argv=argv)
+    launch(DopplerTrainer, KINDS["glue"], argv=argv)
 
 
 if __name__ == "__main__":

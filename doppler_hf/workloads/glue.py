@@ -1,4 +1,4 @@
-"""Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head or a prompt."""
+"""Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder, refuse_new_layers
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from doppler_hf.workloads.prompt import Prompter, PromptForSequenceClassification
 from doppler_hf.workloads.workload import Workload, load_tokenizer, name_classes
 
 
@@ -36,9 +35,8 @@ class GlueArguments:
     pooling: str = HfArg(
         default="model",
         help="model: the architecture's own classification head. mean: a linear head on the mean of the token vectors, for "
-        "sentence encoders. prompt: the word that a masked language model predicts in 'It was <mask>.', without a new "
-        "head.",
-        metadata={"choices": ["model", "mean", "prompt"]},
+        "sentence encoders.",
+        metadata={"choices": ["model", "mean"]},
     )
     dropout: float | None = HfArg(
         default=None, help="Probability of every dropout in the model's config. Default: the config's values."
@@ -46,10 +44,13 @@ class GlueArguments:
     max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
 
 
-def dropouts(args: GlueArguments) -> dict[str, float]:
-    """Return the entries of the model's config that the argument changes."""
+def config_entries(args: GlueArguments) -> dict[str, Any]:
+    """Return the entries of the model's config that task and dropout set."""
+    task = glue_task(args.task_name)
+    problem_type = "regression" if task.is_regression else "single_label_classification"
+    of_task = {"num_labels": task.num_labels, "problem_type": problem_type}
     if args.dropout is None:
-        return {}
+        return of_task
     if not 0.0 <= args.dropout < 1.0:
         raise ValueError(f"--dropout must lie in [0, 1), got {args.dropout}. Leave it out for the config's values.")
     entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
@@ -57,7 +58,7 @@ def dropouts(args: GlueArguments) -> dict[str, float]:
     if not found:
         wanted = "--dropout must be for a model whose config names some"
         raise ValueError(f"{wanted}, got {args.dropout} for {args.model_name_or_path}. Leave it out.")
-    return found
+    return of_task | found
 
 
 def load_model(
@@ -66,22 +67,11 @@ def load_model(
     """Return what makes tokens of sentences, and the model.
 
     Raises:
-        ValueError: If the model is not pretrained, or the tokenizer does not fit the head.
+        ValueError: If the model is not pretrained.
     """
-    task, max_length = glue_task(args.task_name), min(args.max_seq_length, tokenizer.model_max_length)
-    entries: dict[str, Any] = {
-        "num_labels": task.num_labels,
-        "problem_type": "regression" if task.is_regression else "single_label_classification",
-        **dropouts(args),
-    }
-    if args.pooling == "prompt":
-        prompter = Prompter(args.task_name, tokenizer, max_length=max_length)
-        return prompter, PromptForSequenceClassification.from_masked_lm(
-            args.model_name_or_path, prompter=prompter, **entries
-        )
     # A checkpoint of another task has another head, which is replaced by a new one.
-    entries["ignore_mismatched_sizes"] = True
-    to_tokens = partial(tokenizer, truncation=True, max_length=max_length)
+    entries = {**config_entries(args), "ignore_mismatched_sizes": True}
+    to_tokens = partial(tokenizer, truncation=True, max_length=min(args.max_seq_length, tokenizer.model_max_length))
     if args.pooling == "mean":
         return to_tokens, MeanPoolingForSequenceClassification.from_encoder(args.model_name_or_path, **entries)
     model, found = AutoModelForSequenceClassification.from_pretrained(
@@ -91,8 +81,20 @@ def load_model(
     return to_tokens, model
 
 
-def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
+def build(
+    args: GlueArguments,
+    lora_args: LoraArguments,
+    training_args: DopplerTrainingArguments,
+    *,
+    load: Callable[..., tuple[Callable[..., Mapping[str, Any]], PreTrainedModel]] = load_model,
+) -> Workload:
     """Load the data and the model, and tokenize: the first process does, and the others read its cache.
+
+    Args:
+        args: The task and the model.
+        lora_args: The adapters.
+        training_args: The trainer's arguments.
+        load: As `load_model`, which gives the model a new head.
 
     Raises:
         ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.
@@ -106,7 +108,7 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = load_tokenizer(args.model_name_or_path)
-        to_tokens, model = load_model(args, tokenizer)
+        to_tokens, model = load(args, tokenizer)
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):

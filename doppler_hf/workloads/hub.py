@@ -40,5 +40,5 @@ def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = ""
     if found:
         raise ValueError(
             f"--model_name_or_path must have the weights of the model below its head, got {source} without {min(found)} and "
-            f"{len(found) - 1} more. Give another model, or the --pooling with which it was trained."
+            f"{len(found) - 1} more. Give another model, or the --pooling or script with which it was trained."
         )

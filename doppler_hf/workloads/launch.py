@@ -6,12 +6,12 @@ from typing import Any
 from transformers import Trainer
 
 from doppler_hf.workloads.arguments import one_line_errors
-from doppler_hf.workloads.recipe import build
+from doppler_hf.workloads.recipe import Kind, build
 
 
 def launch(
     trainer_class: type[Trainer],
-    kind: str,
+    kind: Kind,
     *,
     argv: Sequence[str] | None = None,
     complete: Callable[[dict[str, float]], None] | None = None,
@@ -20,7 +20,7 @@ def launch(
 
     Args:
         trainer_class: `DopplerTrainer`, or one of your own.
-        kind: One of `recipe.KINDS`.
+        kind: One of `recipe.KINDS`, or of your own.
         argv: The command line without the program's name, by default that of the running program.
         complete: As in `train_and_evaluate`.
 

@@ -15,8 +15,9 @@ from doppler_hf.workloads.arguments import parse_args, read_recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.workload import Workload
 
-# Kind → its own arguments, and what builds it from these, the adapters' and the trainer's.
-KINDS: dict[str, tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArguments], Workload]]] = {
+# Its own arguments, and what builds it from these, the adapters' and the trainer's.
+Kind = tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArguments], Workload]]
+KINDS: dict[str, Kind] = {
     "glue": (glue.GlueArguments, glue.build),
     "causal_lm": (causal_lm.CausalLMArguments, causal_lm.build),
     "images": (images.ImageArguments, images.build),
@@ -39,12 +40,12 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
     kind = _kind_of(flags) if chosen.workload is None else chosen.workload
     if kind not in KINDS:
         raise ValueError(f"--workload must be one of {', '.join(KINDS)}, got {kind!r}.")
-    return build(kind, argv=flags)
+    return build(KINDS[kind], argv=flags)
 
 
-def build(kind: str, *, argv: Sequence[str] | None) -> tuple[Workload, DopplerTrainingArguments]:
-    """Read and build as `parse_recipe` does, for one of `KINDS`. The default of `argv` is that of the running program."""
-    arguments, build_kind = KINDS[kind]
+def build(kind: Kind, *, argv: Sequence[str] | None) -> tuple[Workload, DopplerTrainingArguments]:
+    """Read and build as `parse_recipe` does, for one kind. The default of `argv` is that of the running program."""
+    arguments, build_kind = kind
     args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=argv)
     return build_kind(args, lora_args, training_args), training_args
 

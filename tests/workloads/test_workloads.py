@@ -10,7 +10,6 @@ import torch
 from datasets import ClassLabel, Dataset
 from peft.tuners.lora import LoraLayer
 from sklearn.datasets import load_digits
-from torch import nn
 from transformers import AutoTokenizer, EvalPrediction
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -18,16 +17,7 @@ from doppler_hf.training_args.checks import NoEffectError
 from doppler_hf.workloads import causal_lm, glue, images, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import parse_recipe
-from tests.support.folders import (
-    END,
-    MASKED_LMS,
-    write_bert,
-    write_glue,
-    write_gpt2,
-    write_masked_lm,
-    write_mnist,
-    write_texts,
-)
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
 from tests.support.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -176,20 +166,6 @@ def test_glue_pads_on_the_right_whatever_the_tokenizer_was_saved_with(common, tm
     batch = workload.data_collator([workload.train_dataset[row] for row in range(8)])
     assert not batch["attention_mask"].all()  # some are padded
     assert batch["attention_mask"][:, 0].all()
-
-
-def test_a_checkpoint_of_another_head_is_refused(common, tmp_path):
-    """Its layers have other names, and would be new ones."""
-    bert, out = write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]()), tmp_path / "out"
-    flags = ["--task_name=mnli", f"--dataset_dir={write_glue(tmp_path / 'mnli', 'mnli')}", *common]
-    workload, _ = parse_recipe([*flags, f"--model_name_or_path={bert}", "--pooling=prompt", "--dropout=0.3"])
-    assert workload.model.config.num_labels == 3
-    assert {module.p for module in workload.model.modules() if isinstance(module, nn.Dropout)} == {0.3}
-    workload.model.save_pretrained(out)
-    workload.processing_class.save_pretrained(out)
-    for pooling in ("model", "mean"):
-        with pytest.raises(ValueError, match=r"below its head, got .* or the --pooling with which it was trained"):
-            parse_recipe([*flags, f"--model_name_or_path={out}", f"--pooling={pooling}"])
 
 
 def test_causal_lm(common, tmp_path):

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+<<<<<<< HEAD:tests/workloads/test_prompt.py
 from transformers import AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, DistilBertForMaskedLM
+=======
+from torch import nn
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+)
+>>>>>>> 33f075f (Move prompts for GLUE to a script of their own):tests/scripts/test_glue_prompt.py
 
-from doppler_hf.workloads.prompt import PROMPTS, Prompter, PromptForSequenceClassification
-from tests.support.folders import MASKED_LMS, PROMPT_WORDS, byte_tokenizer, write_gpt2, write_masked_lm
+from doppler_hf.workloads.recipe import build, parse_recipe
+from scripts.glue_prompt import PROMPT, PROMPTS, Prompter, PromptForSequenceClassification
+from tests.support.folders import MASKED_LMS, PROMPT_WORDS, byte_tokenizer, write_glue, write_gpt2, write_masked_lm
 
 
 @pytest.fixture
@@ -101,3 +112,21 @@ def test_a_model_without_a_pretrained_head_is_refused(tmp_path, tokenizer):
     other = write_masked_lm(tmp_path / "other", DistilBertForMaskedLM(config))
     with pytest.raises(ValueError, match="as RoBERTa and BERT have, got a DistilBertForMaskedLM"):
         PromptForSequenceClassification.from_masked_lm(other, prompter=prompter)
+
+
+@pytest.mark.usefixtures("own_caches")
+def test_a_checkpoint_of_another_head_is_refused(tmp_path):
+    """Its layers have other names, and would be new ones."""
+    bert, out = write_masked_lm(tmp_path / "bert", MASKED_LMS["bert"]()), tmp_path / "out"
+    flags = ["--task_name=mnli", f"--dataset_dir={write_glue(tmp_path / 'mnli', 'mnli')}", "--use_cpu"]
+    flags += ["--report_to=none", "--noise_multiplier=1", f"--output_dir={tmp_path / 'run'}"]
+    workload, _ = build(PROMPT, argv=[*flags, f"--model_name_or_path={bert}", "--dropout=0.3"])
+    assert workload.model.config.num_labels == 3
+    assert {module.p for module in workload.model.modules() if isinstance(module, nn.Dropout)} == {0.3}
+    workload.model.save_pretrained(out)
+    workload.processing_class.save_pretrained(out)
+    for pooling in ("model", "mean"):
+        with pytest.raises(ValueError, match=r"below its head, got .* or the --pooling or script with which it was trained"):
+            parse_recipe([*flags, f"--model_name_or_path={out}", f"--pooling={pooling}"])
+    with pytest.raises(ValueError, match=r"^pooling must not be set for a prompt, got 'mean'\. Leave it out"):
+        build(PROMPT, argv=[*flags, f"--model_name_or_path={bert}", "--pooling=mean"])

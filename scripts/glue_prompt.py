@@ -1,4 +1,6 @@
-"""A sequence classifier that asks a masked language model for the word in a gap.
+"""Fine-tune a masked language model on a GLUE task by the word that it puts into a gap, as `glue.py` does a new head.
+
+    accelerate launch scripts/glue_prompt.py recipes/glue/sst2-lp-adambc-eps3.yaml [--any_field value]
 
     logits_k = (head(h_gap))[word_k],    "a masterpiece. It was <mask>." with word_0 = terrible, word_1 = great
 
@@ -8,6 +10,7 @@ fine-tuning on GLUE are of it (Li et al., ICLR 2022), with the templates and wor
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Final
 
@@ -23,8 +26,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.losses import classification_losses
+from doppler_hf.workloads import glue
 from doppler_hf.workloads.hub import refuse_new_layers
+from doppler_hf.workloads.launch import launch
 
 GAP: Final = "<gap>"
 
@@ -91,15 +97,15 @@ class PromptForSequenceClassification(PreTrainedModel):
             return cls.from_pretrained(name_or_path, config=config)
         if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
             raise ValueError(
-                f"--pooling prompt needs a masked language model, got {name_or_path} of the type {config.model_type!r}. "
-                "Give one such as FacebookAI/roberta-base, or set --pooling model."
+                f"A prompt needs a masked language model, got {name_or_path} of the type {config.model_type!r}. "
+                "Give one such as FacebookAI/roberta-base, or run scripts/glue.py."
             )
         masked_lm, found = AutoModelForMaskedLM.from_pretrained(name_or_path, config=config, output_loading_info=True)
         refuse_new_layers(found["missing_keys"], str(name_or_path), prefix=f"{masked_lm.base_model_prefix}.")
         if found["missing_keys"]:
             raise ValueError(
-                f"--pooling prompt needs a masked language model with its head, got {name_or_path} without "
-                f"{min(found['missing_keys'])}. Give one such as FacebookAI/roberta-base, or set --pooling mean."
+                f"A prompt needs a masked language model with its head, got {name_or_path} without "
+                f"{min(found['missing_keys'])}. Give one such as FacebookAI/roberta-base, or run scripts/glue.py."
             )
         return cls(config, masked_lm)
 
@@ -131,8 +137,8 @@ class PromptForSequenceClassification(PreTrainedModel):
             if hasattr(self.masked_lm, name):
                 return getattr(self.masked_lm, name)
         raise ValueError(
-            f"--pooling prompt needs a model with its head in lm_head or cls, as RoBERTa and BERT have, got a "
-            f"{type(self.masked_lm).__name__}. Give another --model_name_or_path, or another --pooling."
+            f"A prompt needs a model with its head in lm_head or cls, as RoBERTa and BERT have, got a "
+            f"{type(self.masked_lm).__name__}. Give another --model_name_or_path, or run scripts/glue.py."
         )
 
 
@@ -146,10 +152,10 @@ class Prompter:
     def __init__(self, task_name: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
         if task_name not in PROMPTS:
             known = ", ".join(PROMPTS)
-            raise ValueError(f"--pooling prompt must be for one of {known}, got {task_name}. Set --pooling model.")
+            raise ValueError(f"A prompt must be for one of {known}, got {task_name}. Run scripts/glue.py.")
         if None in (tokenizer.mask_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id):
             raise ValueError(
-                f"--pooling prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
+                f"A prompt needs a tokenizer with the tokens mask, cls and sep, got a {type(tokenizer).__name__} "
                 "without them. Give a masked language model such as FacebookAI/roberta-base."
             )
         self._prompt, self._tokenizer = PROMPTS[task_name], tokenizer
@@ -191,5 +197,34 @@ class Prompter:
         tokens = self._encode(f" {word}")
         if len(tokens) != 1 or tokens[0] == self._tokenizer.unk_token_id:
             found = self._tokenizer.convert_ids_to_tokens(tokens)
-            raise ValueError(f"The tokenizer must have one token for {word!r}, got {found}. Set --pooling model.")
+            raise ValueError(f"The tokenizer must have one token for {word!r}, got {found}. Run scripts/glue.py.")
         return tokens[0]
+
+
+def load_model(
+    args: glue.GlueArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Prompter, PromptForSequenceClassification]:
+    """Return what makes tokens of sentences, and the model.
+
+    Raises:
+        ValueError: If the model has no pretrained head, or a pooling is set.
+    """
+    if args.pooling != "model":
+        raise ValueError(
+            f"pooling must not be set for a prompt, got {args.pooling!r}. Leave it out, or run scripts/glue.py."
+        )
+    prompter = Prompter(args.task_name, tokenizer, max_length=min(args.max_seq_length, tokenizer.model_max_length))
+    entries = glue.config_entries(args)
+    return prompter, PromptForSequenceClassification.from_masked_lm(args.model_name_or_path, prompter=prompter, **entries)
+
+
+PROMPT: Final = (glue.GlueArguments, partial(glue.build, load=load_model))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, load, train, evaluate, save."""
+    launch(DopplerTrainer, PROMPT, argv=argv)
+
+
+if __name__ == "__main__":
+    main()
