@@ -9,7 +9,6 @@
 - data_sources: the data, from the hub, a package or a folder
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens
-- scattering: wavelet features of images, and a classifier of them
 - lora: adapters
 - random_model: a model and inputs by a configuration alone
 - hub: one line when a download from the hub fails

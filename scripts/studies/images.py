@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from doppler_hf.workloads.data_sources import load_images
-from doppler_hf.workloads.scattering import Scattering
+from scripts.scattering.networks import Scattering
 from scripts.studies.data import Data, Loader, Rows, Sources, apart, digest_of, in_parts, kept
 
 # How many images are scattered together.

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.workloads.mean_pooling import masked_mean
-from doppler_hf.workloads.scattering import ScatteringConfig, ScatteringForImageClassification
+from scripts.scattering.networks import ScatteringConfig, ScatteringForImageClassification
 
 HASHED_WORDS: Final = 4096
 Trained = Literal["all", "lora", "bitfit", "head"]

@@ -20,6 +20,7 @@ from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, glue_prompt, image_classification, sft
+from scripts.scattering import train as scattering
 from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
 from tests.support.tiers import combined, thorough
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "glue": (glue, GlueArguments),
     "image": (image_classification, ImageArguments),
+    "scattering": (scattering, scattering.ScatteringArguments),
     "causal_lm": (causal_lm, CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
@@ -171,7 +173,8 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     assert script is not glue or args.task_name in GLUE_TASKS
     relative = path.relative_to(ROOT)
     header = path.read_text().splitlines()[:3]
-    assert header[0] == f"# Launch:   accelerate launch scripts/{Path(script.__file__).name} {relative}"
+    launched = "-m scripts.scattering.train" if script is scattering else f"scripts/{Path(script.__file__).name}"
+    assert header[0] == f"# Launch:   accelerate launch {launched} {relative}"
     assert header[1].startswith("# Hardware: ")
     assert header[2].startswith("# Metric: ")
     assert f"\noutput_dir: runs/{path.stem}\n" in path.read_text()

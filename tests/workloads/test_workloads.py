@@ -18,11 +18,10 @@ from doppler_hf.workloads import causal_lm, glue, images, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import parse_recipe
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
-from tests.support.tiers import thorough
 
 ROOT = Path(__file__).parents[2]
 KIND_OF_FOLDER = {"glue": "glue", "causal_lm": "causal_lm", "image": "images"}
-# TRL prepares its data itself, in its own trainer, so that such recipes are of none of these kinds.
+# Others are of their scripts: TRL prepares its data itself, and scattering is no part of the package.
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent.name in KIND_OF_FOLDER]
 OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad_norm", "target_epsilon"]
 DIGITS = ["--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
@@ -198,14 +197,9 @@ def test_the_column_of_units_reaches_the_trainer(common, tmp_path):
         parse_recipe([*common, *flags, "--privacy_unit_column=user"])
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [DIGITS[2:], *thorough(["--scattering=true", "--num_filters=8", "--flip_invariant=true"])],
-    ids=["vit", "scattering"],
-)
-def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, flags):
+def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path):
     folder = write_mnist(tmp_path / "images", train=12, test=4, writer=[*"aabbccddeeff"])
-    flags = [f"--dataset_dir={folder}", "--image_size=8", "--privacy_unit_column=writer", *flags, *common]
+    flags = [f"--dataset_dir={folder}", "--image_size=8", "--privacy_unit_column=writer", *DIGITS[2:], *common]
     flags += ["--max_examples_per_unit=1", "--per_device_train_batch_size=3", "--max_steps=1"]
     workload, training_args = parse_recipe(flags)
     assert "writer" not in workload.eval_dataset.column_names
@@ -218,10 +212,14 @@ def test_the_column_of_units_of_images_reaches_the_trainer(common, tmp_path, fla
 @pytest.mark.parametrize(
     ("path", "flag", "left_out"),
     [
-        ("image/mnist-scattering-eps3", "dataset_dir=here", ["dataset_name"]),
+        ("image/digits-eps8", "dataset_dir=here", ["dataset_name"]),
         ("causal_lm/yelp-gpt2-lora-eps8", "dataset_dir=here", ["validation_split"]),
         ("glue/sst2-minilm-lora-all-eps3", "lora_r=0", ["lora_target_modules"]),
-        ("image/mnist-scattering-eps3", "model_name_or_path=vit", ["image_size", "scattering"]),
+        (
+            "image/digits-eps8",
+            "model_name_or_path=vit",
+            ["hidden_size", "image_size", "num_heads", "num_layers", "patch_size"],
+        ),
         ("glue/sst2-lp-adambc-eps3", "disable_dp=true", OF_PRIVACY),
     ],
 )
@@ -245,8 +243,6 @@ def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tm
     ("arguments", "options", "message"),
     [
         (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 has no effect with lora_r=0. Leave lora_alpha out, or change"),
-        (images.ImageArguments, {"patch_size": 2, "scattering": True}, "patch_size=2 has no effect with scattering=True"),
-        (images.ImageArguments, {"num_filters": 8}, "num_filters=8 has no effect with scattering=False"),
         (
             images.ImageArguments,
             {"num_heads": 4, "model_name_or_path": "vit"},

@@ -1,5 +1,6 @@
 """The scattering transform against its definition in space, and the classifier on it."""
 
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,20 @@ import torch
 from scipy.ndimage import convolve
 from torch.nn import functional as F
 
+<<<<<<< HEAD:tests/workloads/test_scattering.py
 from doppler_hf.workloads.scattering import PATHS, Scattering, ScatteringConfig, ScatteringForImageClassification, flipped
+=======
+from doppler_hf.privacy import PrivacyLedger
+from scripts.scattering.networks import (
+    PATHS,
+    Scattering,
+    ScatteringConfig,
+    ScatteringForImageClassification,
+    flipped,
+)
+from scripts.scattering.train import ScatteringArguments, main
+from tests.support.folders import write_mnist
+>>>>>>> cc30869 (Move scattering of images to the scripts):tests/scripts/test_scattering.py
 
 SIDE = 16
 REACH = 20
@@ -89,3 +103,25 @@ def test_classifier_takes_images_or_their_coefficients_and_saves_itself(tmp_path
     torch.testing.assert_close(again.loss, F.cross_entropy(logits, labels), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"^Exactly one of pixel_values and coefficients must be given\. Leave"):
         model(labels=labels)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("own_caches")
+def test_a_recipe_trains_on_coefficients_and_knows_whose_they_are(tmp_path):
+    folder, out = write_mnist(tmp_path / "images", train=12, test=4, writer=[*"aabbccddeeff"]), tmp_path / "out"
+    flags = ["--image_size=8", "--num_filters=8", "--flip_invariant=true", "--noise_multiplier=1", "--use_cpu"]
+    flags += [
+        "--privacy_unit_column=writer",
+        "--max_examples_per_unit=1",
+        "--per_device_train_batch_size=3",
+        "--max_steps=1",
+    ]
+    main([f"--dataset_dir={folder}", f"--output_dir={out}", "--report_to=none", *flags])
+    assert PrivacyLedger.load(out).statement.num_units == 6
+    assert 0 <= json.loads((out / "all_results.json").read_text())["eval_accuracy"] <= 1
+    assert ScatteringForImageClassification.from_pretrained(out).config.flip_invariant
+
+
+def test_a_folder_leaves_the_name_of_a_data_set_without_effect():
+    with pytest.raises(ValueError, match="dataset_name='mnist' has no effect with dataset_dir='here'"):
+        ScatteringArguments(dataset_name="mnist", dataset_dir="here")
