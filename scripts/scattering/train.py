@@ -100,12 +100,12 @@ def scattered(
     return DatasetDict(coefficients).with_format("torch")
 
 
-KIND: Final = (ScatteringArguments, build)
+SCATTERING: Final = (ScatteringArguments, build)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, load, train, evaluate, save."""
-    launch(DopplerTrainer, KIND, argv=argv)
+    launch(DopplerTrainer, SCATTERING, argv=argv)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
+from scripts.scattering.train import SCATTERING
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.test_voice import parts
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
 INDEX = ROOT / "recipes" / "RESULTS.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
-RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
+RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in (*KINDS.values(), SCATTERING)))
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
