@@ -10,7 +10,6 @@ log(1 − n·q + q·Σ exp((x − ½)/σ²)), q the sample rate. Of shaped noise
 vanilla and automatic clipping, and C/√L for each of L layers.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -65,7 +64,7 @@ class DiracAuditTrainer(AuditTrainer):
         return np.arange(num_rows), generator.integers(num_rows, size=len(self.included))
 
     def add_canaries_to(self, model: nn.Module) -> None:
-        """Add a weight for each canary, looked up inside the model's forward: the engine watches layers only there.
+        """Add a weight for each canary, looked up after each forward: the engine, and the checks, then know the batch.
 
         Raises:
             ValueError: If the model has such weights already.
@@ -75,15 +74,12 @@ class DiracAuditTrainer(AuditTrainer):
         table = nn.Embedding(len(self.included), 1)
         nn.init.zeros_(table.weight)
         model.add_module(TABLE, table)
-        task_forward = model.forward
 
-        @functools.wraps(task_forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def look_up(*_: Any) -> None:
             if self._numbers is not None:
                 self._looked_up = table(self._numbers.clamp(min=0)).squeeze(1)
-            return task_forward(*args, **kwargs)
 
-        model.forward = forward
+        model.register_forward_hook(look_up)
 
     def canary_losses(
         self, model: nn.Module, inputs: dict[str, Any], canaries: Int[Tensor, " batch"]
