@@ -110,12 +110,11 @@ class Probe:
             "weights. Give examples a class, or tokens: train_dataset.map(lambda row: {'labels': row['input_ids']})."
         )
 
-    def in_parts(self, rows: Sequence[Any], *, size: int = 1) -> tuple[Inputs, list[Inputs]]:
-        """Return a batch of rows, and the same rows in batches of `size`."""
-        whole = self.collated(rows)
-        parts = [self.collated(rows[start : start + size]) for start in range(0, len(rows), size)]
+    def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:
+        """Return a batch of rows, and each of them as a batch of one."""
+        whole, parts = self.collated(rows), [self.collated([row]) for row in rows]
         if self._is_random:  # by themselves they would be masked otherwise
-            parts = [cut_out(whole, start * size, part, number=len(rows)) for start, part in enumerate(parts)]
+            parts = [cut_out(whole, place, part, number=len(rows)) for place, part in enumerate(parts)]
         return whole, parts
 
     def _refuse_mixing(self) -> None:

@@ -182,12 +182,8 @@ class PrivacyLedger:
     @property
     def spent(self) -> Spent:
         """What has been spent on the weights, by that training and this one."""
-        epsilon, delta = self.epsilon(), self.statement.target_delta
-        return (
-            Spent(epsilon, delta)
-            if self.earlier is None
-            else Spent(epsilon + self.earlier.epsilon, delta + self.earlier.delta)
-        )
+        earlier = self.earlier or Spent(0.0, 0.0)
+        return Spent(self.epsilon() + earlier.epsilon, self.statement.target_delta + earlier.delta)
 
     @property
     def plans(self) -> Sequence[Plan]:

@@ -140,10 +140,8 @@ class LedgerRecord:
                 f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
                 "another checkpoint. Put back the ledger that was saved with it."
             )
-        goes_on, keeps_rounds = (
-            statement.continues(earlier, from_step=entry["from_step"]),
-            entry.get("continues_rounds", False),
-        )
+        goes_on = statement.continues(earlier, from_step=entry["from_step"])
+        keeps_rounds = entry.get("continues_rounds", False)
         if keeps_rounds and not goes_on:
             _refuse(entry, "rounds go on under the same terms only")
         run = Run(statement, versions, entry["from_step"], counted, counted, counted, keeps_rounds)
