@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-<<<<<<< HEAD:tests/workloads/test_prompt.py
-from transformers import AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, DistilBertForMaskedLM
-=======
 from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
@@ -12,7 +9,6 @@ from transformers import (
     DistilBertConfig,
     DistilBertForMaskedLM,
 )
->>>>>>> 33f075f (Move prompts for GLUE to a script of their own):tests/scripts/test_glue_prompt.py
 
 from doppler_hf.workloads.recipe import build, parse_recipe
 from scripts.glue_prompt import PROMPT, PROMPTS, Prompter, PromptForSequenceClassification

@@ -9,9 +9,6 @@ import torch
 from scipy.ndimage import convolve
 from torch.nn import functional as F
 
-<<<<<<< HEAD:tests/workloads/test_scattering.py
-from doppler_hf.workloads.scattering import PATHS, Scattering, ScatteringConfig, ScatteringForImageClassification, flipped
-=======
 from doppler_hf.privacy import PrivacyLedger
 from scripts.scattering.networks import (
     PATHS,
@@ -22,7 +19,6 @@ from scripts.scattering.networks import (
 )
 from scripts.scattering.train import ScatteringArguments, main
 from tests.support.folders import write_mnist
->>>>>>> cc30869 (Move scattering of images to the scripts):tests/scripts/test_scattering.py
 
 SIDE = 16
 REACH = 20
