@@ -21,7 +21,6 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
-from doppler_hf.privacy.noise import uses_kernel
 from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
@@ -112,9 +111,6 @@ class PrivacyCallback(TrainerCallback):
                 earlier_in_words(ledger): ledger.earlier,
                 f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                "The CPU makes the noise of each step, which is slow. Install triton to make it on the GPU.": (
-                    args.device.type == "cuda" and not uses_kernel(args.device)
-                ),
                 f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
                 "Training will stop there.": run.affordable_steps < remaining,
             }

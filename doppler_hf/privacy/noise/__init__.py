@@ -7,8 +7,8 @@
 - private_loss: the training loss as a private number
 """
 
-from doppler_hf.privacy.noise.gaussian import noise_source, uses_kernel
+from doppler_hf.privacy.noise.gaussian import noise_source
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source", "uses_kernel"]
+__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]

@@ -14,9 +14,10 @@ their addresses, from a table of 64-bit words:
     4 words of key | std | scale | c_1 … c_K | of each tensor: address, size, first program, y_t, y_{t−1} … y_{t−K}
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ _HEADER: Final = 6  # words before the coefficients
 
 
 @triton.jit
-def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> Any:
+def _quarter_round(a, b, c, d):
     # Written out: Triton's interpreter takes longer for a call than for what is in it.
     a = a + b
     d = d ^ a
@@ -51,12 +52,12 @@ def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @triton.jit
-def _half(table: Any, word: tl.constexpr, zeros: Any) -> Any:
+def _half(table, word: tl.constexpr, zeros):
     return zeros + (tl.load(table + word // 2) >> 32 * (word % 2)).to(tl.uint32)
 
 
 @triton.jit
-def _block(table: Any, counter: Any, LANES: tl.constexpr) -> Any:
+def _block(table, counter, LANES: tl.constexpr):
     """Return the sixteen words of the blocks of a counter, RFC 8439, section 2.3."""
     o = tl.zeros([LANES], tl.uint32)
     c0, c1, c2, c3 = o + 0x61707865, o + 0x3320646E, o + 0x79622D32, o + 0x6B206574
@@ -79,22 +80,20 @@ def _block(table: Any, counter: Any, LANES: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _uniform(low: Any, high: Any) -> Any:
+def _uniform(low, high):
     # Half a unit beside an integer is never 0. A float64 is finest at 0, where the logarithm needs it.
     return (high.to(tl.float64) * 4294967296.0 + low.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2⁻⁶⁴
 
 
 @triton.jit
-def _pair(a: Any, b: Any, c: Any, d: Any, std: Any) -> Any:
+def _pair(a, b, c, d, std):
     radius = std * tl.sqrt(-2.0 * tl.log(_uniform(a, b)))
     angle = 6.283185307179586 * _uniform(c, d)
     return radius * tl.cos(angle), radius * tl.sin(angle)
 
 
 @triton.jit
-def _write(
-    table: Any, row: Any, at: Any, size: Any, y: Any, scale: Any, K: tl.constexpr, SHAPED: tl.constexpr, T: tl.constexpr
-) -> Any:
+def _write(table, row, at, size, y, scale, K: tl.constexpr, SHAPED: tl.constexpr, T: tl.constexpr):
     inside = at < size
     sums = tl.load(row).to(tl.pointer_type(T)) + at
     if SHAPED:
@@ -107,9 +106,7 @@ def _write(
 
 
 @triton.jit
-def _release(
-    table: Any, owner: Any, LANES: tl.constexpr, TERMS: tl.constexpr, K: tl.constexpr, SHAPED: tl.constexpr, T: tl.constexpr
-) -> Any:
+def _release(table, owner, LANES: tl.constexpr, TERMS: tl.constexpr, K: tl.constexpr, SHAPED: tl.constexpr, T: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row = table + 6 + K + tl.load(owner + program) * (4 + K)
     size = tl.load(row + 1)
@@ -175,16 +172,17 @@ def add_noise_and_scale(
     key = np.frombuffer(os.urandom(32), dtype=np.int64)
     numbers = np.array([std / terms**0.5, scale, *coefficients]).view(np.int64)
     table = _on(device, np.concatenate([key, numbers, rows.reshape(-1)]))
-    _release[(int(programs.sum()),)](
-        table,
-        owner,
-        LANES=LANES,
-        TERMS=terms,
-        K=len(coefficients),
-        SHAPED=bool(states),
-        T=getattr(tl, str(dtype).removeprefix("torch.")),
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _release[(int(programs.sum()),)](
+            table,
+            owner,
+            LANES=LANES,
+            TERMS=terms,
+            K=len(coefficients),
+            SHAPED=bool(states),
+            T=getattr(tl, str(dtype).removeprefix("torch.")),
+            num_warps=_WARPS,
+        )
 
 
 def _on(device: torch.device, words: np.ndarray) -> Tensor:

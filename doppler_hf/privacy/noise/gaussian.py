@@ -18,8 +18,9 @@ transform can return reveals something about the value to which noise was added 
 cannot feasibly be computed (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.1).
 """
 
-import importlib.util
+import functools
 import math
+import warnings
 from typing import Final
 
 import torch
@@ -34,9 +35,23 @@ _PIECE: Final = 1 << 18
 TERMS: Final = 4
 
 
+@functools.cache
 def uses_kernel(device: torch.device, *, seed: int | None = None) -> bool:
-    """Return whether the noise for a device is made there: on CUDA's and ROCm's if Triton is installed."""
-    return device.type == "cuda" and seed is None and importlib.util.find_spec("triton") is not None
+    """Return whether the noise for a device is made there: on CUDA's and ROCm's if Triton works, which is tried once."""
+    if device.type != "cuda" or seed is not None:
+        return False
+    try:
+        from doppler_hf.privacy.noise.chacha import add_noise_and_scale
+
+        add_noise_and_scale([torch.zeros(1, device=device)], std=1.0, scale=1.0)
+    except Exception as error:  # Triton is missing, or finds no C compiler, or does not know the device.
+        warnings.warn(
+            f"The CPU makes the noise of each step, which is slow: Triton cannot make it on the GPU ({error}). "
+            "Install triton and a C compiler.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def noise_source(device: torch.device, *, floating_point_safe: bool = False, seed: int | None = None) -> str:

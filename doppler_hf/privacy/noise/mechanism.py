@@ -228,14 +228,14 @@ class GaussianMechanism:
         from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
 
         states = [] if self._shaped is None else [self._shaped.advance(name, like=part) for name, part in parts.items()]
-        for dtype in {part.dtype for part in parts.values()}:
+        for kind in {(part.device, part.dtype) for part in parts.values()}:
             add_noise_and_scale(
-                [part for part in parts.values() if part.dtype == dtype],
+                [part for part in parts.values() if (part.device, part.dtype) == kind],
                 std=self._white_std,
                 scale=scale,
                 terms=TERMS if self._floating_point_safe else 1,
                 coefficients=() if self._shaped is None else self._shaped.coefficients[: len(states[0][1])],
-                states=[(y, *past) for y, past in states if y.dtype == dtype],
+                states=[(y, *past) for y, past in states if (y.device, y.dtype) == kind],
             )
 
     def _add_one_by_one(
