@@ -8,6 +8,7 @@
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: numerics that both sides of the boundary share
+- kernels: what its kernels in Triton share
 - shards: a tensor in shards on several processes, and the whole
 - disk: one clear error when it is full
 - filters: coefficients and responses; NumPy and SciPy only

@@ -17,6 +17,7 @@ CHECKED = (
     "doppler_hf.audit",
     "doppler_hf.dpo",
     "doppler_hf.filters",
+    "doppler_hf.kernels",
     "doppler_hf.optim.adaptive_fir",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",

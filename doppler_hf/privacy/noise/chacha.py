@@ -8,23 +8,22 @@ Each launch has a key of its own from the operating system, so that no word can 
 tried again. A block of the cipher is 64 bytes: eight normals of 64 random bits each, computed in float64 as in `gaussian`.
 The value is rounded once, when it is written.
 
-The kernel is Triton's, and runs in Triton's interpreter on a CPU too (TRITON_INTERPRET=1). It takes tensors of one dtype by
-their addresses, from a table of 64-bit words:
+The kernel takes tensors of one dtype by their addresses, from a table of 64-bit words:
 
     4 words of key | std | scale | c_1 … c_K | of each tensor: address, size, first program, y_t, y_{t−1} … y_{t−K}
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
+
+from doppler_hf.kernels import launching_on, owners_of_programs, words_on
 
 # Blocks of the cipher in a program, one a lane, and normals in a block.
 LANES: Final = 256
@@ -163,7 +162,7 @@ def add_noise_and_scale(
     firsts = np.cumsum(programs) - programs
     # Privacy: the cipher's counter has 32 bits, of which no block may come twice under one key.
     assert programs.sum() * LANES * terms <= 1 << 32, "too many coordinates for one key"
-    owner = _on(device, np.repeat(np.arange(len(values), dtype=np.int32), programs))
+    owner = words_on(device, owners_of_programs(programs))
     rows = np.zeros((len(values), 4 + len(coefficients)), dtype=np.int64)
     rows[:, 0] = [value.data_ptr() for value in values]
     rows[:, 1], rows[:, 2] = sizes, firsts
@@ -171,8 +170,8 @@ def add_noise_and_scale(
         row[3:] = [each.data_ptr() for each in state]
     key = np.frombuffer(os.urandom(32), dtype=np.int64)
     numbers = np.array([std / terms**0.5, scale, *coefficients]).view(np.int64)
-    table = _on(device, np.concatenate([key, numbers, rows.reshape(-1)]))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    table = words_on(device, np.concatenate([key, numbers, rows.reshape(-1)]))
+    with launching_on(device):
         _release[(int(programs.sum()),)](
             table,
             owner,
@@ -183,10 +182,3 @@ def add_noise_and_scale(
             T=getattr(tl, str(dtype).removeprefix("torch.")),
             num_warps=_WARPS,
         )
-
-
-def _on(device: torch.device, words: np.ndarray) -> Tensor:
-    """Return words on a device, moved without a wait."""
-    here = torch.from_numpy(words)
-    # The allocator of pinned memory does not reuse it before the copy is done.
-    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)

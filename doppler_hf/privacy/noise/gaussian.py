@@ -18,40 +18,20 @@ transform can return reveals something about the value to which noise was added 
 cannot feasibly be computed (Holohan and Braghin, https://arxiv.org/abs/2107.10138, section 5.1).
 """
 
-import functools
 import math
-import warnings
 from typing import Final
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from doppler_hf import kernels
 from doppler_hf.privacy.bits import BitStream
 
 # Normals made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
 _PIECE: Final = 1 << 18
 # The number of normals that `floating_point_safe` adds.
 TERMS: Final = 4
-
-
-@functools.cache
-def uses_kernel(device: torch.device, *, seed: int | None = None) -> bool:
-    """Return whether the noise for a device is made there: on CUDA's and ROCm's if Triton works, which is tried once."""
-    if device.type != "cuda" or seed is not None:
-        return False
-    try:
-        from doppler_hf.privacy.noise.chacha import add_noise_and_scale
-
-        add_noise_and_scale([torch.zeros(1, device=device)], std=1.0, scale=1.0)
-    except Exception as error:  # Triton is missing, or finds no C compiler, or does not know the device.
-        warnings.warn(
-            f"The CPU makes the noise of each step, which is slow: Triton cannot make it on the GPU ({error}). "
-            "Install triton and a C compiler.",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def noise_source(device: torch.device, *, floating_point_safe: bool = False, seed: int | None = None) -> str:
@@ -61,7 +41,7 @@ def noise_source(device: torch.device, *, floating_point_safe: bool = False, see
         >>> noise_source(torch.device("cpu"))
         'AES-256-CTR keyed by the operating system, Box-Muller'
     """
-    secret = "ChaCha20 keyed at every step" if uses_kernel(device, seed=seed) else "AES-256-CTR keyed"
+    secret = "ChaCha20 keyed at every step" if seed is None and kernels.are_usable(device) else "AES-256-CTR keyed"
     bits = f"{secret} by the operating system" if seed is None else "reproducible from a seed: not private"
     return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
 

@@ -16,10 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from doppler_hf import kernels
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.bits import bit_stream
-from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source, uses_kernel
+from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.shards import added_up, rows_here
 
@@ -105,7 +106,8 @@ class GaussianMechanism:
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
         self._source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
-        self._stream, self._in_kernel = bit_stream(seed, purpose="noise"), uses_kernel(device, seed=seed)
+        self._stream = bit_stream(seed, purpose="noise")
+        self._in_kernel = seed is None and kernels.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
 
     @property

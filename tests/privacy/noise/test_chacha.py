@@ -10,11 +10,10 @@ import scipy.stats
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from doppler_hf import kernels
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.noise import chacha
-from doppler_hf.privacy.noise import gaussian as gaussian_module
-from doppler_hf.privacy.noise import mechanism as mechanism_module
 
 KEY = bytes(range(32))
 SIGMA, C, B = 1.3, 0.7, 50
@@ -92,8 +91,7 @@ def test_noise_is_shaped_by_what_earlier_steps_left():
 def in_kernel(**options):
     """A mechanism that takes the way of an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (mechanism_module, gaussian_module):
-            patch.setattr(module, "uses_kernel", lambda device, seed=None: True)
+        patch.setattr(kernels, "are_usable", lambda device: True)
         return GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B, **options)
 
 
@@ -152,20 +150,6 @@ def test_the_compiler_takes_the_kernel_and_each_coordinate_is_written_once():
     done = subprocess.run([sys.executable, "-c", COMPILED], env=variables | path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["8", "16", "16"]
-
-
-def test_where_triton_does_not_work_the_cpu_makes_the_noise_and_says_so(monkeypatch):
-    """As in a container without a C compiler: found before anything is counted."""
-
-    def fails(*_, **__):
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(chacha, "add_noise_and_scale", fails)
-    monkeypatch.setattr(torch, "zeros", lambda count, device: torch.empty(count))
-    gaussian_module.uses_kernel.cache_clear()
-    with pytest.warns(UserWarning, match=r"The CPU makes the noise of each step, .* \(Failed to find C compiler\)"):
-        assert gaussian_module.noise_source(torch.device("cuda")).startswith("AES-256-CTR")
-    gaussian_module.uses_kernel.cache_clear()
 
 
 def test_a_key_is_not_asked_for_more_blocks_than_its_counter_counts(monkeypatch):
