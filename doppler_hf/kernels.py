@@ -7,11 +7,13 @@ set, as on a CPU in tests. Elsewhere torch's own operators do the same.
 import contextlib
 import functools
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @functools.cache
@@ -22,8 +24,7 @@ def are_usable(device: torch.device) -> bool:
     try:
         import triton
 
-        with launching_on(device):
-            triton.jit(_nothing)[(1,)]()
+        launch(triton.jit(_nothing), (1,), device=device)
     except Exception as error:  # Triton is missing, or finds no C compiler, or does not know the device.
         warnings.warn(
             f"Training on this GPU is slow: Triton does not work here ({error}). Install triton and a C compiler.",
@@ -37,18 +38,46 @@ def _nothing():  # type: ignore[no-untyped-def]  # noqa: ANN202  # Triton's comp
     pass
 
 
-def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Let kernels be launched on a device for the duration of the block: Triton's own choice is the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Tensor | Int[np.ndarray, " _"] | int,
+    device: torch.device,
+    **options: Any,
+) -> None:
+    """Launch a kernel on a device, with words for it moved there without a wait; not on tensors without memory.
+
+    Args:
+        kernel: A function of Triton's.
+        grid: How many programs.
+        arguments: Its arguments; arrays become tensors on the device.
+        device: Where its tensors are. Triton's own choice would be the current one.
+        options: Its constants, and Triton's own.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*(_moved(each, device) if isinstance(each, np.ndarray) else each for each in arguments), **options)
 
 
-def words_on(device: torch.device, words: Int[np.ndarray, " n"]) -> Int[Tensor, " n"]:
-    """Return words on a device, moved without a wait."""
-    here = torch.from_numpy(words)
-    # The allocator of pinned memory does not reuse it before the copy is done.
-    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+def address_of(values: Shaped[Tensor, "..."]) -> int:
+    """Return where a tensor's first number is; 0 for one without memory."""
+    return 0 if isinstance(values, FakeTensor) else values.data_ptr()
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Return Triton's name of a dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def owners_of_programs(programs: Int64[np.ndarray, " tensors"]) -> Int[np.ndarray, " programs"]:
     """Return for every program of a launch to which tensor it belongs, from how many programs each has."""
     return np.repeat(np.arange(len(programs), dtype=np.int32), programs)
+
+
+def _moved(words: Int[np.ndarray, " _"], device: torch.device) -> Int[Tensor, " _"]:
+    here = torch.from_numpy(words)
+    # The allocator of pinned memory does not reuse it before the copy is done.
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)

@@ -1,17 +1,42 @@
 """Shared numerics of tensors: equality, digests of bits, and the precision of products."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def in_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return the values themselves, or a float32 copy if they are of half precision."""
     return values.float() if values.itemsize < 4 else values
+
+
+@functools.cache
+def adds_halves_in_float32(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices of half precision into one of float32, as CUDA's do; tried once."""
+    if device.type == "cpu":
+        return False
+    try:
+        empty = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        return torch.mm(empty, empty, out_dtype=torch.float32).dtype == torch.float32
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def product_in_float32(left: Float[Tensor, "*stack m k"], right: Float[Tensor, "*stack k n"]) -> Float[Tensor, "*stack m n"]:
+    """Return left @ right, added up in float32 or better.
+
+    A product of two numbers of half precision is exact in float32, so that tensor cores take them as they are.
+    """
+    is_half = left.dtype == right.dtype and left.itemsize == 2
+    if is_half and (isinstance(left, FakeTensor) or adds_halves_in_float32(left.device)):
+        return (torch.mm if left.ndim == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+    return in_float32(left) @ in_float32(right)
 
 
 def same(first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."]) -> bool:

@@ -12,10 +12,10 @@ from doppler_hf.privacy.noise import noise_source
 def test_where_triton_does_not_work_the_cpu_makes_the_noise_and_the_user_is_told(monkeypatch):
     """As in a container without a C compiler."""
 
-    def fails(device):
+    def fails(*_, device):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(kernels, "launching_on", fails)
+    monkeypatch.setattr(kernels, "launch", fails)
     kernels.are_usable.cache_clear()
     with pytest.warns(UserWarning, match=r"Training on this GPU is slow: .* \(Failed to find C compiler\)\. Install triton"):
         assert noise_source(torch.device("cuda")).startswith("AES-256-CTR")
@@ -24,7 +24,7 @@ def test_where_triton_does_not_work_the_cpu_makes_the_noise_and_the_user_is_told
 
 def test_the_trial_is_a_launch(monkeypatch):
     """In the interpreter, on a device that is called CUDA's."""
-    monkeypatch.setattr(kernels, "launching_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     kernels.are_usable.cache_clear()
     assert kernels.are_usable(torch.device("cuda"))
     kernels.are_usable.cache_clear()

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "optim": ("filters linalg shards", "numpy jaxtyping torch"),
     "privacy": ("kernels linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
+    "privacy/clipping/kernels": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/noise/chacha": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),

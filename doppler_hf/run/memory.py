@@ -106,13 +106,13 @@ def bytes_of_pass(
         batch: A function that makes a micro-batch.
         losses_of: A function that returns the loss of each of its examples.
         engine: As in `ClippedGradients`.
-        on_cuda: Whether on CUDA, where layers of one shape are computed together.
+        on_cuda: Whether on CUDA, where kernels find norms and sums.
     """
     with without_memory(on_cuda=on_cuda) as peak:
         move_in(model)
         weights = peak.bytes
         clipped = ClippedGradients(model, engine=engine, clipping="automatic")
-        clipped.on_accelerator = on_cuda
+        clipped.on_accelerator = clipped.in_kernels = on_cuda
         with clipped:
             sums = sum(total.nbytes for total in clipped.sums.values())
             peak.forget()

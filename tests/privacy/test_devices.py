@@ -123,7 +123,7 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
     trainer = trainer_of(tmp_path, model=model, bf16=precision == "bf16", **STEPS[name])
     trainer.current_gradient_accumulation_steps = 2
     clipped = ClippedGradients(model)
-    clipped.on_accelerator = True
+    clipped.on_accelerator = clipped.in_kernels = True
     with clipped, far_away(device) as move, mock.patch.object(type(trainer.args), "device", torch.device(device)):
         with unset_fake_temporarily():  # as in the start check: which way fits a layer without a rule is seen once
             clipped.backward(losses_of(model, inputs, labels))
@@ -187,16 +187,17 @@ def passes(model, losses, *, on_accelerator, **options):
         model.zero_grad(set_to_none=True)
         losses().sum().backward()
     clipped = ClippedGradients(model, **options)
-    clipped.on_accelerator = on_accelerator
+    clipped.on_accelerator = clipped.in_kernels = on_accelerator
     with clipped:
-        clipped.backward(losses())
+        with Asked():
+            clipped.backward(losses())
         clipped.reset()
         with Asked() as private:
             clipped.backward(losses())
     return plain, private
 
 
-@pytest.mark.parametrize("on_accelerator", [False, True], ids=["on a CPU", "stacked"])
+@pytest.mark.parametrize("on_accelerator", [False, True], ids=["on a CPU", "in kernels"])
 @pytest.mark.parametrize("name", COUNTED)
 def test_kernels_and_waits(name, on_accelerator):
     torch.manual_seed(0)
@@ -207,7 +208,7 @@ def test_kernels_and_waits(name, on_accelerator):
         inputs = {"input_ids": torch.randint(5, 990, (8, 32)), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
         labels = torch.zeros(8, dtype=torch.long) if "roberta" in name else inputs["input_ids"]
     plain, private = passes(model, lambda: losses_of(model, inputs, labels), on_accelerator=on_accelerator)
-    most = {False: (2.3, 1.1), True: (1.1, 1.0)}[on_accelerator]["lora" in name]
+    most = {False: (2.3, 1.1), True: (1.35, 1.05)}[on_accelerator]["lora" in name]
     ratio = private.kernels / plain.kernels
     waits = len(private.waits) - len(plain.waits)  # a CPU looks once whether all examples are finite
     assert (waits, ratio <= most) == (int(not on_accelerator), True), (plain.kernels, private.kernels, ratio)

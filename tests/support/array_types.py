@@ -27,6 +27,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
+    "doppler_hf.privacy.clipping.kernels",
     "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
     "doppler_hf.privacy.clipping.per_sample_gradient",

@@ -6,6 +6,7 @@
 - book: the notes of the layers for it
 - per_sample_gradient: the forms of a per-sample gradient, and its sums
 - groups: gradients of several parameters together
+- kernels: norms and sums on a GPU
 - norms: norms of all forms, from their factors where they have some
 - torch_layers, attention, recurrence: rules for the layers of torch
 - experts: mixtures of experts, one example after another

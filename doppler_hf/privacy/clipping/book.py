@@ -20,28 +20,28 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     formed,
     has_terms,
     is_formed,
+    normalized_sum,
     squares_in_full,
     summed,
 )
 
-# A function of some tensors that treats each row on its own.
-OfRows = Callable[..., Float[Tensor, "rows ..."]]
-# On an accelerator, tensors with fewer numbers are stacked with those of other layers, so that there are fewer kernels.
-STACKED = 2**20
-# Gradients in full with fewer numbers have one norm and one sum together, for which they are copied.
-SMALL = 2**16
+# Gradients in full with fewer numbers have one norm and one sum together, for which they are copied; on a GPU, which is
+# quicker with many numbers than with many kernels, of more.
+SMALL, SMALL_IN_KERNELS = 2**16, 2**20
 
 
 class Book:
     """The notes that layers make during one forward and backward pass; see `clear` for what is noted.
 
-    With `stacks`, layers of one shape are computed together after the backward pass.
+    With `in_kernels` they are for `kernels`: factors are kept in half precision, contiguous and of one dtype.
     """
 
-    def __init__(self, *, norm_rule: NormRule, stacks: bool) -> None:
+    def __init__(self, *, norm_rule: NormRule, in_kernels: bool) -> None:
         self._norm_rule: NormRule = norm_rule
-        self._stacks = stacks
+        self.in_kernels = in_kernels
+        self.small = SMALL_IN_KERNELS if in_kernels else SMALL
         self.is_in_forward = self._is_unwatched = False
+        self.casts: dict[tuple[Tensor, torch.dtype], Tensor] = {}  # of a forward pass, in which no weight changes
         self.clear()
 
     @property
@@ -61,13 +61,21 @@ class Book:
         finally:
             self._is_unwatched = before
 
+    def cast(self, weight: Float[Tensor, "_ _"], dtype: torch.dtype) -> Float[Tensor, "_ _"]:
+        """Return a weight in the dtype of a product: one copy for all that a pass multiplies by it."""
+        if weight.dtype == dtype:
+            return weight
+        if (weight, dtype) not in self.casts:
+            self.casts[weight, dtype] = weight.to(dtype)
+        return self.casts[weight, dtype]
+
     def clear(self) -> None:
         """Discard all notes."""
+        self.casts.clear()
         self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
         # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
         self.num_examples = 1
         self.uses: dict[Tensor, list[PerSampleGradient]] = {}  # of each parameter, filled by the backward pass
-        self._later: list[tuple[Tensor, OfRows, tuple[Tensor, ...]]] = []
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
         # In a check, the examples whose losses are differentiated: gradients are then compared, not kept.
@@ -77,11 +85,9 @@ class Book:
     def forget_uses(self) -> None:
         """Discard what backward passes have noted, as an ordinary one of the user's may have."""
         self.uses.clear()
-        self._later.clear()
 
     def gradient_of(self, parameter: Tensor) -> PerSampleGradient | None:
         """Return what the uses of a parameter amount to, and forget them; None if there are none."""
-        self._compute_what_was_left()
         uses = self.uses.pop(parameter, None)
         return None if uses is None else combined(uses, shape=parameter.shape)
 
@@ -107,9 +113,13 @@ class Book:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
         # Of each row, if that is worth it already: to join the patches of images would take longer than to add products.
         if self.is_formed(left.shape[1], left.shape[2], right.shape[2]):
-            self.note_in_full(parameter, formed, left, right)
+            self.note_rows(parameter, formed(left, right))
             return
         left, right = self._joined(left), self._joined(right)
+        if self.in_kernels:
+            left, right = left.contiguous(), right.contiguous()
+            if left.dtype != right.dtype:
+                left, right = in_float32(left), in_float32(right)
         # A language model's head is called for a part of an example's tokens at a time.
         uses = self.uses.get(parameter, [])
         products = [use for use in uses if isinstance(use, Product)]
@@ -118,7 +128,7 @@ class Book:
         if not dense and not self.is_formed(time, left.shape[2], right.shape[2]):
             self.note(parameter, Product(left, right))
         elif not uses:
-            self.note_in_full(parameter, formed, left, right)
+            self.note_rows(parameter, formed(left, right))
         else:
             total = formed(left, right)
             for product in products:
@@ -137,7 +147,29 @@ class Book:
     def note_sum(self, parameter: Float[Tensor, "*shape"] | None, terms: Float[Tensor, "rows time *shape"]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
         if parameter is not None and parameter.requires_grad:
-            self.note_in_full(parameter, summed, terms.flatten(2) if terms.ndim > 2 else terms.unsqueeze(2))
+            self.note_rows(parameter, summed(terms.flatten(2) if terms.ndim > 2 else terms.unsqueeze(2)))
+
+    def note_normalized(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Float[Tensor, "rows time n"],
+        mean: Float[Tensor, "rows time _"],
+        rstd: Float[Tensor, "rows time _"],
+        grad: Float[Tensor, "rows time n"],
+    ) -> None:
+        """Note a normalization, y = x̂ w + b with x̂ = (x − mean)·rstd, of which `grad` is the gradient of y."""
+        if self.in_kernels and weight.requires_grad:
+            from doppler_hf.privacy.clipping.kernels import normalized_sums  # imports Triton
+
+            of_weight, of_bias = normalized_sums(x, mean, rstd, grad)
+            self.note_rows(weight, of_weight)
+            if bias is not None and bias.requires_grad:
+                self.note_rows(bias, of_bias)
+            return
+        if weight.requires_grad:
+            self.note_rows(weight, normalized_sum(x, mean, rstd, grad))
+        self.note_sum(bias, grad)
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
         """Note the gradient of each row in full, as of a parameter's copies."""
@@ -148,28 +180,8 @@ class Book:
         # Large ones now, while they are in the cache; of small ones there is one norm together.
         self.note(
             parameter,
-            Dense(values, squares_in_full(values) if values.numel() >= (STACKED if self._stacks else SMALL) else None),
+            Dense(values, squares_in_full(values) if values.numel() >= self.small else None),
         )
-
-    def note_in_full(self, parameter: Tensor, function: OfRows, *tensors: Shaped[Tensor, "rows ..."]) -> None:
-        """Note the gradient of each row in full, as a function of tensors."""
-        if self._stacks and self.examined is None and max(tensor.numel() for tensor in tensors) < STACKED:
-            self._later.append((parameter, function, tensors))
-        else:
-            self.note_rows(parameter, function(*tensors))
-
-    def _compute_what_was_left(self) -> None:
-        """Compute functions of tensors of the same shapes together."""
-        alike: dict[Any, list[tuple[Tensor, tuple[Tensor, ...]]]] = {}
-        for parameter, function, tensors in self._later:
-            kind = (function, *((tensor.shape, tensor.dtype) for tensor in tensors))
-            alike.setdefault(kind, []).append((parameter, tensors))
-        self._later.clear()
-        for (function, *_), notes in alike.items():
-            parameters, tensors = zip(*notes, strict=True)
-            found = function(*map(torch.cat, zip(*tensors, strict=True)))
-            for parameter, rows in zip(parameters, found.unflatten(0, (len(notes), -1)), strict=True):
-                self.note_rows(parameter, rows)
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""

@@ -13,12 +13,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from doppler_hf import kernels
 from doppler_hf.linalg import highest_matmul_precision
+from doppler_hf.privacy.clipping.book import SMALL, SMALL_IN_KERNELS
 from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, raised, shares_of_error
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.groups import Names, in_groups
 from doppler_hf.privacy.clipping.norms import Squares
-from doppler_hf.privacy.clipping.per_sample_gradient import Lookup, NormRule, PerSampleGradient, Tied, Weights
+from doppler_hf.privacy.clipping.per_sample_gradient import Lookup, NormRule, PerSampleGradient, Product, Tied, Weights
 
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
@@ -49,8 +51,8 @@ class ClippedGradients:
         engine_name: `engine`.
         is_cross_entropy: As given; set it before `backward`.
         parameters: The trainable parameters by name.
-        on_accelerator: Whether layers of one shape are computed together, which takes fewer kernels and more memory, and
-            nothing waits for the device; set it before the context is entered.
+        on_accelerator: Whether nothing may wait for the device.
+        in_kernels: Whether norms and sums are found by `kernels`; set both before the context is entered.
         num_non_finite: How many examples since the last `reset` had a gradient that is not finite, or a norm whose square is
             not; on the device. They contribute nothing.
 
@@ -103,7 +105,9 @@ class ClippedGradients:
         self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
-        self.on_accelerator = all(parameter.device.type != "cpu" for parameter in trainable.values())
+        devices = {parameter.device for parameter in trainable.values()}
+        self.in_kernels = self._finest != torch.float64 and all(map(kernels.are_usable, devices))
+        self.on_accelerator = self.in_kernels or all(device.type != "cpu" for device in devices)
         self.reset()
 
     @property
@@ -128,7 +132,7 @@ class ClippedGradients:
             norm_rule=self._norm_rule,
             by_rules=by_rules,
             rows_per_loss=self._rows_per_loss,
-            stacks=self.on_accelerator,
+            in_kernels=self.in_kernels,
         )
         return self
 
@@ -246,14 +250,14 @@ class ClippedGradients:
     ) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same numbers,
         # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        found = in_groups(gradients, self._group_of, stacks=self.on_accelerator)
+        found = in_groups(gradients, self._group_of, small=SMALL_IN_KERNELS if self.in_kernels else SMALL)
         gradients.clear()  # so that the memory of each is freed once it is in the sum
-        squares = Squares(on_accelerator=self.on_accelerator)
+        squares = Squares(in_kernels=self.in_kernels, halves=not self.on_accelerator)
         for names, gradient in found.items():
             squares.add(self._group_of[names[0]], gradient)
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
-        self._add_sums(found, self._weights(norms_of, norms.isfinite(), weights))
+        self._add_sums(found, self._weights(norms_of, squares.roundings(), norms.isfinite(), weights))
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
         self.num_non_finite = self.num_non_finite + left_out.sum()
         return norms
@@ -261,6 +265,7 @@ class ClippedGradients:
     def _weights(
         self,
         norms_of: Mapping[str, Float[Tensor, " batch"]],
+        roundings: Mapping[str, Float[Tensor, " batch"]],
         finite: Bool[Tensor, " batch"],
         weights: Float[Tensor, " batch"] | None,
     ) -> dict[str, Weights]:
@@ -273,7 +278,7 @@ class ClippedGradients:
         found = {}
         for group, norms in norms_of.items():
             factors = clip_factors(
-                raised(norms, self._coarsest),
+                raised(norms, self._coarsest) + roundings.get(group, 0.0),
                 max_grad_norm=bound,
                 clipping=self._clipping,
             )
@@ -282,6 +287,20 @@ class ClippedGradients:
         return found
 
     def _add_sums(self, found: dict[Names, PerSampleGradient], weights_of: Mapping[str, Weights]) -> None:
+        if self.in_kernels:
+            from doppler_hf.privacy.clipping.kernels import weighed  # imports Triton
+
+            products = {}
+            for names, gradient in tuple(found.items()):
+                product = gradient.product if isinstance(gradient, Tied) else gradient
+                if isinstance(product, Product):
+                    products[names] = product.left, product.right, weights_of[self._group_of[names[0]]].marked
+                    del found[names], product
+                if isinstance(gradient, Tied):
+                    found[names] = gradient.lookup
+                del gradient
+            for names, left, right in weighed(products):
+                self._add_to(names, Product(left, right, is_weighted=True), weights_of[self._group_of[names[0]]])
         # Tables last: theirs are the largest sums, for which the other notes make room.
         for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
             self._add_to(names, found.pop(names), weights_of[self._group_of[names[0]]])

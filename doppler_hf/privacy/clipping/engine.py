@@ -43,10 +43,12 @@ class BookKeepingEngine:
     Without `by_rules` Opacus's samplers are used for all layers that have one, as a reference.
     """
 
-    def __init__(self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int, stacks: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int, in_kernels: bool
+    ) -> None:
         refuse_layers(model)
         self._model = model
-        self._book = Book(norm_rule=norm_rule, stacks=stacks)
+        self._book = Book(norm_rule=norm_rule, in_kernels=in_kernels)
         self._without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
@@ -189,6 +191,7 @@ class BookKeepingEngine:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
         self._book.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
+        self._book.casts.clear()
         self._book.is_in_forward = True
         try:
             return original(*args, **kwargs)

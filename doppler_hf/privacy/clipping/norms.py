@@ -9,9 +9,11 @@ where of a look-up R_st is 1 if both places have the same row, and else 0. Its t
 matrices in float32 could then leave a norm too small, so that its example contributed more than C. Each such square is
 therefore raised by eps·(GUARD·S² + TERMS·A) with S = Σ_t ‖l_t‖‖r_t‖ and A = Σ_st |L_st R_st|, and every norm by a
 thousandth. These constants are measured, not proven: see `recipes/results/rounding.md`.
+
+On a GPU `kernels.compare` finds these sums for all layers at once, and factors of bfloat16 are weighted in bfloat16: see
+`Squares.roundings`.
 """
 
-import itertools
 from collections import defaultdict
 from typing import Final
 
@@ -19,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.linalg import in_float32
+from doppler_hf.linalg import in_float32, product_in_float32
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied, squares_in_full
 
 GUARD: Final = 2.0
@@ -28,6 +30,8 @@ TERMS: Final = 128.0
 TILE: Final = 1024
 # Squares below float32's range are lost, and the other factor may be large.
 VANISHED: Final = 1e-25
+# What rounding a number to bfloat16 may change it by is half of this dtype's eps times the number. The rest is of S itself.
+HALF: Final = 0.51
 # Gram matrices of so many numbers are compared with each other in one go.
 AT_ONCE: Final = 2**20
 # Of longer Gram matrices, which are symmetric, only the blocks of so many rows on and below the diagonal are computed.
@@ -37,11 +41,14 @@ BLOCK: Final = 64
 class Squares:
     """Adds up squared norms by group of parameters, each of which is clipped on its own."""
 
-    def __init__(self, *, on_accelerator: bool) -> None:
-        self._on_accelerator = on_accelerator
+    def __init__(self, *, in_kernels: bool, halves: bool) -> None:
+        self._in_kernels, self._halves = in_kernels, halves
+        # Products and look-ups that are left to a kernel, by group, and S of those that are rounded.
+        self._left: list[tuple[str, Tensor, Tensor]] = []
+        self._rounded: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         # By length and dtype: pairs of Gram matrices with the groups whose squares are still to be found.
-        self._pairs: dict[object, list[tuple[list[str], Tensor, Tensor]]] = defaultdict(list)
+        self._pairs: dict[object, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
         # Query, key and value read the same input. Each factor is kept, so that no other one can get its address.
         self._recent: list[tuple[object, Tensor, Tensor]] = []
 
@@ -49,9 +56,13 @@ class Squares:
         """Add ‖g_i‖² of one gradient."""
         if isinstance(gradient, Dense):
             self._found[group].append(squares_in_full(gradient.values) if gradient.squares is None else gradient.squares)
-        if isinstance(gradient, Product):
-            self._add_pair(group, *map(self._gram_of, (gradient.left, gradient.right)), stack=gradient.stack)
-        if isinstance(gradient, Lookup):
+        if self._in_kernels and isinstance(gradient, Product):
+            self._left.append((group, gradient.left, gradient.right))
+        elif self._in_kernels and isinstance(gradient, Lookup):
+            self._left.append((group, gradient.values.contiguous(), gradient.ids.contiguous()))
+        elif isinstance(gradient, Product):
+            self._add_pair(group, *map(self._gram_of, (gradient.left, gradient.right)))
+        elif isinstance(gradient, Lookup):
             gram = self._gram_of(gradient.values)
             ids = torch.nn.functional.pad(gradient.ids, (0, gram.shape[1] - gradient.ids.shape[1]))
             self._add_pair(group, gram, (ids.unsqueeze(2) == ids.unsqueeze(1)).to(gram.dtype))
@@ -60,23 +71,48 @@ class Squares:
             self.add(group, product)
             self.add(group, lookup)
             # 2⟨product, look-up⟩ = 2 Σ_st l_s[id_t]⟨r_s, v_t⟩: only the rows that were looked up contribute to it.
-            picked = in_float32(product.left).gather(2, lookup.ids.unsqueeze(1).expand(-1, product.left.shape[1], -1))
-            self._found[group].append(2 * dot(picked, torch.bmm(in_float32(product.right), in_float32(lookup.values).mT)))
+            picked = in_float32(product.left.gather(2, lookup.ids.unsqueeze(1).expand(-1, product.left.shape[1], -1)))
+            self._found[group].append(2 * dot(picked, product_in_float32(product.right, lookup.values.mT)))
 
     def totals(self) -> dict[str, Float[Tensor, " examples"]]:
         """Return the sums; not finite where the range of the dtype is too small."""
         for kind in tuple(self._pairs):
             self._compare(self._pairs.pop(kind))
+        if self._left:
+            self._compare_in_kernels()
         return {group: torch.stack(found).sum(dim=0).clamp(min=0.0) for group, found in self._found.items()}
 
-    def _add_pair(self, group: str, left: Tensor, right: Tensor, *, stack: int = 1) -> None:
+    def roundings(self) -> dict[str, Float[Tensor, " examples"]]:
+        """Return by how much rounding may raise the norm of f·g_i, over the clip factor f, by group.
+
+        Sensitivity: with l a factor of bfloat16, f·l becomes f·(l + e) with |e| ≤ |l|·eps/2 in every number, of one example
+        alone. By the triangle inequality ‖Σ_t e_t r_tᵀ‖ ≤ S·eps/2, and over the products of a group it is the root of the
+        sum of squares. Numbers below bfloat16's range, 1e-38, have another error, which nothing notices.
+        """
+        half = HALF * torch.finfo(torch.bfloat16).eps
+        return {group: half * torch.linalg.vector_norm(torch.stack(sizes), dim=0) for group, sizes in self._rounded.items()}
+
+    def _compare_in_kernels(self) -> None:
+        from doppler_hf.privacy.clipping.kernels import compare  # imports Triton
+
+        groups, *pairs = zip(*self._left, strict=True)
+        terms = compare([*zip(*pairs, strict=True)], vanished=VANISHED)
+        products, sizes, norms = torch.stack(terms).unbind(dim=2)
+        eps = torch.finfo(products.dtype).eps
+        squares = torch.add(products, sizes, alpha=TERMS * eps).addcmul_(norms, norms, value=GUARD * eps)
+        for group, square, norm, left, right in zip(groups, squares, norms, *pairs, strict=True):
+            self._found[group].append(square)
+            if left.dtype == right.dtype == torch.bfloat16:
+                self._rounded[group].append(norm)
+
+    def _add_pair(self, group: str, left: Tensor, right: Tensor) -> None:
         kind = left.shape[1], left.dtype
         pairs = self._pairs[kind]
-        pairs.append(([group] * stack, left, right))
+        pairs.append((group, left, right))
         if sum(gram.numel() for _, gram, _ in pairs) >= AT_ONCE:
             self._compare(self._pairs.pop(kind))
 
-    def _compare(self, pairs: list[tuple[list[str], Tensor, Tensor]]) -> None:
+    def _compare(self, pairs: list[tuple[str, Tensor, Tensor]]) -> None:
         groups, lefts, rights = zip(*pairs, strict=True)
         left, right = (each[0] if len(each) == 1 else torch.cat(each) for each in (lefts, rights))
         of_left, of_right = (gram.diagonal(dim1=1, dim2=2) + VANISHED for gram in (left, right))
@@ -86,8 +122,7 @@ class Squares:
             blocks = (gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)) for gram in (left, right))
             squares = 2 * squares - dot(*(of_gram.diagonal(dim1=1, dim2=3) for of_gram in blocks))
         squares = torch.addcmul(squares, sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
-        owners = list(itertools.chain.from_iterable(groups))
-        for group, found in zip(owners, squares.view(len(owners), -1), strict=True):
+        for group, found in zip(groups, squares.view(len(groups), -1), strict=True):
             self._found[group].append(found)
 
     def _gram_of(self, factor: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows time time"]:
@@ -100,7 +135,7 @@ class Squares:
         return gram
 
     def _is_halved(self, time: int) -> bool:
-        return not self._on_accelerator and time > BLOCK
+        return self._halves and time > BLOCK
 
     def _gram(self, rows: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows times times"]:
         """Return the inner products of each row's places, added up by halves of `dim` down to TILE."""

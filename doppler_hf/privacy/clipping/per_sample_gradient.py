@@ -13,6 +13,7 @@ so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed t
 shapes, never from the data.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from doppler_hf.linalg import in_float32
+from doppler_hf.linalg import in_float32, product_in_float32
 
 NormRule = Literal["auto", "ghost", "direct"]
 
@@ -40,12 +41,17 @@ class Weights:
     finite: Bool[Tensor, " examples"] | None  # None where it is known that all are
     zero: Float[Tensor, ""]  # on their device: a number would be brought there for each tensor
 
-    def cleaned(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
+    @functools.cached_property
+    def marked(self) -> Float[Tensor, " examples"]:
+        """The factors, with NaN for examples that are not finite."""
+        return self.factors if self.finite is None else self.factors.masked_fill(~self.finite, torch.nan)
+
+    def cleaned(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:
         """Return the values in float32 or better, with zeros for examples that are not finite: 0·NaN would be NaN."""
         values = in_float32(values)
         return values if self.finite is None else torch.where(self.finite[:, None, None], values, self.zero)
 
-    def times(self, values: Float[Tensor, "*stack examples _ _"]) -> Float[Tensor, "*stack examples _ _"]:
+    def times(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:
         """Return the cleaned values, each multiplied by its example's factor."""
         cleaned = self.cleaned(values)
         factors = self.factors.to(cleaned.dtype)[:, None, None]
@@ -69,27 +75,27 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """The gradient of a matrix that multiplies: the layer's inputs and the gradients of its outputs.
+    """The gradient of a matrix that multiplies: the layer's inputs and the gradients of its outputs."""
 
-    Several matrices of one shape may be stacked, one example of the first one after another.
-    """
-
-    left: Float[Tensor, "stack_examples time p"]
-    right: Float[Tensor, "stack_examples time q"]
-    stack: int = 1
+    left: Float[Tensor, "examples time p"]
+    right: Float[Tensor, "examples time q"]
+    is_weighted: bool = False  # as `kernels.weighed` returns it
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i Σ_t l_it r_itᵀ, added to `total` if there is one (modified in place)."""
-        left, right = (factor.unflatten(0, (self.stack, -1)) for factor in (self.left, self.right))
-        scale, clean = weights.times, weights.cleaned
-        left, right = (scale(left), clean(right)) if left.shape[-1] <= right.shape[-1] else (clean(left), scale(right))
-        left, right = left.flatten(1, 2).mT, right.flatten(1, 2)
-        if self.stack > 1:
-            return torch.bmm(left, right)
-        return torch.mm(left[0], right[0]) if total is None else total.view(left.shape[1], -1).addmm_(left[0], right[0])
+        left, right, scale, clean = self.left, self.right, weights.times, weights.cleaned
+        if not self.is_weighted:
+            left, right = (scale(left), clean(right)) if left.shape[2] <= right.shape[2] else (clean(left), scale(right))
+        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
+        if total is None:
+            return product_in_float32(left, right)
+        flat = total.view(len(left), -1)
+        if left.dtype == right.dtype == flat.dtype:
+            return flat.addmm_(left, right)
+        return flat.add_(product_in_float32(left, right))
 
     def densified(self) -> Dense:
-        """Return the same gradient with the matrix formed, for a stack of one."""
+        """Return the same gradient with the matrix formed."""
         return Dense(formed(self.left, self.right).flatten(1))
 
 
@@ -149,7 +155,7 @@ def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " exam
 
 def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:
     """Return Σ_t l_t r_tᵀ of every row, formed."""
-    return in_float32(left).mT @ in_float32(right)
+    return product_in_float32(left.mT, right)
 
 
 def summed(terms: Float[Tensor, "rows time n"]) -> Float[Tensor, "rows n"]:

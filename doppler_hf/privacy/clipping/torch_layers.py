@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from doppler_hf.privacy.clipping.book import Book
-from doppler_hf.privacy.clipping.per_sample_gradient import formed, normalized_sum
+from doppler_hf.privacy.clipping.per_sample_gradient import formed
 from doppler_hf.privacy.clipping.refused_layers import trainable_of
 
 Rule = Callable[..., Any]
@@ -60,10 +60,12 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
-        # Of a narrow matrix, as LoRA's, as it is multiplied. Others share their input, and its Gram matrix, with each other.
-        if weight.requires_grad and book.is_formed(x.shape[1:-1].numel(), *weight.shape):
+        # As it is multiplied. Without kernels wide matrices share their input, and its Gram matrix, with each other.
+        if weight.requires_grad and (book.in_kernels or book.is_formed(x.shape[1:-1].numel(), *weight.shape)):
             x = as_multiplied(x)
         ctx.save_for_backward(x if weight.requires_grad else None)
+        if is_cast(weight):
+            weight = book.cast(weight, torch.get_autocast_dtype(weight.device.type))
         output = F.linear(x, weight.t() if transposed else weight, bias)
         # A view of the product could not be changed in place by a later layer.
         return torch.ops.aten._unsafe_view(output, output.shape)
@@ -78,7 +80,7 @@ class _Linear(torch.autograd.Function):
         ctx.book.note_sum(ctx.bias, over_time(grad))
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.weight.to(grad.dtype)
+        weight = ctx.book.cast(ctx.weight, grad.dtype)
         return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
 
 
@@ -111,8 +113,12 @@ class _Embedding(torch.autograd.Function):
 
 def as_multiplied(x: Tensor) -> Tensor:
     """Return a product's input in the dtype that autocast gives it: kept in float32 it would take twice the memory."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast(x) else x
+
+
+def is_cast(x: Tensor) -> bool:
+    """Return whether autocast multiplies a tensor in another dtype."""
+    return x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -140,10 +146,8 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Float[Tensor, "batch *rest"]) -> tuple[Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
         dims = len(ctx.shape)
-        if ctx.weight.requires_grad:
-            terms = (over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad))
-            ctx.book.note_in_full(ctx.weight, normalized_sum, *terms)
-        ctx.book.note_sum(ctx.bias, over_time(grad, dims))
+        terms = (over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad))
+        ctx.book.note_normalized(ctx.weight, ctx.bias, *terms)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
         # The mask asks for the gradient of the input only.
@@ -198,7 +202,7 @@ class _Convolution(torch.autograd.Function):
                 ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
             else:
                 factors = (factor.reshape(len(x), groups, -1, patches.shape[2]).mT for factor in (grad, patches))
-                ctx.book.note_in_full(ctx.weight, formed, *factors)
+                ctx.book.note_rows(ctx.weight, formed(*factors))
         ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5

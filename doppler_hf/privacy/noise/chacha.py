@@ -23,7 +23,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.kernels import launching_on, owners_of_programs, words_on
+from doppler_hf import kernels
 
 # Blocks of the cipher in a program, one a lane, and normals in a block.
 LANES: Final = 256
@@ -162,23 +162,23 @@ def add_noise_and_scale(
     firsts = np.cumsum(programs) - programs
     # Privacy: the cipher's counter has 32 bits, of which no block may come twice under one key.
     assert programs.sum() * LANES * terms <= 1 << 32, "too many coordinates for one key"
-    owner = words_on(device, owners_of_programs(programs))
     rows = np.zeros((len(values), 4 + len(coefficients)), dtype=np.int64)
-    rows[:, 0] = [value.data_ptr() for value in values]
+    rows[:, 0] = [kernels.address_of(value) for value in values]
     rows[:, 1], rows[:, 2] = sizes, firsts
     for row, state in zip(rows, states, strict=False):
-        row[3:] = [each.data_ptr() for each in state]
+        row[3:] = [kernels.address_of(each) for each in state]
     key = np.frombuffer(os.urandom(32), dtype=np.int64)
     numbers = np.array([std / terms**0.5, scale, *coefficients]).view(np.int64)
-    table = words_on(device, np.concatenate([key, numbers, rows.reshape(-1)]))
-    with launching_on(device):
-        _release[(int(programs.sum()),)](
-            table,
-            owner,
-            LANES=LANES,
-            TERMS=terms,
-            K=len(coefficients),
-            SHAPED=bool(states),
-            T=getattr(tl, str(dtype).removeprefix("torch.")),
-            num_warps=_WARPS,
-        )
+    kernels.launch(
+        _release,
+        (int(programs.sum()),),
+        np.concatenate([key, numbers, rows.reshape(-1)]),
+        kernels.owners_of_programs(programs),
+        device=device,
+        LANES=LANES,
+        TERMS=terms,
+        K=len(coefficients),
+        SHAPED=bool(states),
+        T=kernels.triton_dtype(dtype),
+        num_warps=_WARPS,
+    )

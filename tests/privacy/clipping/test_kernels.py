@@ -1,0 +1,178 @@
+"""Norms and sums in kernels are those of torch's operators, to their rounding. Without a GPU they are interpreted."""
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import triton.language as tl
+from torch import nn
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from doppler_hf import kernels as launching
+from doppler_hf.privacy.clipping import kernels
+from tests.support.models import batch_for, build, losses_of, rows
+from tests.support.per_example import book_keeping
+
+pytestmark = [
+    pytest.mark.usefixtures("unchecked_arrays"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime"),  # of NumPy, where a number is not finite
+]
+
+C = 0.1
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Places, and widths of both factors: one place, less than a tile, whole ones, more than a run, one number more.
+SHAPES = [(1, 5, 3), (70, 33, 48), (64, 16, 1040), (129, 17, 2)]
+
+
+@pytest.fixture(autouse=True)
+def rounded(monkeypatch):
+    """The interpreter cuts numbers off to bfloat16, where a GPU rounds them."""
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self, source, dtype):
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        return TensorHandle(torch.from_numpy(source.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sums_in_full(left, right):
+    """Σ L∘R, Σ |L∘R| and Σ_t ‖l_t‖‖r_t‖ in float64."""
+    left, right = left.double(), right.double() if right.is_floating_point() else nn.functional.one_hot(right).double()
+    grams = left @ left.mT, right @ right.mT
+    terms, sizes = grams[0] * grams[1], [gram.diagonal(dim1=1, dim2=2) for gram in grams]
+    return torch.stack([terms.sum((1, 2)), terms.abs().sum((1, 2)), (sizes[0] * sizes[1]).sqrt().sum(1)], dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_and_lookups_of_all_lengths_are_compared_at_once(dtype):
+    pairs = [(normal(2, time, p, dtype=dtype), normal(2, time, q, seed=1, dtype=dtype)) for time, p, q in SHAPES]
+    pairs.append((normal(2, 70, 9, dtype=dtype), torch.arange(140).view(2, 70) % 5))
+    for pair, found in zip(pairs, kernels.compare(pairs, vanished=1e-25), strict=True):
+        # Products of half precision are exact; a thousand additions in float32 are not.
+        torch.testing.assert_close(found.double(), sums_in_full(*pair), rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_are_weighted_and_those_left_out_are_zero(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "AT_ONCE", 2**13)  # in several launches
+    monkeypatch.setattr(kernels, "CHUNK", 128)
+    of_clip, products, memory = torch.tensor([0.3, torch.nan, 0.0]), {}, []
+    for time, p, q in SHAPES:
+        # With a number before and after, which nothing may write.
+        for seed, dim in enumerate((p, q)):
+            memory.append(torch.cat([torch.ones(1), normal(3 * time * dim, seed=seed), torch.ones(1)]).to(dtype))
+            memory[-1][1 + time * dim] = torch.nan
+        products[time, p, q] = (memory[-2][1:-1].view(3, time, p), memory[-1][1:-1].view(3, time, q), of_clip)
+    before = {key: (left.clone(), right.clone()) for key, (left, right, _) in products.items()}
+    found = {key: (left, right) for key, left, right in kernels.weighed(products)}
+    assert found.keys() == before.keys()
+    assert not products
+    for (_, p, q), (left, right) in found.items():
+        own, weighed, other = (0, left, right) if p <= q else (1, right, left)
+        wanted_dtype = torch.float32 if dtype == torch.float16 else dtype
+        whole = before[_, p, q]
+        assert torch.equal(weighed[0], (whole[own][0].float() * of_clip[0]).to(wanted_dtype))
+        assert torch.equal(other[0], whole[1 - own][0])
+        assert not left[1].any()
+        assert not right[1].any()
+        assert not weighed[2].any()
+        assert torch.equal(other[2], whole[1 - own][2])
+    assert all(each[0] == each[-1] == 1.0 for each in memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_a_normalization(dtype):
+    x, grad = normal(2, 37, 150), normal(2, 37, 150, seed=1, dtype=dtype)
+    mean, rstd = x.mean(dim=2, keepdim=True), 1 / x.std(dim=2, keepdim=True)
+    wanted = ((x - mean) * rstd * grad).sum(dim=1), grad.float().sum(dim=1)
+    torch.testing.assert_close(kernels.normalized_sums(x, mean, rstd, grad), wanted, rtol=1e-5, atol=1e-5)
+
+
+def of_model(name, *, in_kernels, of=losses_of, autocast=False, count=6, **options):
+    """Return norms and sums of a model's examples."""
+    torch.manual_seed(0)
+    model = build(name, torch.float32)
+    inputs, labels = rows(*batch_for(model, torch.float32), torch.arange(6) < count)
+    with mock.patch.object(launching, "are_usable", return_value=in_kernels), book_keeping(model, **options) as clipped:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = of(model, inputs, labels)
+        norms = clipped.backward(losses)
+        return norms, torch.cat([total.double().flatten() for total in clipped.sums.values()])
+
+
+@pytest.mark.parametrize(
+    ("name", "granularity"), [("bert", "per_layer"), ("gpt2-lm", "flat"), ("vit", "flat"), ("llama-lora", "flat")]
+)
+def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
+    """A table that is a head too, patches of images, adapters; one example has no finite gradient."""
+
+    def losses(*batch):
+        return losses_of(*batch) * torch.tensor([1.0, torch.inf, 1.0])
+
+    options = dict(max_grad_norm=C, norm_rule="ghost", granularity=granularity, of=losses, count=3)
+    (norms, sums), (wanted_norms, wanted) = (of_model(name, in_kernels=which, **options) for which in (True, False))
+    assert norms.isfinite().tolist() == [True, False, True]
+    torch.testing.assert_close(norms, wanted_norms, rtol=1e-5, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(sums, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2-lm"])
+def test_neighbours_in_bfloat16_are_at_most_c_apart(name):
+    """The factor is lowered for what rounding may add, and no more than that: a tenth at most where terms cancel."""
+    options = dict(in_kernels=True, autocast=True, max_grad_norm=C / 10, norm_rule="ghost")
+    (norms, whole), (_, others) = (of_model(name, count=count, **options) for count in (3, 2))
+    assert norms.min() > C / 10
+    assert 0.9 < (whole - others).norm() / (C / 10) <= 1.0
+
+
+def test_rounding_that_always_goes_up_stays_within_c():
+    """A number a little above the middle of two of bfloat16's: its product with a clip factor may round up every time."""
+    most = 0.0
+    for max_grad_norm in torch.linspace(0.5, 1.0, 24).tolist():
+        layer = nn.Linear(16, 16, bias=False).bfloat16()
+        inputs = torch.ones(1, 4, 16, dtype=torch.bfloat16)
+        with mock.patch.object(launching, "are_usable", return_value=True):
+            clipped = book_keeping(layer, max_grad_norm=max_grad_norm, norm_rule="ghost", clipping="vanilla")
+        with clipped:
+            clipped.backward(layer(inputs).sum(dim=(1, 2)))
+            most = max(most, (clipped.sums["weight"].double().norm() / max_grad_norm).item())
+    assert 0.99 < most <= 1.0
+
+
+# What Triton compiles for an H100, without one: the interpreter takes more than the compiler does.
+COMPILED = """
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from doppler_hf.privacy.clipping import kernels
+
+def compiled(kernel, kinds, **constants):
+    source = ASTSource(kernel, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+of_halves = dict(L=tl.bfloat16, R=tl.bfloat16, IS_LOOKUP=False, ALIGNED=True, INTERPRETED=False)
+sizes = dict(VANISHED=1e-25, TILE=64, DEPTH=64, RUN=1024)
+compared = compiled(kernels._compare, {"table": "*i64", "found": "*fp32", "most": "i32"}, **of_halves, **sizes)
+print("wgmma.mma_async" in compared, "ld.local" in compared)
+weighed = compiled(kernels._weigh, {"table": "*i64"}, T=tl.bfloat16, OUT=tl.bfloat16, ALIGNED=True, CHUNK=4096, PIECES=4)
+print("ld.global.v4" in weighed, "st.global.v4" in weighed, "cvt.rn.bf16" in weighed)
+kinds = dict.fromkeys(("x", "mean", "rstd", "grad", "of_weight", "of_bias"), "*fp32") | {"time": "i32", "n": "i32"}
+print("st.global" in compiled(kernels._sum_normalized, kinds, ROWS=32, COLUMNS=128))
+"""
+
+
+def test_the_compiler_takes_the_kernels_for_tensor_cores_and_wide_loads():
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=variables | path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "False", "True", "True", "True", "True"]
