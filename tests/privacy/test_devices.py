@@ -14,8 +14,6 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.one_pass import StepConstants
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -93,13 +91,11 @@ def test_an_optimizer_steps_without_waiting(options):
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 5), (5,), ())]
     with far_away() as move, Asked() as asked:
         weights = move(weights)
-        optimizer = DopplerOptimizer(weights, lr=0.1, compiled=False, **options)
+        optimizer = DopplerOptimizer(weights, lr=0.1, **options)
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
             optimizer.step()
-        # Compiled programs have the constants of a step as tensors.
-        StepConstants(FixedFilter.advance).with_tensors(torch.float32, torch.device(FAR))
     assert asked.waits == []
 
 

@@ -11,6 +11,7 @@ torch's for backends that are written in Python, with which autograd needs no dr
 
 import contextlib
 import functools
+import itertools
 from unittest import mock
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from doppler_hf import kernels
+from doppler_hf.optim import fused_update
 from doppler_hf.privacy import bits
 from doppler_hf.privacy.noise import chacha
 from doppler_hf.run import private_run
@@ -98,7 +100,7 @@ if not hasattr(torch, FAR):
 @contextlib.contextmanager
 def far_away(device=FAR):
     """Make tensors without memory in the block, and yield what moves models (in place) and structures of tensors there."""
-    mode = FakeTensorMode()
+    mode, addresses = FakeTensorMode(), itertools.count(step=1 << 40)  # so far apart that no two tensors overlap
     patches = {
         (FakeTensor, "is_cuda"): property(lambda self: self.device.type == FAR),
         (torch, "Generator"): lambda device=None: torch.default_generator,
@@ -110,7 +112,9 @@ def far_away(device=FAR):
         # A kernel has no form without memory: what goes to it does.
         (chacha, "_release"): mock.MagicMock(),
         (chacha, "words_on"): lambda device, words: None,
-        (FakeTensor, "data_ptr"): lambda self: 0,
+        (fused_update, "_update"): mock.MagicMock(),
+        (fused_update, "words_on"): lambda device, words: words,
+        (FakeTensor, "data_ptr"): lambda self: next(addresses),
         (kernels, "are_usable"): lambda device: device.type == FAR,
     }
     with contextlib.ExitStack() as stack:
