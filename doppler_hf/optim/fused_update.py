@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Bool, Int64
 
+from doppler_hf import kernels
 from doppler_hf.kernels import launching_on, owners_of_programs, words_on
 from doppler_hf.optim.low_pass import FixedFilter
 from doppler_hf.optim.state import full_dtype
@@ -104,12 +105,9 @@ def _update(
 def fused_update(steps: Sequence[Step]) -> list[Step]:
     """Make the steps of the parameters that the kernel takes (all but the gradients modified in place).
 
-    Args:
-        steps: Of parameters on one GPU, or wherever Triton's kernels work.
-
     Returns:
-        The steps that are left: of tensors that are not contiguous, of filters whose taps follow the gradients, and of
-        weights that overlap others in memory, as where PEFT ties adapters: in one launch their steps would get lost.
+        The steps that are left: on other devices, of tensors that are not contiguous, of filters whose taps follow the
+        gradients, and of weights that overlap others in memory, as where PEFT ties adapters: one launch would lose a step.
     """
     kinds: dict[Any, list[Step]] = {}
     for step in steps:
@@ -124,11 +122,13 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
     """Return what the steps of a launch have in common; None of a step that is not for the kernel."""
     weight, grad, v = tensors.weight, tensors.grad, tensors.exp_avg_sq
     device, dtype = weight.device, full_dtype(weight)
-    if constants.advance is not FixedFilter.advance or not (weight.is_contiguous() and grad.is_contiguous()):
+    if not (constants.advance is FixedFilter.advance and weight.is_contiguous() and grad.is_contiguous()):
         return None
     for state in tensors.filter_states if v is None else (*tensors.filter_states, v):
-        if not state.is_contiguous() or state.device != device or state.dtype != dtype:
+        if not (state.is_contiguous() and state.device == device and state.dtype == dtype):
             return None
+    if not kernels.are_usable(device):
+        return None
     return constants.coefficients, constants.beta2, device, weight.dtype, grad.dtype, v is None
 
 

@@ -269,15 +269,11 @@ class DopplerOptimizer(Optimizer):
 
 
 def make(steps: Sequence[Step]) -> None:
-    """Make the steps of many parameters (all but the gradients modified in place): where there is a kernel, in one."""
-    by_device: dict[torch.device, list[Step]] = {}
-    for step in steps:
-        by_device.setdefault(step[0].weight.device, []).append(step)
-    for device, some in by_device.items():
-        if kernels.are_usable(device):
-            from doppler_hf.optim.fused_update import fused_update  # imports Triton
+    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
+    if any(map(kernels.are_usable, {tensors.weight.device for tensors, _ in steps})):
+        from doppler_hf.optim.fused_update import fused_update  # imports Triton
 
-            some = fused_update(some)
-        for tensors, constants in some:
-            for part in slices(tensors):
-                update(part, constants)
+        steps = fused_update(steps)
+    for tensors, constants in steps:
+        for part in slices(tensors):
+            update(part, constants)

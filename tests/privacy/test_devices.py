@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwo
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR
+from doppler_hf.optim import DopplerOptimizer, OptimalFIR, fused_update
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -97,6 +97,23 @@ def test_an_optimizer_steps_without_waiting(options):
                 weight.grad = torch.ones_like(weight)
             optimizer.step()
     assert asked.waits == []
+
+
+def test_a_step_of_many_weights_is_one_kernel_after_two_copies():
+    """Of the shapes of an encoder, in two groups, as with weight decay on matrices alone."""
+    shapes = [*[(32, 32), (32,)] * 4, (32,), (32,), (128, 32), (128,), (32, 128), (32,), (32,), (32,)] * 12
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    with far_away() as move:
+        weights = move(weights)
+        groups = [dict(params=weights[::2], weight_decay=0.1), dict(params=weights[1::2])]
+        optimizer = DopplerOptimizer(groups, 0.1, low_pass_filter=PAPER_FILTERS["momentum"], base="adam_bc", noise_std=1e-3)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with Asked() as asked:
+            optimizer.step()
+        launched = fused_update._update.__getitem__.call_count
+    assert (len(weights), asked.kernels, launched) == (192, 0, 2)
 
 
 # --- whole steps, and the engine --------------------------------------------------------------------------------------

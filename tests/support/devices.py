@@ -40,6 +40,8 @@ FREE = {
     aten.empty_like,
     aten.empty_strided,
     aten.new_empty,
+    torch.ops.profiler._record_function_enter_new,
+    torch.ops.profiler._record_function_exit,
 }
 
 
