@@ -30,10 +30,7 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
     _check_finite("eps", optimizer.eps, above_0=True)
     _check_finite("noise_std", optimizer.noise_std)
     if floor is not None and optimizer.base != "adam_bc":
-        raise ValueError(
-            f"floor must be None for base {optimizer.base!r}, which has none, got {floor}. Leave it out or set "
-            "base='adam_bc'."
-        )
+        raise ValueError(f"floor must be None for base {optimizer.base!r}, which has none, got {floor}. Leave it out.")
     if floor is not None:
         _check_finite("floor", floor, above_0=True)
 

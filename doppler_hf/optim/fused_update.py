@@ -127,9 +127,8 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
     for state in tensors.filter_states if v is None else (*tensors.filter_states, v):
         if not (state.is_contiguous() and state.device == device and state.dtype == dtype):
             return None
-    if not kernels.are_usable(device):
-        return None
-    return constants.coefficients, constants.beta2, device, weight.dtype, grad.dtype, v is None
+    kind = constants.coefficients, constants.beta2, device, weight.dtype, grad.dtype, v is None
+    return kind if kernels.are_usable(device) else None
 
 
 def _launch(steps: Sequence[Step]) -> list[Step]:
@@ -137,13 +136,14 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
     tensors, constants = steps[0]
     weight = tensors.weight
     sizes = np.array([each.weight.numel() for each, _ in steps])
-    flat = [tensor.data_ptr() for each, _ in steps for tensor in each.of_shape]
-    addresses = np.array(flat).reshape(len(steps), -1)
+    addresses = np.array([[tensor.data_ptr() for tensor in each.of_shape] for each, _ in steps])
     are_apart = _are_apart(addresses[:, 0], sizes * weight.itemsize)
     programs = np.where(are_apart, -(-sizes // BLOCK), 0)
     numbers = np.array([(each.step_size, each.decay, each.noise_var, each.floor) for _, each in steps])
     rows = np.column_stack([sizes, np.cumsum(programs) - programs, numbers.view(np.int64), addresses])
     b_and_a = list(zip_longest(*constants.coefficients, fillvalue=0.0))
+    order, has_v = len(b_and_a) - 1, tensors.exp_avg_sq is not None
+    assert addresses.shape[1] == 2 + order + has_v
     header = np.array([constants.beta2, 1 - constants.beta2, *(b for b, _ in b_and_a), *(a for _, a in b_and_a)])
     table = words_on(weight.device, np.concatenate([header.view(np.int64), rows.reshape(-1)]))
     owner = words_on(weight.device, owners_of_programs(programs))
@@ -153,8 +153,8 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
                 table,
                 owner,
                 BLOCK=BLOCK,
-                K=len(b_and_a) - 1,
-                HAS_V=tensors.exp_avg_sq is not None,
+                K=order,
+                HAS_V=has_v,
                 X=_triton(weight.dtype),
                 G=_triton(tensors.grad.dtype),
                 S=_triton(full_dtype(weight)),

@@ -37,17 +37,16 @@ def low_pass(
 
 
 @functools.lru_cache  # most parameters have had as many steps
-def bias_correction(
-    states: tuple[float, ...], b: tuple[float, ...], a: tuple[float, ...]
-) -> tuple[float, tuple[float, ...]]:
+def bias_correction(states: tuple[float, ...], coefficients: Coefficients) -> tuple[float, tuple[float, ...]]:
     """Advance the step response by one step: return c_t > 0 (Algorithm 2, line 7) and the states after it."""
+    b, a = coefficients
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]
     parts = zip_longest(shifted[1:], b[1:], a[1:], fillvalue=0.0)
     return response, tuple(later + b_i - a_i * response for later, b_i, a_i in parts)
 
 
-def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def padded_coefficients(low_pass_filter: LowPassFilter) -> Coefficients:
     """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients."""
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))
@@ -80,7 +79,7 @@ class FixedFilter:
 
     def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
         """Begin a step of one parameter (state modified in place), and return c_t."""
-        c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), *self._coefficients)
+        c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), self._coefficients)
         return c
 
     @staticmethod

@@ -173,13 +173,12 @@ class DopplerOptimizer(Optimizer):
 
         @functools.cache  # most parameters share the constants of a step
         def constants_of(coefficients: Coefficients, c: float, k: float, n: float, lr: float, decay: float) -> StepConstants:
-            step_size = lr / c * math.sqrt(k)
-            return StepConstants(self._filter.advance, coefficients, self.beta2, step_size, decay, n, floor=k * floor)
+            return StepConstants(self._filter.advance, coefficients, self.beta2, lr / c * math.sqrt(k), decay, n, k * floor)
 
         steps: list[Step] = []
         lifted = []
         for p, grad, group in stepped:
-            state = self.state[p] = self.state.get(p) or self._new_state(p, group)
+            state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
             coefficients = self._filter.coefficients(group)
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])

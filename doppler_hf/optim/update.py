@@ -61,10 +61,8 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
     if numel <= size or not all(tensor.is_contiguous() for tensor in of_shape):
         yield tensors
         return
-    has_v = tensors.exp_avg_sq is not None
-    for parts in zip(*(tensor.view(-1).split(size) for tensor in of_shape), strict=True):
-        weight, grad, *states = parts
-        v = states.pop() if has_v else None
+    for weight, grad, *states in zip(*(tensor.view(-1).split(size) for tensor in of_shape), strict=True):
+        v = None if tensors.exp_avg_sq is None else states.pop()
         yield ParameterTensors(weight, grad, states, v, tensors.products)
 
 
