@@ -15,6 +15,7 @@ from doppler_hf.optim.low_pass import FixedFilter, padded_coefficients
 from doppler_hf.optim.update import ParameterTensors, StepConstants, update
 from tests.support.optimizers import normal
 from tests.support.pairwise import pairwise
+from tests.support.tolerances import of_optimizer_steps
 
 BASES = ["sgd", "adam", "adam_bc"]
 FILTERS = {name: PAPER_FILTERS[name] for name in ("none", "momentum", "second-order")} | {"order 4": butterworth(4, 0.2)}
@@ -141,7 +142,7 @@ def trajectory(params, *, steps=3, **options):
         optimizer.noise_std = 0.5 + 0.2 * t
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + t)
         for index, p in enumerate(params):
-            p.grad = None if (t, index) == (0, 1) else normal(*p.shape, seed=10 * t + index)
+            p.grad = None if (t, index) == (0, 1) else normal(*p.shape, seed=10 * t + index).to(p)
         optimizer.step()
     return [p.detach() for p in params], optimizer.state_dict()
 
@@ -175,6 +176,16 @@ def test_an_optimizer_with_groups_of_their_own_steps_as_without_the_kernel(optio
     close(weights, expected)
     close(state["state"], expected_state["state"])
     assert state["param_groups"] == expected_state["param_groups"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_on_a_gpu_it_is_the_step_of_a_cpu(dtype, monkeypatch):
+    monkeypatch.undo()
+    numbers = [normal(*shape, seed=index, dtype=dtype) for index, shape in enumerate([(300, 40), (5000,), (), (7, 3)])]
+    here, there = (trajectory([torch.nn.Parameter(each.to(to)) for each in numbers])[0] for to in ("cpu", "cuda"))
+    atol = of_optimizer_steps(3, largest=10.0, dtypes=[dtype])
+    torch.testing.assert_close([each.cpu() for each in there], here, rtol=0, atol=atol)
 
 
 # What Triton compiles for an H100, without one: the interpreter takes more than the compiler does.
