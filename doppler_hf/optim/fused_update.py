@@ -160,6 +160,7 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
                 S=_triton(full_dtype(weight)),
                 num_warps=_WARPS,
             )
+        torch.autograd.graph.increment_version([each.weight for each, _ in steps])  # as torch's operators do
     return [step for step, is_apart in zip(steps, are_apart, strict=True) if not is_apart]
 
 

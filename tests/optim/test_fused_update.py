@@ -166,6 +166,7 @@ GALORE = {"rank": 2, "update_proj_gap": 2}
 )
 def test_an_optimizer_with_groups_of_their_own_steps_as_without_the_kernel(options, kinds, launches, monkeypatch):
     weights, state = trajectory(parameters(), **options)
+    assert all(weight._version >= 2 for weight in weights)  # autograd would tell a backward pass of weights that changed
     # Rates and noise, which are new at every step, need no new program.
     assert len(launches) == 3 * kinds
     assert len({tuple(options.items()) for options in launches}) == kinds
