@@ -1,10 +1,10 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
 - optimizer, update: Algorithm 3: `step` for all parameters, and for one
+- fused_update: for all on a GPU, in one kernel
 - checks: the ranges of its arguments
 - low_pass, adaptive_fir: a fixed filter, and one that follows the gradients
 - galore: its subspaces
-- one_pass: `update` in one pass over memory
 - state: checkpoints without loss
 """
 

@@ -12,7 +12,7 @@ to 1.1 times. Gradients arrive private and the noise's size is public: this is p
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Final, final
@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import optimal_fir, parse_name
-from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
+from doppler_hf.optim.update import Coefficients, ParameterTensors
 
 MEMORY: Final = 0.998
 DEFAULT_UPDATE_GAP: Final = 50
@@ -107,10 +107,11 @@ class OptimalFIR:
         oldest.copy_(grad)
         return m
 
-    def end(self, group: dict[str, Any], states: Sequence[dict[str, Any]], *, noise_std: float) -> None:
+    def end(self, group: dict[str, Any], states: Iterable[dict[str, Any]], *, noise_std: float) -> None:
         """Find the taps of a group anew where its steps have come to a multiple of the gap."""
-        if max((state["step"] for state in states), default=1) % self.update_gap == 0:
-            group["taps"] = found_anew(group["taps"], states, noise_std=noise_std)
+        all_states = list(states)
+        if max((state["step"] for state in all_states), default=1) % self.update_gap == 0:
+            group["taps"] = found_anew(group["taps"], all_states, noise_std=noise_std)
 
 
 def found_anew(taps: list[float], states: Sequence[dict[str, Any]], *, noise_std: float) -> list[float]:

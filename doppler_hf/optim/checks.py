@@ -29,13 +29,8 @@ def check_constants(optimizer: "DopplerOptimizer", *, floor: float | None) -> No
         raise ValueError(f"beta2 must lie in [0, 1), got {optimizer.beta2}.")
     _check_finite("eps", optimizer.eps, above_0=True)
     _check_finite("noise_std", optimizer.noise_std)
-    low_pass_filter, base = optimizer.low_pass_filter, optimizer.base
-    if optimizer.compiled and isinstance(low_pass_filter, OptimalFIR):
-        raise ValueError(f"compiled must not be True for {low_pass_filter}, whose taps change, got True. Leave it out.")
-    if floor is not None and base != "adam_bc":
-        raise ValueError(
-            f"floor must be None for base {base!r}, which has none, got {floor}. Leave it out or set base='adam_bc'."
-        )
+    if floor is not None and optimizer.base != "adam_bc":
+        raise ValueError(f"floor must be None for base {optimizer.base!r}, which has none, got {floor}. Leave it out.")
     if floor is not None:
         _check_finite("floor", floor, above_0=True)
 

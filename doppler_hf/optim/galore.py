@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
+from doppler_hf.optim.update import Coefficients
 
 Projector = Literal["svd", "randomized", "warm"]
 ProjectorSource = Literal["gradient", "filtered"]
@@ -27,6 +27,8 @@ BASIS_CHANGES: Final[tuple[BasisChange, ...]] = get_args(BasisChange)
 
 # Columns that the randomized range finder takes beyond the rank, as Halko et al. advise (Section 4.2).
 OVERSAMPLING: Final = 8
+# b and a of a filter whose only state is m_t itself, where the filter has run ahead of the projection: m_t = s_1 + 0 g_t.
+ALREADY_FILTERED: Final[Coefficients] = ((0.0, 0.0), (1.0, 0.0))
 
 
 def has_projected(group: dict[str, Any]) -> bool:
@@ -112,13 +114,6 @@ def renew_basis(
         return
     moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))
     state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
-
-
-def already_filtered(
-    grad: Float[Tensor, "*shape"], tensors: ParameterTensors, coefficients: Coefficients
-) -> Float[Tensor, "*shape"]:
-    """Return m_t, which stands in the place of the states where the filter has run ahead of the projection."""
-    return tensors.filter_states[0]
 
 
 def add_lifted(

@@ -8,7 +8,8 @@ In float32 the states' rounding grows with the order and 1/cutoff: 1e-6 relative
 Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very low cutoff.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, final
 
@@ -17,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.optim.one_pass import Coefficients, ParameterTensors
+from doppler_hf.optim.update import Coefficients, ParameterTensors
 
 
 def low_pass(
@@ -35,16 +36,17 @@ def low_pass(
     return m
 
 
-def bias_correction(states: list[float], *, b: Sequence[float], a: Sequence[float]) -> float:
-    """Advance the step response by one step and return c_t > 0 (Algorithm 2, line 7; states modified in place)."""
+@functools.lru_cache  # most parameters have had as many steps
+def bias_correction(states: tuple[float, ...], coefficients: Coefficients) -> tuple[float, tuple[float, ...]]:
+    """Advance the step response by one step: return c_t > 0 (Algorithm 2, line 7) and the states after it."""
+    b, a = coefficients
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]
     parts = zip_longest(shifted[1:], b[1:], a[1:], fillvalue=0.0)
-    states[:] = [later + b_i - a_i * response for later, b_i, a_i in parts]
-    return response
+    return response, tuple(later + b_i - a_i * response for later, b_i, a_i in parts)
 
 
-def padded_coefficients(low_pass_filter: LowPassFilter) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def padded_coefficients(low_pass_filter: LowPassFilter) -> Coefficients:
     """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients."""
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))
@@ -77,8 +79,8 @@ class FixedFilter:
 
     def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
         """Begin a step of one parameter (state modified in place), and return c_t."""
-        b, a = self._coefficients
-        return bias_correction(state["bias_states"], b=b, a=a)
+        c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), self._coefficients)
+        return c
 
     @staticmethod
     def advance(
@@ -88,5 +90,5 @@ class FixedFilter:
         b, a = coefficients
         return low_pass(grad, tensors.filter_states, b=b, a=a)
 
-    def end(self, group: dict[str, Any], states: Sequence[dict[str, Any]], *, noise_std: float) -> None:
+    def end(self, group: dict[str, Any], states: Iterable[dict[str, Any]], *, noise_std: float) -> None:
         """End a step of a group: nothing is left to do."""

@@ -12,7 +12,7 @@ with c_t the filter's response to ones, and k_t = 1 - β₂ᵗ.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final, final
 
@@ -21,18 +21,18 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
-from torch.torch_version import TorchVersion
 
+from doppler_hf import kernels
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
 from doppler_hf.optim.galore import (
+    ALREADY_FILTERED,
     PROJECTOR_SOURCES,
     BasisChange,
     Projector,
     ProjectorSource,
     add_lifted,
-    already_filtered,
     has_projected,
     is_projected,
     is_wide,
@@ -40,7 +40,6 @@ from doppler_hf.optim.galore import (
     renew_basis,
 )
 from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.one_pass import Advance, OnePass, ParameterTensors, StepConstants
 from doppler_hf.optim.state import (
     BASES,
     Base,
@@ -52,15 +51,12 @@ from doppler_hf.optim.state import (
     refuse_other_parameters,
     refuse_other_state,
 )
-from doppler_hf.optim.update import update
+from doppler_hf.optim.update import Coefficients, ParameterTensors, Step, StepConstants, slices, update
 from doppler_hf.shards import part_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
 # of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
-WORTH_COMPILING: Final = 20_000_000  # parameters from which on compiling, some twenty seconds, is worth its time
-# What torch 2.11 compiles writes wrong numbers into some tensors of half precision.
-COMPILES_RIGHT: Final = TorchVersion(torch.__version__) >= "2.13"
 
 
 @final
@@ -76,7 +72,7 @@ class DopplerOptimizer(Optimizer):
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
         low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients, without
-            GaLore or a compiled update.
+            GaLore.
         base: The update from the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC, which
             subtracts the noise from the second moment; Tang et al. 2024).
         beta2: Decay of the second moment, in [0, 1).
@@ -94,8 +90,6 @@ class DopplerOptimizer(Optimizer):
         projector: How a basis is found; see `galore.find_basis`.
         projector_source: The matrix for the basis: the step's ``"gradient"``, or the less noisy ``"filtered"`` one, for
             which the filter keeps its states in full size.
-        compiled: Whether torch compiles the update, which takes some twenty seconds once. By default from
-            ``WORTH_COMPILING`` parameters on, with torch 2.13 or later.
 
     Raises:
         ValueError: If an argument lies outside its range, or would have no effect.
@@ -127,7 +121,6 @@ class DopplerOptimizer(Optimizer):
         basis_change: BasisChange = "rotate",
         projector: Projector = "warm",
         projector_source: ProjectorSource = "gradient",
-        compiled: bool | None = None,
     ) -> None:
         self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
         # Attributes, not group options: load_state_dict would put back an earlier run's noise_std with its groups.
@@ -135,7 +128,6 @@ class DopplerOptimizer(Optimizer):
         self.basis_change: BasisChange = basis_change
         self.projector: Projector = projector
         self.projector_source: ProjectorSource = projector_source
-        self.compiled = compiled
         self.base: Base = base
         self.beta2 = beta2
         self.noise_std = noise_std
@@ -178,19 +170,24 @@ class DopplerOptimizer(Optimizer):
         ]
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
         noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
-        batches: dict[StepConstants, list[ParameterTensors]] = {}  # most parameters share the constants of a step
+
+        @functools.cache  # most parameters share the constants of a step
+        def constants_of(coefficients: Coefficients, c: float, k: float, n: float, lr: float, decay: float) -> StepConstants:
+            return StepConstants(self._filter.advance, coefficients, self.beta2, lr / c * math.sqrt(k), decay, n, k * floor)
+
+        steps: list[Step] = []
         lifted = []
         for p, grad, group in stepped:
-            state = self._state_of(p, group)
+            state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
-            advance: Advance = self._filter.advance
+            coefficients = self._filter.coefficients(group)
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
             if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
-                tensors, advance = self._in_subspace(p, grad, state, group)
+                tensors, coefficients = self._in_subspace(p, grad, state, group)
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
                 decay = 1.0
             else:
-                tensors = ParameterTensors(part_here(p).detach(), grad, state["filter_states"], v, state.get("products"))
+                tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v, state.get("products"))
             state["step"] += 1
             c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
             k, n = 1.0, 0.0  # k_t and n_t
@@ -198,32 +195,23 @@ class DopplerOptimizer(Optimizer):
                 # The noise may differ from step to step, and its mean square is weighted as that of the gradients.
                 k = 1 - self.beta2 ** state["step"]
                 n = state["noise_power"] = self.beta2 * state["noise_power"] + (1 - self.beta2) * noise_var
-            constants = StepConstants(
-                advance,
-                self._filter.coefficients(group),
-                beta2=self.beta2,
-                step_size=lr / c * math.sqrt(k),
-                decay=decay,
-                noise_var=n,
-                floor=k * floor,
-            )
-            batches.setdefault(constants, []).append(tensors)
-        for constants, batch in batches.items():
-            self._one_pass(batch, constants)  # `update` of each
+            steps.append((tensors, constants_of(coefficients, c, k, n, lr, decay)))
+        make(steps)
         for p, d, basis, scale, decay in lifted:
             add_lifted(p, d, basis, scale=scale, decay=decay)  # X ← decay·X + scale·P d
         for group in self.param_groups:
-            states = [self.state[p] for p in group["params"] if p in self.state]
+            states = (self.state[p] for p in group["params"] if p in self.state)
             self._filter.end(group, states, noise_std=self.noise_std)
 
     def _in_subspace(
         self, p: Float[Tensor, "m n"], grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]
-    ) -> tuple[ParameterTensors, Advance]:
-        """Return the tensors of a step in the subspace, and its filter; now and then renew the basis."""
+    ) -> tuple[ParameterTensors, Coefficients]:
+        """Return the tensors of a step in the subspace, and its filter's coefficients; now and then renew the basis."""
         grad = source = grad.to(state["basis"].dtype)
+        coefficients = self._filter.coefficients(group)
         if self.projector_source == "filtered":
             tensors = ParameterTensors(p.detach(), grad, state["filter_states"])
-            source = self._filter.advance(grad, tensors, self._filter.coefficients(group))
+            source = self._filter.advance(grad, tensors, coefficients)
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
             renew_basis(
                 state,
@@ -235,10 +223,10 @@ class DopplerOptimizer(Optimizer):
             )
         state["steps_in_basis"] += 1
         low_rank = project(grad, state["basis"])
-        states, advance = state["filter_states"], self._filter.advance
+        states = state["filter_states"]
         if self.projector_source == "filtered":
-            states, advance = [project(source, state["basis"])], already_filtered
-        return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), advance
+            states, coefficients = [project(source, state["basis"])], ALREADY_FILTERED
+        return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), coefficients
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint's state, learning rates and weight decays; refuse another optimizer's, base, rank or filter."""
@@ -261,20 +249,7 @@ class DopplerOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and copying; torch's own method would leave the attributes out."""
         names = ("low_pass_filter", "_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
-        more = ("projector_source", "compiled")
-        return super().__getstate__() | {name: getattr(self, name) for name in names + more}
-
-    @functools.cached_property
-    def _one_pass(self) -> OnePass:
-        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        is_worth_it = isinstance(self.low_pass_filter, LowPassFilter) and numel >= WORTH_COMPILING and COMPILES_RIGHT
-        return OnePass(update, compiled=is_worth_it if self.compiled is None else self.compiled)
-
-    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        if p not in self.state:
-            self.state[p] = self._new_state(p, group)
-        state: dict[str, Any] = self.state[p]
-        return state
+        return super().__getstate__() | {name: getattr(self, name) for name in (*names, "projector_source")}
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
@@ -290,3 +265,14 @@ class DopplerOptimizer(Optimizer):
             state["basis"] = torch.zeros(min(p.shape), rank, dtype=dtype, device=p.device)
         state |= self._filter.new_state(zeros_in_full if self.projector_source == "filtered" else zeros)
         return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}
+
+
+def make(steps: Sequence[Step]) -> None:
+    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
+    if any(map(kernels.are_usable, {tensors.weight.device for tensors, _ in steps})):
+        from doppler_hf.optim.fused_update import fused_update  # imports Triton
+
+        steps = fused_update(steps)
+    for tensors, constants in steps:
+        for part in slices(tensors):
+            update(part, constants)

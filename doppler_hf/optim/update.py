@@ -1,10 +1,69 @@
-"""Algorithm 3 for one parameter: weight decay, the filter, the second moment, and the step that they give."""
+"""Algorithm 3 for one parameter: weight decay, the filter, the second moment, and the step that they give.
 
-from jaxtyping import Float
+`update` needs a dozen passes over memory, so it takes a tensor in `slices` that stay in the cache. On a GPU `fused_update`
+makes one pass of them, for all tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.optim.one_pass import ParameterTensors, StepConstants
+
+CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
+DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
+
+
+@dataclass(slots=True)
+class ParameterTensors:
+    """What a step of one parameter reads and writes: x_t, g_t, filter states, v_{t-1} if any, and an `OptimalFIR`'s sums."""
+
+    weight: Float[Tensor, "*shape"]
+    grad: Float[Tensor, "*shape"]
+    filter_states: list[Float[Tensor, "*shape"]]
+    exp_avg_sq: Float[Tensor, "*shape"] | None = None
+    products: Float64[Tensor, " taps"] | None = None
+
+    @property
+    def of_shape(self) -> list[Float[Tensor, "*shape"]]:
+        """All tensors of the parameter's shape: weight, gradient, filter states, second moment."""
+        v = self.exp_avg_sq
+        return [self.weight, self.grad, *self.filter_states, *(() if v is None else (v,))]
+
+
+Coefficients = tuple[tuple[float, ...], ...]
+Advance = Callable[[Tensor, ParameterTensors, Coefficients], Tensor]
+
+
+@dataclass(slots=True)
+class StepConstants:
+    """The constants of a step, with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
+
+    advance: Advance  # of the filter; see `low_pass.FixedFilter`
+    coefficients: Coefficients = ()  # of the filter, and the last argument of `advance`
+    beta2: float = 0.0
+    step_size: float = 0.0  # lr / c_t, times √k_t where there is a second moment
+    decay: float = 1.0  # 1 - lr·weight_decay
+    noise_var: float = 0.0  # k_t times the noise's mean variance, weighted as the second moment
+    floor: float = 0.0  # k_t times the least squared denominator
+
+
+Step = tuple[ParameterTensors, StepConstants]
+
+
+def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
+    """Yield parts of a parameter that fit into the cache together; the whole of one that is not contiguous."""
+    size = CPU_SLICE if tensors.weight.device.type == "cpu" else DEVICE_SLICE
+    numel, of_shape = tensors.weight.numel(), tensors.of_shape
+    if numel <= size or not all(tensor.is_contiguous() for tensor in of_shape):
+        yield tensors
+        return
+    for weight, grad, *states in zip(*(tensor.view(-1).split(size) for tensor in of_shape), strict=True):
+        v = None if tensors.exp_avg_sq is None else states.pop()
+        yield ParameterTensors(weight, grad, states, v, tensors.products)
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
@@ -18,31 +77,15 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
     # Of a fixed filter, m_t = s_1 + b_0 g_t and s_i ← s_{i+1} + b_i g_t - a_i m_t; see `low_pass`.
     m = constants.advance(g, tensors, constants.coefficients)
     # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
-    if isinstance(constants.decay, Tensor) or constants.decay != 1.0:
+    if constants.decay != 1.0:
         x.mul_(constants.decay)
     if tensors.exp_avg_sq is None:
-        subtract(x, m, None, factor=constants.step_size)
+        x.add_(m, alpha=-constants.step_size)
     else:
         v = tensors.exp_avg_sq
         v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
         # Not the root itself, which takes half as long again on a CPU.
         reciprocal = v.sub(constants.noise_var).clamp_(min=constants.floor).rsqrt_()
-        subtract(x, m, reciprocal, factor=constants.step_size)
+        x.addcmul_(m, reciprocal, value=-constants.step_size)
     if x is not tensors.weight:
         tensors.weight.copy_(x)
-
-
-def subtract(
-    x: Float[Tensor, "*shape"],
-    first: Float[Tensor, "*shape"],
-    second: Float[Tensor, "*shape"] | None,
-    *,
-    factor: float | Float[Tensor, ""],
-) -> None:
-    """Take factor · first · second, or without the latter, from x (modified in place), in one pass for a float."""
-    if isinstance(factor, Tensor):
-        x.sub_(factor * (first if second is None else first * second))
-    elif second is None:
-        x.add_(first, alpha=-factor)
-    else:
-        x.addcmul_(first, second, value=-factor)

@@ -38,18 +38,15 @@ from scripts.bench.measure import (
 )
 
 SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
-FIRST = SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]}
 # Name → arguments of DopplerOptimizer.
 WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "filters": {
-        "second-order, compiled": SECOND | {"compiled": True},
-        "second-order": SECOND | {"compiled": False},
-        "first-order-v1, compiled": FIRST | {"compiled": True},
-        "first-order-v1": FIRST | {"compiled": False},
-        "none, compiled": SECOND | {"low_pass_filter": PAPER_FILTERS["none"], "compiled": True},
+        "second-order": SECOND,
+        "first-order-v1": SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]},
+        "none": SECOND | {"low_pass_filter": PAPER_FILTERS["none"]},
     },
-    "galore": {"second-order, GaLore": SECOND | {"compiled": False, "update_proj_gap": 10_000}},
-    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir, "compiled": False} for fir in map(OptimalFIR, (4, 8))},
+    "galore": {"second-order, GaLore": SECOND | {"update_proj_gap": 10_000}},
+    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir} for fir in map(OptimalFIR, (4, 8))},
 }
 SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
 MEMORY_STEPS = 3

@@ -99,7 +99,7 @@ def estimated(histories, taps, noise_std):
 @pytest.mark.parametrize("slice_size", [2**17, 3])
 @pytest.mark.parametrize("base", BASES)
 def test_equals_a_plain_loop(base, slice_size, monkeypatch):
-    monkeypatch.setattr("doppler_hf.optim.one_pass.CPU_SLICE", slice_size)
+    monkeypatch.setattr("doppler_hf.optim.update.CPU_SLICE", slice_size)
     expected, used = plain_loop(range(1, 24), base=base)
     params = parameters()
     optimizer = optimizer_of(params, base=base, eps=0.01, floor=1e-3 if base == "adam_bc" else None)
@@ -181,7 +181,6 @@ def test_what_is_no_number_of_taps_is_refused(arguments, message):
             {"rank": 2},
             "rank must be None for optimal-fir:taps=4,update_gap=5, which compares gradients of different steps, got 2",
         ),
-        ({"compiled": True}, "compiled must not be True for optimal-fir:taps=4,update_gap=5, whose taps change"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_at_construction(options, message):

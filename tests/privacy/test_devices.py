@@ -14,8 +14,6 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.one_pass import StepConstants
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
@@ -93,14 +91,28 @@ def test_an_optimizer_steps_without_waiting(options):
     weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 5), (5,), ())]
     with far_away() as move, Asked() as asked:
         weights = move(weights)
-        optimizer = DopplerOptimizer(weights, lr=0.1, compiled=False, **options)
+        optimizer = DopplerOptimizer(weights, lr=0.1, **options)
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
             optimizer.step()
-        # Compiled programs have the constants of a step as tensors.
-        StepConstants(FixedFilter.advance).with_tensors(torch.float32, torch.device(FAR))
     assert asked.waits == []
+
+
+def test_a_step_of_many_weights_is_one_kernel_after_two_copies():
+    """Of the shapes of an encoder, in two groups, as with weight decay on matrices alone."""
+    shapes = [*[(32, 32), (32,)] * 4, (32,), (32,), (128, 32), (128,), (32, 128), (32,), (32,), (32,)] * 12
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    with far_away() as move:
+        weights = move(weights)
+        groups = [dict(params=weights[::2], weight_decay=0.1), dict(params=weights[1::2])]
+        optimizer = DopplerOptimizer(groups, 0.1, low_pass_filter=PAPER_FILTERS["momentum"], base="adam_bc", noise_std=1e-3)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with Asked() as asked:
+            optimizer.step()
+    assert (len(weights), asked.kernels) == (192, 1)
 
 
 # --- whole steps, and the engine --------------------------------------------------------------------------------------
@@ -125,7 +137,7 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
     clipped = ClippedGradients(model)
     clipped.on_accelerator = clipped.in_kernels = True
     with clipped, far_away(device) as move, mock.patch.object(type(trainer.args), "device", torch.device(device)):
-        with unset_fake_temporarily():  # as in the start check: which way fits a layer without a rule is seen once
+        with unset_fake_temporarily(), Asked():  # as in the start check: which way fits a layer without a rule is seen once
             clipped.backward(losses_of(model, inputs, labels))
         clipped.parameters = {name: weight for name, weight in move(model).named_parameters() if weight.requires_grad}
         run, batch = trainer.private_run, dict(inputs, labels=labels)

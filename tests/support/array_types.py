@@ -19,6 +19,7 @@ CHECKED = (
     "doppler_hf.filters",
     "doppler_hf.kernels",
     "doppler_hf.optim.adaptive_fir",
+    "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
     "doppler_hf.privacy.autograd_check.apart",
@@ -47,7 +48,6 @@ CHECKED = (
 # 40 µs, and there would be millions in the suite.
 TOO_BUSY = (
     "doppler_hf.linalg",
-    "doppler_hf.optim.one_pass",
     "doppler_hf.optim.optimizer",
     "doppler_hf.optim.state",
     "doppler_hf.optim.update",

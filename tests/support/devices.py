@@ -11,6 +11,7 @@ torch's for backends that are written in Python, with which autograd needs no dr
 
 import contextlib
 import functools
+import itertools
 from unittest import mock
 
 import torch
@@ -61,7 +62,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        self.kernels += not (operator.is_view or operator.overloadpacket in FREE)
+        self.kernels += not (operator.is_view or operator.overloadpacket in FREE or operator.namespace in ("prim", "profiler"))
         if would_wait(operator.overloadpacket, args, kwargs or {}, result):
             self.waits.append(str(operator))
         return result
@@ -109,7 +110,7 @@ if not hasattr(torch, FAR):
 @contextlib.contextmanager
 def far_away(device=FAR):
     """Make tensors without memory in the block, and yield what moves models (in place) and structures of tensors there."""
-    mode = FakeTensorMode()
+    mode, addresses = FakeTensorMode(), itertools.count(step=1 << 40)  # so far apart that no two tensors overlap
     patches = {
         (FakeTensor, "is_cuda"): property(lambda self: self.device.type == FAR),
         (torch, "Generator"): lambda device=None: torch.default_generator,
@@ -118,6 +119,7 @@ def far_away(device=FAR):
         (private_run, "fill_generators"): _outside(private_run.fill_generators),
         (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
         (bits.SecretBits, "fill"): _filled(bits.SecretBits.fill, mode),
+        (kernels, "address_of"): lambda values: next(addresses),
         (kernels, "are_usable"): lambda device: device.type == FAR,
     }
     with contextlib.ExitStack() as stack:
