@@ -249,7 +249,10 @@ def outcome_of_tests(paths: Sequence[str], marks: str, *, device: str = "cpu") -
                 said, _ = tests.communicate(timeout=LIMITS["tests"] - 20)
             except subprocess.TimeoutExpired:
                 tests.send_signal(signal.SIGINT)  # pytest then reports what it has
-                said, _ = tests.communicate()
+                try:
+                    said, _ = tests.communicate(timeout=15)
+                finally:
+                    tests.kill()  # or it would take the device from the next row
         if tests.returncode not in (0, 1, 2) or not report.exists():  # 1: some have failed; 2: interrupted
             last = said.strip().rpartition("\n")[2]
             raise RuntimeError(f"The tests must end with status 0 or 1, got {tests.returncode}: {last}.")
