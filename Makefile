@@ -43,9 +43,10 @@ test-all: install
 test-slow: install
 	$(PYTEST) -m "slow"
 
-# Tests and benchmarks that need a CUDA device, and a page of what came out. Started again, it goes on.
-gpu: install
-	$(BIN)/python -m scripts.bench.gpu
+# Tests and benchmarks that need a CUDA device, and a page of what came out. Started again, it goes on. Nothing is installed:
+# PYTHON has torch built for the device, and the packages of pyproject.toml.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m scripts.bench.gpu
 
 # Every warning is an error: a broken link, a page that no list has, a docstring that cannot be read.
 docs: install

@@ -17,13 +17,14 @@
 - reports: tables and pictures
 - cli: the command `doppler-hf`
 - extras: optional dependencies
+- version: of the package
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 from doppler_hf.extras import require
+from doppler_hf.version import VERSION
 
 if TYPE_CHECKING:
     from doppler_hf.dpo import DopplerDPOConfig as DopplerDPOConfig
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 # Without what needs an extra, so that `import *` works without it too.
 __all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
-__version__ = version("doppler_hf")
+__version__ = VERSION
 
 _HOMES: Final = {
     "DopplerDPOConfig": "doppler_hf.dpo",

@@ -29,7 +29,7 @@ def pytest_sessionstart(session):
 
     The process that only hands out the tests does not: those that run them would wait for it.
     """
-    if session.config.option.dist == "no":
+    if session.config.getoption("dist", "no") == "no":
         import tests.support.tiny  # noqa: F401
         from scripts.bench.measure import keep_freed_memory
         from tests.support.array_types import CHECKED, jaxtyped

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import doppler_hf
 from doppler_hf.extras import EXTRAS
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.ledgers import MODEL, all_events
@@ -90,3 +91,21 @@ def test_a_ledger_is_checked_without_transformers(tmp_path):
     ledger.save(tmp_path)
     (modules,) = modules_after({"": [command(f"verify {tmp_path}")]}).values()
     assert not modules & TRAINING
+
+
+WITHOUT_INSTALLATION = """
+import importlib.metadata as installed
+def version(name, *, own=installed.version):
+    if name == "doppler_hf":
+        raise installed.PackageNotFoundError(name)
+    return own(name)
+installed.version = version
+from doppler_hf import cli
+from doppler_hf.privacy.ledger.file import package_versions
+print(package_versions()["doppler_hf"])
+"""
+
+
+def test_a_source_tree_needs_no_installation():
+    command = [sys.executable, "-c", WITHOUT_INSTALLATION]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{doppler_hf.__version__}\n"

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "privacy/clipping/kernels": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/noise/chacha": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
-    "privacy/ledger": ("disk privacy.accounting filters.noise_shape", "jsonschema filelock"),
+    "privacy/ledger": ("disk version privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "training_args": ("filters optim privacy", "transformers torch"),
     "run": ("disk filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
     "extras": ("", ""),
+    "version": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
     "trl_checks": ("training_args run.refusals", ""),
     "sft": ("trainer training_args trl_checks run.around", "transformers trl"),
@@ -56,11 +57,12 @@ MAY_IMPORT = {
     "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
-        "extras filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads reports",
+        "extras version filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads "
+        "reports",
         "rich numpy",
     ),
     "__main__": ("cli", ""),
-    "__init__": ("extras trainer sft dpo training_args run", ""),
+    "__init__": ("extras version trainer sft dpo training_args run", ""),
 }
 
 

@@ -11,10 +11,10 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Final
 
 from doppler_hf.extras import MissingExtraError
+from doppler_hf.version import VERSION
 
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Differentially private fine-tuning with DOPPLER: plan a run, and check what it claims.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"doppler_hf {version('doppler_hf')}")
+    parser.add_argument("--version", action="version", version=f"doppler_hf {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows --script are the words of a script that is not ours.

@@ -37,6 +37,8 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
         with torch.no_grad(), filled_generators(0):  # the same dropout
             outputs = model(**inputs)
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
+        if "device" in str(error):  # a tensor that was left on another one is torch's to name
+            raise
         if base_model.config.problem_type == "multi_label_classification" and not inputs["labels"].is_floating_point():
             raise ValueError(
                 f"The labels of a multi_label_classification must be of floating point for {name}, which also computes the "

@@ -257,10 +257,16 @@ def opacus_step(kind: str, model: nn.Module, batch: dict[str, Tensor], args: Ben
     return step
 
 
+@contextlib.contextmanager
+def steps_of(work: Work, engines: Sequence[str], args: BenchArguments) -> Iterator[list[Callable[[], None]]]:
+    """Yield a plain step and each engine's, on equal models."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", *engines)]
+
+
 def paired_seconds(work: Work, engines: Sequence[str], args: BenchArguments) -> np.ndarray:
     """Return the seconds of plain steps and of each engine's, in turn on equal models, shape (pairs, 1 + engines)."""
-    with contextlib.ExitStack() as stack:
-        steps = [stack.enter_context(stepping(kind, *build(work, device=args.device), args)) for kind in ("plain", *engines)]
+    with steps_of(work, engines, args) as steps:
         return seconds_in_turn(*steps, pairs=args.pairs, device=args.device)
 
 

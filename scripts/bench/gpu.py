@@ -1,27 +1,31 @@
-"""All that a CUDA device is needed for, with one command: `make gpu`. It leaves a page, and the figures in lines of JSON.
+"""All that a CUDA device is needed for, in fifteen minutes: `make gpu`. It leaves a page, and the figures in lines of JSON.
 
-    python -m scripts.bench.gpu
-    python -m scripts.bench.gpu --works step,noise --models roberta-base
-    python -m scripts.bench.gpu --device cpu --scale tiny --results out/try.jsonl --page out/try.md
+    PYTHONPATH=. python -m scripts.bench.gpu
+    PYTHONPATH=. python -m scripts.bench.gpu --works pass,peer --models roberta-base
+    PYTHONPATH=. python -m scripts.bench.gpu --device cpu --scale tiny --results out/try.jsonl --page out/try.md
 
-First the tests marked `gpu`; then the time of a private forward and backward pass against a plain one and Opacus, its
-memory, a whole step with noise and optimizer, its waits for the device, the noise, and the optimizer: what `engine.py`,
-`noise.py` and `optimizer.py` measure. Models have random weights, and nothing is downloaded. Each row is measured in a
-process of its own, so that one that runs out of memory, or crashes, leaves the others as they are. An interrupted run goes
-on with the rows that are missing or have failed; rows of another device, commit, version or setting do not count. The exit
-status is 1 if a test or a row has failed; being out of memory is a result, as is a model that Opacus does not support.
+It needs the packages of pyproject.toml, in whatever Python it is called with; nothing is installed or downloaded, and models
+and data are random. First come the tests that need a device, and trainings of other tests there. Then private passes against
+plain ones, the release of a step, the optimizer's step, and whole runs against Transformers' `Trainer`; `peer` (passes of
+Opacus) is left out unless named. Each row is measured in a process of its own, with a limit of time, so that one that
+hangs, crashes or runs out of memory leaves the others as they are. An interrupted run goes on with the rows that are
+missing or have failed; rows of another device, commit, version or setting do not count. The exit status is 1 if a test or
+a row has failed; being out of memory is a result, as is a model that Opacus does not support.
 """
 
 import contextlib
 import functools
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +33,36 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from datasets import Dataset
+from transformers import default_data_collator
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench import engine, gpu_page, noise, optimizer
-from scripts.bench.measure import WARM_UP, append_json_line, chosen, in_fresh_process, quartiles, seconds_in_turn
+from scripts.bench import engine, gpu_page, noise, optimizer, training
+from scripts.bench.measure import (
+    added_mib,
+    append_json_line,
+    chosen,
+    in_fresh_process,
+    kernels_of,
+    quartiles,
+    seconds_in_turn,
+    seconds_of,
+)
 
 ROOT = Path(__file__).parents[2]
-WORKS = ("tests", "pass", "peer", "memory", "step", "waits", "noise", "optimizer")
-WAYS = tuple(noise.WAYS)
-KINDS = optimizer.WORKS["filters"] | optimizer.WORKS["galore"]
-MOST_DRAWS = 10  # the slowest way takes seconds for each
-PRIVATE = gpu_page.PRIVATE
+# Seconds for each row of a work. Those of all rows but `peer` are fifteen minutes; most take a third of theirs.
+LIMITS = {"tests": 120, "pass": 50, "release": 40, "optimizer": 60, "run": 100, "peer": 60}
+WORKS = tuple(LIMITS)
+MODELS = ("roberta-base", "roberta-base-lora", "gpt2", "vit-base", "llama-1b-lora", "roberta-large")
+RUNS = {"roberta-base": (128, 8), "roberta-base-lora": (128, 16)}  # examples of a forward pass, and passes of a step
+RUN_STEPS = 4  # that are timed
+# Trainings of theirs run on the device, the most telling first.
+TELLING = "end_to_end/test_trainer.py,run/test_private_run.py,run/test_start_check.py,end_to_end/test_sft.py"
 COORDINATES = {"full": (125_000_000, 200), "tiny": (1_000, 2)}  # and the tensors into which they are divided
+# As a training has it: the default's filter, on weights of that many coordinates.
+OPTIMIZER = {"low_pass_filter": PAPER_FILTERS["momentum"], "base": "adam_bc", "noise_std": 1e-4}
+PRIVATE = gpu_page.PRIVATE
 Row = dict[str, Any]
 
 
@@ -52,16 +70,16 @@ Row = dict[str, Any]
 class GpuArguments:
     """What is measured, and on what."""
 
-    works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
-    models: str = field(
-        default=",".join(engine.LARGE_WORKS),
-        metadata={"help": "Works of engine.py for the passes and steps, comma separated."},
-    )
+    works: str = field(default=",".join(WORKS[:-1]), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
+    models: str = field(default=",".join(MODELS), metadata={"help": "Works of engine.py for the passes, comma separated."})
     device: str = field(default="cuda", metadata={"help": "cuda, or cpu to try out the script.", "choices": ["cuda", "cpu"]})
     scale: str = field(default="full", metadata={"help": "tiny tries out the script.", "choices": ["full", "tiny"]})
     pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
     threads: int = field(default=2, metadata={"help": "torch's threads on the CPU."})
-    tests: str = field(default="tests", metadata={"help": "File or folder of the tests, of which those marked gpu are run."})
+    tests: str = field(default="tests", metadata={"help": "Folder of the tests, of which those marked gpu are run."})
+    trainings: str = field(
+        default=TELLING, metadata={"help": "Its files of which all tests are run there, comma separated."}
+    )
     results: str = field(default="out/gpu.jsonl", metadata={"help": "File to which every row is added as a line of JSON."})
     page: str = field(default="out/gpu.md", metadata={"help": "The page that is written from the rows."})
 
@@ -109,56 +127,79 @@ def measurements(args: GpuArguments) -> dict[str, Callable[[], Row]]:
     """Return what measures each row, by its name "work/of what"."""
     common = {"device": args.device, "threads": args.threads}
     settings = engine.BenchArguments(precision="bf16", pairs=args.pairs, scale=args.scale, **common)
-    models = {name: engine.ALL_WORKS[name] for name in args.models.split(",")}
-    if args.scale == "tiny":
-        models = {name: replace(work, **engine.TINY) for name, work in models.items()}
     count, tensors = COORDINATES[args.scale]
-    of_noise = noise.BenchArguments(count=count, tensors=tensors, pairs=min(MOST_DRAWS, args.pairs), **common)
-    of_optimizer = optimizer.BenchArguments(pairs=args.pairs, scale=args.scale, **common)
-    found: dict[str, Callable[[], Row]] = {"tests/gpu": functools.partial(outcome_of_tests, args.tests)}
-    for name, work in models.items():
-        for kind in ("plain", PRIVATE, *engine.PEERS):
-            memory = functools.partial(engine.peak_memory, work, kind, settings)
-            found[f"memory/{name} {kind}"] = functools.partial(mebibytes, memory)
-        found[f"pass/{name}"] = functools.partial(rates, work, [PRIVATE], settings)
-        for peer in engine.PEERS:
-            found[f"peer/{name} {peer}"] = functools.partial(rates, work, [PRIVATE, peer], settings)
-        found[f"step/{name}"] = functools.partial(rates_of_steps, work, settings)
-        found[f"waits/{name}"] = functools.partial(waits, work, settings)
-    for name in WAYS:
-        found[f"noise/{name}"] = functools.partial(
-            times, functools.partial(noise.paired_seconds, noise.WAYS[name], of_noise)
-        )
-    for name, kind in {"fused AdamW": None, **KINDS}.items():
-        memory = functools.partial(optimizer.peak_memory, kind, of_optimizer)
-        found[f"memory/{name}"] = functools.partial(mebibytes, memory)
-        if kind is not None:
-            found[f"optimizer/{name}"] = functools.partial(
-                times, functools.partial(optimizer.kind_seconds, kind, of_optimizer)
-            )
+    of_noise = noise.BenchArguments(count=count, tensors=tensors, pairs=args.pairs, **common)
+    of_optimizer = optimizer.BenchArguments(pairs=args.pairs, scale="large" if args.scale == "full" else "tiny", **common)
+    found: dict[str, Callable[[], Row]] = {
+        "tests/gpu": functools.partial(outcome_of_tests, marked(ROOT / args.tests), "gpu"),
+        "tests/trainings": functools.partial(
+            outcome_of_tests, files(args), "not slow and not gpu and not thorough", device=args.device
+        ),
+    }
+    for name in args.models.split(","):
+        found[f"pass/{name}"] = functools.partial(passes, work_of(name, args), settings)
+    found["release/white"] = functools.partial(releases, of_noise)
+    found["optimizer/momentum"] = functools.partial(optimizers, of_optimizer)
+    for name, of_full in RUNS.items():
+        batch, accumulation = of_full if args.scale == "full" else (4, 2)
+        of_run = training.BenchArguments("", "", batch_size=batch, accumulation=accumulation, bf16=True, **common)
+        found[f"run/{name}"] = functools.partial(whole_runs, work_of(name, args), of_run)
+    for name, peer in itertools.product(args.models.split(","), engine.PEERS):
+        found[f"peer/{name} {peer}"] = functools.partial(peers, work_of(name, args), peer, settings)
     return found
 
 
-def rates(work: engine.Work, engines: Sequence[str], settings: engine.BenchArguments) -> Row:
-    """Return the times of passes: of the last engine against plain ones, and of the first as `ours`."""
-    seconds = engine.paired_seconds(work, engines, settings)
+def work_of(name: str, args: GpuArguments) -> engine.Work:
+    """Return a work of the benchmarks, of the scale that is asked for."""
+    return replace(engine.ALL_WORKS[name], **engine.TINY) if args.scale == "tiny" else engine.ALL_WORKS[name]
+
+
+def compared(plain: Callable[[], Any], ours: Callable[[], Any], *, pairs: int, device: str) -> Row:
+    """Return of a plain step and one of ours the times in turn, the kernels, how long they are busy, memory and waits."""
+    row = of_times(seconds_in_turn(plain, ours, pairs=pairs, device=device))
+    kernels = [kernels_of(step, device=device) for step in (plain, ours)]
+    row |= {"kernels": [count for count, _ in kernels], "busy_s": [busy for _, busy in kernels]}
+    row["mib"] = [added_mib(step, device=device) for step in (plain, ours)]
+    return row | {"waits": [waits_of(step, device=device) for step in (plain, ours)]}
+
+
+def passes(work: engine.Work, settings: engine.BenchArguments) -> Row:
+    """Compare a private forward and backward pass with a plain one."""
+    with engine.steps_of(work, [PRIVATE], settings) as steps:
+        return compared(*steps, pairs=settings.pairs, device=settings.device) | {"examples": work.batch}
+
+
+def peers(work: engine.Work, peer: str, settings: engine.BenchArguments) -> Row:
+    """Return the times of passes: of a peer against plain ones, and of ours as `ours`."""
+    seconds = engine.paired_seconds(work, [PRIVATE, peer], settings)
     return of_times(seconds[:, [0, -1]]) | {"ours": of_times(seconds[:, :2]), "examples": work.batch}
 
 
-def rates_of_steps(work: engine.Work, settings: engine.BenchArguments) -> Row:
-    """Return the times of whole steps, and how many examples each has."""
-    with whole_steps(work, settings) as steps:
-        seconds = seconds_in_turn(*steps, pairs=settings.pairs, device=settings.device)
-    return of_times(seconds) | {"examples": work.batch}
+def releases(settings: noise.BenchArguments) -> Row:
+    """Compare the release of a step's sums with torch's normals."""
+    return compared(*noise.draws(noise.WAYS["white"], settings), pairs=settings.pairs, device=settings.device)
 
 
-def waits(work: engine.Work, settings: engine.BenchArguments) -> Row:
-    """Return where a plain and a private whole step wait for the device, each place as often as it does."""
-    with whole_steps(work, settings) as steps:
-        for step in steps * WARM_UP:
-            step()
-        plain, private = (waits_of(step, device=settings.device) for step in steps)
-    return {"plain": plain, "private": private}
+def optimizers(settings: optimizer.BenchArguments) -> Row:
+    """Compare a step of ours with one of fused AdamW, and return how long the first one takes, with what is compiled."""
+    plain, ours = (optimizer.step_of(kind, optimizer.parameters(settings)) for kind in (None, OPTIMIZER))
+    first = seconds_of(ours, device=settings.device)
+    return {"first_step_s": first} | compared(plain, ours, pairs=settings.pairs, device=settings.device)
+
+
+def whole_runs(work: engine.Work, settings: training.BenchArguments) -> Row:
+    """Compare the steps of `DopplerTrainer` with those of `Trainer`, on random texts of one length."""
+    size = settings.batch_size * settings.accumulation
+    texts = np.random.default_rng(0).integers(5, work.vocabulary, (size * (1 + RUN_STEPS), work.length))
+    examples = Dataset.from_dict({"input_ids": texts, "labels": np.arange(len(texts)) % 2})
+    runs = [
+        training.train(
+            engine.build(work, device=settings.device)[0], examples, default_data_collator, settings, private=private
+        )
+        for private in (False, True)
+    ]
+    seconds = size * np.array([[run.per_example()[0] for run in runs]])
+    return of_times(seconds) | {"examples": size, "first_step_s": [run.first() for run in runs]}
 
 
 def waits_of(step: Callable[[], None], *, device: str) -> list[str]:
@@ -176,11 +217,6 @@ def waits_of(step: Callable[[], None], *, device: str) -> list[str]:
     return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in found]
 
 
-def times(paired: Callable[[], np.ndarray]) -> Row:
-    """Return the ratio of two times that were taken in turn, and both."""
-    return of_times(paired())
-
-
 def of_times(seconds: np.ndarray) -> Row:
     """Return the ratio of two columns of times, the second of the first, and the median of both in seconds."""
     q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
@@ -188,67 +224,45 @@ def of_times(seconds: np.ndarray) -> Row:
     return {"ratio": ratio, "ratio_quartiles": [q1, q3], "first_s": first, "second_s": second}
 
 
-def mebibytes(memory: Callable[[], float]) -> Row:
-    """Return the memory that was measured."""
-    return {"mib": memory()}
+def marked(folder: Path) -> list[str]:
+    """Return the files that have tests that need a device; to collect the others would take a minute."""
+    return [str(path) for path in sorted(folder.rglob("test_*.py")) if "@pytest.mark.gpu" in path.read_text()]
 
 
-@contextlib.contextmanager
-def whole_steps(work: engine.Work, settings: engine.BenchArguments) -> Iterator[tuple[Callable[[], None], ...]]:
-    """Yield a plain step with fused AdamW, and a private one with noise and the defaults' filter and AdamBC."""
-    with contextlib.ExitStack() as stack:
-        models = [engine.build(work, device=settings.device) for _ in range(2)]
-        passes = [
-            stack.enter_context(engine.stepping(kind, model, batch, settings))
-            for kind, (model, batch) in zip(("plain", PRIVATE), models, strict=True)
-        ]
-        trained = [[p for p in model.parameters() if p.requires_grad] for model, _ in models]
-        adamw = torch.optim.AdamW(trained[0], lr=1e-4, fused=True)
-        mechanism = GaussianMechanism(
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            expected_batch_size=work.batch,
-            device=torch.device(settings.device),
-        )
-        filtered = DopplerOptimizer(
-            trained[1], lr=1e-4, low_pass_filter=PAPER_FILTERS["momentum"], noise_std=mechanism.noise_std(0)
-        )
-
-        def plain() -> None:
-            passes[0]()
-            adamw.step()
-
-        def private() -> None:
-            passes[1]()
-            mechanism.privatize(gradients(models[1][0]), step=0)
-            filtered.step()
-
-        yield plain, private
+def files(args: GpuArguments) -> list[str]:
+    """Return the files of which trainings run on the device."""
+    return [str(ROOT / args.tests / name) for name in args.trainings.split(",")]
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradients by name."""
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def outcome_of_tests(path: str) -> Row:
-    """Run the tests that are marked `gpu`, all of them, and return how many passed, which failed, and how many were skipped.
+def outcome_of_tests(paths: Sequence[str], marks: str, *, device: str = "cpu") -> Row:
+    """Run tests until they or the time end, and return how many passed, which failed, and how many were skipped.
 
     Raises:
         RuntimeError: If pytest ran none of them.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", path, "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1):  # 1: some have failed
-            last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-            raise RuntimeError(f"The tests must end with status 0 or 1, got {done.returncode}: {last}.")
+        command = [sys.executable, "-m", "pytest", *paths, "-m", marks, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = os.environ | {"DOPPLER_TEST_DEVICE": device, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=-2, text=True) as tests:
+            try:
+                said, _ = tests.communicate(timeout=LIMITS["tests"] - 20)
+            except subprocess.TimeoutExpired:
+                tests.send_signal(signal.SIGINT)  # pytest then reports what it has
+                try:
+                    said, _ = tests.communicate(timeout=15)
+                finally:
+                    tests.kill()  # or it would take the device from the next row
+        if tests.returncode not in (0, 1, 2) or not report.exists():  # 1: some have failed; 2: interrupted
+            last = said.strip().rpartition("\n")[2]
+            raise RuntimeError(f"The tests must end with status 0 or 1, got {tests.returncode}: {last}.")
         cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = [f"{case.get('classname')}.{case.get('name')}" for case in failed]
-    return {"passed": len(cases) - len(failed) - len(skipped), "failed": names, "skipped": len(skipped)}
+    is_interrupted = tests.returncode == 2  # in a case that has not failed yet, and not passed
+    passed = len(cases) - len(failed) - len(skipped) - is_interrupted
+    return {"passed": passed, "failed": names, "skipped": len(skipped), "interrupted": is_interrupted}
 
 
 def with_threads(threads: int, measure: Callable[[], Row]) -> Row:
@@ -257,10 +271,12 @@ def with_threads(threads: int, measure: Callable[[], Row]) -> Row:
     return measure()
 
 
-def measured(measure: Callable[[], Row], *, threads: int) -> Row:
+def measured(measure: Callable[[], Row], *, threads: int, limit_s: float) -> Row:
     """Return a row, or why there is none."""
     try:
-        return in_fresh_process(with_threads, threads, measure)
+        return in_fresh_process(with_threads, threads, measure, limit_s=limit_s)
+    except TimeoutError:
+        return {"error": f"it takes more than {limit_s:g} s"}
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError):
             return {"out_of_memory": True}
@@ -300,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         row = {
             "row": name,
-            **measured(measure, threads=args.threads),
+            **measured(measure, threads=args.threads, limit_s=LIMITS[name.partition("/")[0]]),
             "environment": here,
             "date": time.strftime("%Y-%m-%d"),
         }

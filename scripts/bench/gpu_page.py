@@ -6,9 +6,40 @@ from typing import Any
 Row = Mapping[str, Any]
 Rows = Mapping[str, Row | None]
 PRIVATE = "book_keeping"
+OF_STEPS = (
+    "*Busy* is the sum of the kernels' own times, and memory the most that a step adds to what is there. Waits for the "
+    "device are those of which `torch.cuda.set_sync_debug_mode` warns; it does not see all."
+)
+COLUMNS = "time, of plain | ms: plain → ours | ms busy | kernels | MiB | waits"
 NO_FIGURES = (
     "**This page was made to try out the script, at tiny shapes or on a CPU. It says nothing of a GPU, and the sizes in its "
     "text are those of the full scale.**"
+)
+
+
+def private_by_plain(key: str) -> Callable[[Row], float]:
+    """Return what divides ours by the plain one."""
+    return lambda row: float(row[key][1] / row[key][0])
+
+
+# Figure, row, how it is read from the row, and the most that is wanted.
+WANTED: tuple[tuple[str, str, Callable[[Row], float], float], ...] = (
+    *(
+        ("busy time of a pass, of plain", f"pass/{name}", private_by_plain("busy_s"), most)
+        for name, most in {
+            **{"roberta-base": 1.25, "gpt2": 1.25, "vit-base": 1.3, "roberta-base-lora": 1.05, "llama-1b-lora": 1.05}
+        }.items()
+    ),
+    *(
+        ("kernels of a pass, of plain", f"pass/{name}", private_by_plain("kernels"), 1.05 if "lora" in name else 1.35)
+        for name in ("roberta-base", "gpt2", "vit-base", "roberta-base-lora", "llama-1b-lora")
+    ),
+    ("ms", "release/white", lambda row: 1000 * row["second_s"], 3.0),
+    ("kernels", "release/white", lambda row: row["kernels"][1], 10),
+    ("ms", "optimizer/momentum", lambda row: 1000 * row["second_s"], 1.5),
+    ("s of the first step", "optimizer/momentum", lambda row: row["first_step_s"], 3.0),
+    ("time of a step, of plain", "run/roberta-base", lambda row: row["ratio"], 1.2),
+    ("time of a step, of plain", "run/roberta-base-lora", lambda row: row["ratio"], 1.15),
 )
 
 
@@ -25,75 +56,92 @@ def page(here: Row, rows: Rows) -> str:
         "# On a GPU",
         "\n".join(
             [
-                "- **Question:** what do a private pass, step, noise and optimizer cost on a GPU, beside Opacus, and do the "
-                "tests pass?",
+                "- **Question:** what do a private pass, release, optimizer and run cost on a GPU, and do the tests pass?",
                 "- **Command:** `make gpu`",
-                f"- **Seeds:** random weights, one initialisation; {here['pairs']} pairs of steps (of noise at most 10) in "
-                "turn in one process, medians, quartiles in brackets.",
+                f"- **Seeds:** random weights and data, one initialisation; {here['pairs']} pairs of steps in turn in one "
+                "process, medians, quartiles in brackets.",
                 f"- **Hardware:** {here['device']}, {here['memory_mib']:,} MiB, driver {here['driver']}; torch "
                 f"{here['torch']}, CUDA {here['cuda']}, transformers {here['transformers']}, commit {here['commit']}.",
                 f"- **Date:** {dates[0] if len(dates) == 1 else f'{dates[0]} to {dates[-1]}'}",
             ]
         ),
         *([NO_FIGURES] if is_tried else []),
+        *section(
+            "Verdict",
+            "What was wanted, of private steps against plain ones, and what was measured.",
+            "| figure | of | at most | measured | |",
+            (verdict(rows, *wanted) for wanted in WANTED),
+        ),
         "## Tests",
         f"Marked `gpu`: {said(rows.get('tests/gpu'), outcome)}.",
+        f"Trainings of other tests, on the device: {said(rows.get('tests/trainings'), outcome)}.",
         *section(
             "Forward and backward pass",
-            "Per-sample clipping and summing under bf16 autocast, without noise and optimizer, against a pass with the "
-            "model's own loss. Memory is the most that three steps add to model and batch "
-            "(`torch.cuda.max_memory_allocated`).",
-            "| model | time, of plain | examples a second: plain → private | memory, of plain | MiB: plain → private |",
+            f"Per-sample clipping and summing under bf16 autocast, against a pass with the model's own loss. {OF_STEPS}",
+            f"| model | {COLUMNS} | examples a second |",
+            (f"| {name} | {compared(row)} | {said(row, examples)} |" for name, row in of_work("pass", rows)),
+        ),
+        *section(
+            "Release and optimizer",
+            "The release of sums of 125 million coordinates against `torch.Tensor.normal_`, and a step of filter "
+            "(`momentum`) and AdamBC on 127 million against fused AdamW.",
+            f"| step | {COLUMNS} | ms of the first step |",
             (
-                f"| {name} | {said(row, ratio)} | {said(row, examples)} | {memory_ratio(rows, name)} | "
-                f"{said(rows.get(f'memory/{name} plain'), mib)} → {said(rows.get(f'memory/{name} {PRIVATE}'), mib)} |"
-                for name, row in of_work("pass", rows)
+                f"| {work} | {compared(row)} | {said(row, first_step) if work == 'optimizer' else '–'} |"
+                for work in ("release", "optimizer")
+                for _, row in of_work(work, rows)
+            ),
+        ),
+        *section(
+            "Whole run",
+            "`DopplerTrainer` against `Trainer`, with samplers, collator, noise, filter and optimizer, on random texts of "
+            "one length, in bf16. The first step is apart, with the checks before it.",
+            "| model | time of a step, of plain | ms | s until the first step's end | examples of a step |",
+            (
+                f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} | {said(row, first_steps)} | "
+                f"{said(row, lambda row: str(row['examples']))} |"
+                for name, row in of_work("run", rows)
             ),
         ),
         *section(
             "Beside Opacus",
             "The same passes of plain, ours and Opacus, in turn in one process: `GradSampleModule` keeps the gradient of "
             "each example, ghost clipping runs backward twice. Opacus computes all logits at once.",
-            "| model, Opacus' way | its time, of plain | ours, of plain | examples a second: plain → Opacus | its MiB |",
+            "| model, Opacus' way | its time, of plain | ours, of plain | examples a second: plain → Opacus |",
             (
-                f"| {name} | {said(row, ratio)} | {said(row, lambda row: ratio(row['ours']))} | {said(row, examples)} | "
-                f"{said(rows.get(f'memory/{name}'), mib)} |"
+                f"| {name} | {said(row, ratio)} | {said(row, lambda row: ratio(row['ours']))} | {said(row, examples)} |"
                 for name, row in of_work("peer", rows)
-            ),
-        ),
-        *section(
-            "Whole step",
-            "The same with noise, filter (`momentum`) and AdamBC, against a plain step with fused AdamW. Waits for the "
-            "device are those of one step of which `torch.cuda.set_sync_debug_mode` warns; it does not see all.",
-            "| model | time, of plain | examples a second: plain → private | waits: plain → private |",
-            (
-                f"| {name} | {said(row, ratio)} | {said(row, examples)} | {said(rows.get(f'waits/{name}'), waits)} |"
-                for name, row in of_work("step", rows)
-            ),
-        ),
-        *section(
-            "Noise",
-            "To privatize sums of 125 million coordinates, against `torch.Tensor.normal_` on the device.",
-            "| way | time, of torch's normals | ms: torch's → ours |",
-            (f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} |" for name, row in of_work("noise", rows)),
-        ),
-        *section(
-            "Optimizer",
-            "A step on the 85 million parameters of RoBERTa-base's encoder, against fused AdamW.",
-            "| kind | time, of AdamW | ms: AdamW → ours | MiB: AdamW → ours |",
-            (
-                f"| {name} | {said(row, ratio)} | {said(row, milliseconds)} | {said(rows.get('memory/fused AdamW'), mib)} → "
-                f"{said(rows.get(f'memory/{name}'), mib)} |"
-                for name, row in of_work("optimizer", rows)
+                if row
             ),
         ),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def verdict(rows: Rows, figure: str, name: str, of_row: Callable[[Row], float], most: float) -> str:
+    """Return a line of the table of what was wanted."""
+    row = rows.get(name)
+    measured = said(row, lambda row: f"{of_row(row):.3g}")
+    is_figure = measured not in ("not run", "out of memory") and row is not None and "error" not in row
+    met = ("**met**" if of_row(row) <= most else f"**missed**, {of_row(row) / most:.3g} ×") if is_figure and row else "–"
+    return f"| {figure} | {name} | {most:g} | {measured} | {met} |"
+
+
+def compared(row: Row | None) -> str:
+    """Return the cells of what `gpu.compared` measures."""
+    of_pairs = (
+        lambda row: f"{1000 * row['busy_s'][0]:.3g} → {1000 * row['busy_s'][1]:.3g}",
+        lambda row: "{:,} → {:,}".format(*row["kernels"]),
+        lambda row: "{:,.0f} → {:,.0f}".format(*row["mib"]),
+        waits,
+    )
+    return " | ".join(said(row, figure) for figure in (ratio, milliseconds, *of_pairs))
+
+
 def section(title: str, text: str, head: str, lines: Iterable[str]) -> list[str]:
-    """Return a part of the page with a table."""
-    return [f"## {title}", text, "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])]
+    """Return a part of the page with a table, or nothing if it would be empty."""
+    table = [head, "|---" * (head.count("|") - 1) + "|", *lines]
+    return [f"## {title}", text, "\n".join(table)] if len(table) > 2 else []
 
 
 def of_work(work: str, rows: Rows) -> list[tuple[str, Row | None]]:
@@ -132,30 +180,29 @@ def examples(row: Row) -> str:
 
 def waits(row: Row) -> str:
     """Return how often a plain and a private step wait, and where the private one does."""
-    places = f" ({', '.join(f'`{place}`' for place in sorted(set(row['private'])))})" if row["private"] else ""
-    return f"{len(row['plain'])} → {len(row['private'])}{places}"
+    plain, private = row["waits"]
+    places = f" ({', '.join(f'`{place}`' for place in sorted(set(private)))})" if private else ""
+    return f"{len(plain)} → {len(private)}{places}"
 
 
-def mib(row: Row) -> str:
-    """Return a memory."""
-    return f"{row['mib']:,.0f}"
+def first_step(row: Row) -> str:
+    """Return how long a first step takes, in milliseconds."""
+    return f"{1000 * row['first_step_s']:,.0f}"
 
 
-def memory_ratio(rows: Rows, name: str) -> str:
-    """Return by how much a private pass needs more memory than a plain one."""
-    plain, private = ((rows.get(f"memory/{name} {kind}") or {}).get("mib") for kind in ("plain", PRIVATE))
-    return f"{private / plain:.2f}" if plain and private is not None else "–"
+def first_steps(row: Row) -> str:
+    """Return how long a plain and a private run take to the end of their first step."""
+    return "{:.3g} → {:.3g}".format(*row["first_step_s"])
 
 
 def outcome(row: Row) -> str:
     """Return how many tests passed, failed and were skipped, and which failed."""
     failed = row["failed"]
     named = f" ({', '.join(f'`{name}`' for name in failed)})" if failed else ""
-    return f"{row['passed']} passed, {len(failed)} failed{named}, {row['skipped']} skipped"
+    rest = ", and the time was over" if row["interrupted"] else ""
+    return f"{row['passed']} passed, {len(failed)} failed{named}, {row['skipped']} skipped{rest}"
 
 
 def in_short(row: Row) -> str:
     """Return a row in one line, whatever it is of."""
-    figures = {"tests": outcome, "memory": mib, "waits": waits}
-    work = row["row"].split("/")[0]
-    return said(row, figures.get(work, lambda row: f"{ratio(row)}, {milliseconds(row)} ms"))
+    return said(row, outcome if row["row"].startswith("tests/") else lambda row: f"{ratio(row)}, {milliseconds(row)} ms")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 # Nothing of doppler_hf: the tests' conftest imports this before the checks of arrays are in place, which it would pass by.
 MIB = 2**20
@@ -54,6 +55,26 @@ def seconds_in_turn(*steps: Callable[[], Any], pairs: int, device: str) -> np.nd
     return np.array([[seconds_of(step, device=device) for step in steps] for _ in range(pairs)])
 
 
+def kernels_of(step: Callable[[], Any], *, device: str) -> tuple[int, float]:
+    """Return how many kernels and copies a step has, and the seconds that they keep the device busy; of a CPU, operators."""
+    is_cuda = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU], acc_events=True) as found:
+        seconds_of(step, device=device)
+    where = DeviceType.CUDA if is_cuda else DeviceType.CPU
+    events = [event for event in found.events() if event.device_type == where and not event.is_user_annotation]
+    return len(events), sum(event.time_range.elapsed_us() for event in events) / 1e6
+
+
+def added_mib(step: Callable[[], Any], *, device: str) -> float:
+    """Return the most memory that a step adds on CUDA to what is there, in MiB; a CPU keeps no such count, and adds 0."""
+    if device != "cuda":
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = memory_now(device)
+    step()
+    return (memory_peak(device) - before) / MIB
+
+
 def memory_now(device: str) -> int:
     """Return the memory in use, in bytes: resident memory of this process on the CPU, allocated tensors on CUDA."""
     return torch.cuda.memory_allocated() if device == "cuda" else resident_bytes("VmRSS")
@@ -81,14 +102,20 @@ def keep_freed_memory() -> None:
         raise ValueError("--heap keep needs glibc, which this system does not have. Use --heap return.")
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_fresh_process(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> Any:
     """Call a function in a new process, so that nothing else has used that process's memory.
 
     Raises:
         BrokenProcessPool: If the process was killed, as for want of memory.
+        TimeoutError: If it takes longer than the limit. The process is killed.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result(limit_s)
+        except TimeoutError:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,8 +9,8 @@ quartiles. Ours also adds the noise to a sum and divides it by the batch size. S
 the seconds are those of the first.
 """
 
-import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,18 +45,22 @@ class BenchArguments:
     results: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
 
 
-def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
-    """Return the seconds of torch's normals and of ours, made in turn, shape (pairs, 2)."""
+def draws(way: dict[str, Any], args: BenchArguments) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what draws torch's normals, and what releases the sums of the next step."""
     normals = torch.empty(args.count, device=args.device)
     sums = {str(i): part for i, part in enumerate(torch.zeros(args.count, device=args.device).chunk(args.tensors))}
-    seconds = []
-    device = torch.device(args.device)
+    device, steps = torch.device(args.device), itertools.count()
     mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=100, device=device, **way)
-    for step in range(WARM_UP + args.pairs):
-        ours = functools.partial(mechanism.privatize, sums, step=step)
+    return normals.normal_, lambda: mechanism.privatize(sums, step=next(steps))
+
+
+def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
+    """Return the seconds of torch's normals and of ours, made in turn, shape (pairs, 2)."""
+    both, seconds = draws(way, args), []
+    for _ in range(WARM_UP + args.pairs):
         if dist.is_initialized():
             dist.barrier()
-        seconds.append([seconds_of(draw, device=args.device) for draw in (normals.normal_, ours)])
+        seconds.append([seconds_of(draw, device=args.device) for draw in both])
     return np.array(seconds[WARM_UP:])
 
 

@@ -48,7 +48,7 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "galore": {"second-order, GaLore": SECOND | {"update_proj_gap": 10_000}},
     "adaptive": {str(fir): SECOND | {"low_pass_filter": fir} for fir in map(OptimalFIR, (4, 8))},
 }
-SIZES = {"full": (768, 12), "tiny": (32, 1)}  # width and layers
+SIZES = {"full": (768, 12), "large": (768, 18), "tiny": (32, 1)}  # width and layers; large has 127 million parameters
 MEMORY_STEPS = 3
 
 

@@ -16,7 +16,7 @@ import gc
 import io
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -77,6 +77,7 @@ class BenchArguments:
     layers: int = field(default=6, metadata={"help": "Layers of the model."})
     hidden: int = field(default=384, metadata={"help": "Width of the model; every head has 64 dimensions at most."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
+    bf16: bool = field(default=False, metadata={"help": "Compute under autocast."})
     threads: int = field(default=2, metadata={"help": "torch's threads."})
     output: str | None = field(default=None, metadata={"help": "File to which the result is added as a line of JSON."})
 
@@ -100,7 +101,7 @@ class Clock(TrainerCallback):
 
     def __init__(self, model: nn.Module) -> None:
         self._seen = np.zeros(3)
-        self._marks: list[np.ndarray] = []
+        self._marks = [np.array([time.perf_counter(), *self._seen])]
         self.hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,14 +129,18 @@ class Clock(TrainerCallback):
 
     def per_example(self) -> np.ndarray:
         """Return seconds, padded tokens and seconds of noise per example of all steps but the first, shape (3,)."""
-        seconds, examples, tokens, noise = self._marks[-1] - self._marks[0]
+        seconds, examples, tokens, noise = self._marks[-1] - self._marks[1]
         return np.array([seconds, tokens, noise]) / examples
+
+    def first(self) -> float:
+        """Return the seconds until the end of the first step, the checks before it included."""
+        return float(self._marks[1][0] - self._marks[0][0])
 
 
 def train(
-    model: nn.Module, examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, *, private: bool
-) -> np.ndarray:
-    """Train for an epoch, and return `Clock.per_example`."""
+    model: nn.Module, examples: Dataset, collator: Callable[..., Any], args: BenchArguments, *, private: bool
+) -> Clock:
+    """Train for an epoch, and return what was noted of it."""
     clock = Clock(model)
     with tempfile.TemporaryDirectory() as folder:
         common = {
@@ -148,6 +153,7 @@ def train(
             "report_to": "none",
             "disable_tqdm": True,
             "use_cpu": args.device == "cpu",
+            "bf16": args.bf16,
         }
         privacy = {
             "noise_multiplier": 1.0,
@@ -160,23 +166,24 @@ def train(
             model=model,
             args=DopplerTrainingArguments(**common, **privacy) if private else TrainingArguments(**common, **stock),
             train_dataset=examples,
-            data_collator=DataCollatorWithPadding(tokenizer),
+            data_collator=collator,
             callbacks=[clock],
         )
         # A summary for every run would hide the result.
         with contextlib.redirect_stdout(io.StringIO()), clock.counting_noise(args.device):
             trainer.train()
     clock.hook.remove()
-    return clock.per_example()
+    return clock
 
 
 def peak_memory(examples: Dataset, tokenizer: PreTrainedTokenizerBase, args: BenchArguments, private: bool) -> float:
     """Return the memory that a run needs beyond model and data, in MiB, in a process that has done nothing else."""
     torch.set_num_threads(args.threads)
+    collator = DataCollatorWithPadding(tokenizer)
     model = build(args, vocabulary=len(tokenizer)).to(args.device)
     gc.collect()
     before = memory_now(args.device)
-    train(model, examples, tokenizer, args, private=private)
+    train(model, examples, collator, args, private=private)
     return (memory_peak(args.device) - before) / MIB
 
 
@@ -199,11 +206,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         batched=True,
         remove_columns=[name for name in data.column_names if name != "label"],
     )
+    collator = DataCollatorWithPadding(tokenizer)
     models = {private: build(args, vocabulary=len(tokenizer)) for private in (False, True)}
     measured = np.array(
         [
             [
-                train(model, tokenized.select(range(start, start + size)), tokenizer, args, private=private)
+                train(model, tokenized.select(range(start, start + size)), collator, args, private=private).per_example()
                 for private, model in models.items()
             ]
             for start in range(0, len(tokenized), size)

@@ -8,6 +8,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from tests.support.tiny import pad
+from tests.support.trainers import ON_CPU
 
 
 class GeneratingTrainer(DopplerTrainer, Seq2SeqTrainer):
@@ -31,7 +32,7 @@ def test_evaluations_in_a_training_generate(tmp_path):
     rows = [dict(input_ids=[5 + i] * (3 + i % 5), attention_mask=[1] * (3 + i % 5), labels=[5 + i] * 3) for i in range(24)]
     args = GeneratingArguments(
         str(tmp_path), predict_with_generate=True, generation_max_length=6, per_device_train_batch_size=8, max_steps=2,
-        eval_strategy="steps", eval_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        eval_strategy="steps", eval_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=ON_CPU,
         noise_multiplier=1.0,
     )  # fmt: skip
     trainer = GeneratingTrainer(

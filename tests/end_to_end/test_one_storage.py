@@ -11,7 +11,7 @@ from doppler_hf import DopplerTrainer
 from tests.support.per_example import assert_equals_loop
 from tests.support.tiny import pad
 from tests.support.tolerances import of_optimizer_steps
-from tests.support.trainers import OfLogits, checked_trainer_of, trained, weights
+from tests.support.trainers import OfLogits, assert_trained_alike, checked_trainer_of, trained
 
 MOMENTUM = dict(base_optimizer="adam", low_pass_filter="momentum", lr_scheduler_type="constant", weight_decay=0.1)
 
@@ -65,7 +65,7 @@ class Gradients(TrainerCallback):
         self.steps = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        self.steps.append({name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.requires_grad})
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
@@ -82,10 +82,10 @@ def test_both_steps_are_made_as_by_torch_and_a_resumed_run_is_uninterrupted(tmp_
         optimizer.step()
     atol = of_optimizer_steps(4, largest=max(p.abs().max().item() for p in expected.values()), dtypes=[torch.float32])
     for name, parameter in expected.items():
-        torch.testing.assert_close(trainer.model.get_parameter(name), parameter, rtol=0, atol=atol)
+        torch.testing.assert_close(trainer.model.get_parameter(name).cpu(), parameter, rtol=0, atol=atol)
     resumed = trainer_of(tmp_path, case, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert torch.equal(weights(resumed), weights(trainer))
+    assert_trained_alike(resumed, trainer)
 
 
 def test_the_gradients_of_both_are_clipped_together(tmp_path):

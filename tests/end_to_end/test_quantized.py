@@ -46,7 +46,7 @@ def loaded(folder, of_quantization, *, is_kept=True):
 
 
 def trainer_of(folder, model, **options):
-    defaults = dict(cls=DopplerSFTConfig, bf16=False, learning_rate=1e-2)
+    defaults = dict(cls=DopplerSFTConfig, bf16=False, learning_rate=1e-2, use_cpu=True)  # where the base is
     return DopplerSFTTrainer(
         model=model,
         args=arguments_of(folder, **(defaults | options)),
@@ -166,5 +166,5 @@ def test_an_evaluation_on_some_cpus_rewrites_them_and_stops_gradients(tmp_path, 
 )
 def test_the_start_check_allows_for_the_dtype_of_a_product_and_not_for_the_bits_of_weights(tmp_path, base, kind, is_coarse):
     model = get_peft_model(loaded(base, kind), LoraConfig(**LORA))
-    args = arguments_of(tmp_path, cls=DopplerTrainingArguments)
+    args = arguments_of(tmp_path, cls=DopplerTrainingArguments, use_cpu=True)
     assert computes_in_bf16(model, args) == is_coarse

@@ -16,7 +16,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.run.refusals import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, trained, trainer_of, weights
+from tests.support.trainers import NoSignal, Recorder, assert_trained_alike, trained, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ def test_resumed_equals_uninterrupted(tmp_path):
     for step in (2, 4):  # of three in an epoch
         resumed = trainer_of(tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
-        assert torch.equal(weights(resumed), weights(whole))
+        assert_trained_alike(resumed, whole)
         assert resumed.state.global_step == 7
 
 
@@ -265,9 +265,9 @@ def test_a_budget_of_tokens_that_cannot_be_kept_is_refused_before_the_first_step
 @pytest.mark.gpu
 def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     recorder = Recorder()
-    trainer_of(tmp_path, cls=NoSignal, callbacks=[recorder], use_cpu=False, bf16=True, max_steps=3).train()
+    trainer = trainer_of(tmp_path, cls=NoSignal, callbacks=[recorder], use_cpu=False, bf16=True, max_steps=3)
+    assert trained(trainer).model.device.type == "cuda"
     noise = torch.stack(recorder.gradients)
-    assert noise.is_cuda
     assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)
 
 

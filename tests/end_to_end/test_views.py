@@ -77,7 +77,7 @@ def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
         assert bool((labels == labels[:, :1]).all())
         # Of one image: rows are moved, and images of noise have no two values alike.
         assert torch.equal(views.flatten(2).sort(dim=2).values, views[:, :1].flatten(2).sort(dim=2).values.expand(-1, 4, -1))
-        differing += sum(len({view.numpy().tobytes() for view in of_example}) > 1 for of_example in views)
+        differing += sum(len({view.cpu().numpy().tobytes() for view in of_example}) > 1 for of_example in views)
     # Of ten ways to move an image four are the same with probability 1e-3.
     examples = sum(len(batch["labels"]) for batch in trainer.batches) // VIEWS
     assert differing >= examples - 3
@@ -104,7 +104,7 @@ def step_by_hand(trainer):
         for start in range(0, len(batch["labels"]), VIEWS):
             of_example = {name: value[start : start + VIEWS] for name, value in batch.items()}
             loss = model(**of_example).loss  # Transformers' mean over rows
-            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).cpu()
             total += gradient * min(1.0, args.per_sample_max_grad_norm / gradient.norm())
             losses.append(loss.item())
     return total / trainer.private_run.sampler.expected_batch_size, losses
@@ -139,7 +139,7 @@ def test_a_private_loss_is_of_the_mean_over_views(tmp_path):
     options = dict(report_train_loss="private", max_steps=1, learning_rate=0.0, noise_seed=1)
     trainer = trained(image_trainer(tmp_path, cls=Losses, **options))
     expected = torch.tensor(step_by_hand(trainer)[1])
-    torch.testing.assert_close(torch.cat(added), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(added).cpu(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):

@@ -53,7 +53,7 @@ def examples(kind):
 def fixed(self, sums, *, step, shards=None):
     """A private gradient of which nothing is known but its step and its shapes."""
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(value.shape, generator=generator) for name, value in sums.items()}
+    return {name: torch.randn(value.shape, generator=generator).to(value.device) for name, value in sums.items()}
 
 
 def clockless(value):

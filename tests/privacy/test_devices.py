@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as hf
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, unset_fake_temporarily
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError as OfTwoDevices
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.filters import PAPER_FILTERS
@@ -23,33 +22,35 @@ from tests.support.models import batch_for, build, decoder_options, encoder_opti
 from tests.support.trainers import trainer_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
+# It has a class of its own from torch 2.12 on.
+OF_TWO_DEVICES = "found (at least )?two (different )?devices"
 
 
 @pytest.mark.parametrize(
-    ("ask", "error"),
+    ("ask", "seen"),
     [
-        (lambda far, near: float(far.sum()), DataDependentOutputException),
-        (lambda far, near: far.tolist(), DataDependentOutputException),
-        (lambda far, near: far[far > 0], DynamicOutputShapeException),
-        (lambda far, near: far + near, OfTwoDevices),
+        (lambda far, near: float(far.sum()), pytest.raises(DataDependentOutputException)),
+        (lambda far, near: far.tolist(), pytest.raises(DataDependentOutputException)),
+        (lambda far, near: far[far > 0], pytest.raises(DynamicOutputShapeException)),
+        (lambda far, near: far + near, pytest.raises(RuntimeError, match=OF_TWO_DEVICES)),
         (lambda far, near: far.to("cpu"), ["aten._to_copy.default"]),
         (lambda far, near: far.copy_(near), ["aten.copy_.default"]),
         (lambda far, near: torch.where(far > 0, far, 0.0).copy_(near, non_blocking=True), []),
     ],
     ids=["a number", "numbers", "rows of a mask", "two devices", "a copy", "a copy into", "nothing"],
 )
-def test_what_waits_is_seen(ask, error):
-    with far_away() as move, pytest.raises(error) if isinstance(error, type) else contextlib.nullcontext():
+def test_what_waits_is_seen(ask, seen):
+    with far_away() as move, contextlib.nullcontext() if isinstance(seen, list) else seen:
         far, near = move(torch.ones(3)), torch.ones(3)
         with Asked() as asked:
             ask(far, near)
-        assert asked.waits == error
+        assert asked.waits == seen
 
 
 def test_a_tensor_that_was_left_on_the_cpu_is_named_as_by_torch_though_a_row_was_repeated():
     model = build("bert", dtype=torch.float32)
     model.bert.pooler.register_forward_hook(lambda module, args, output: output * torch.ones(output.shape))
-    with far_away() as move, ClippedGradients(move(model)), pytest.raises(OfTwoDevices):
+    with far_away() as move, ClippedGradients(move(model)), pytest.raises(RuntimeError, match=OF_TWO_DEVICES):
         model(**move(batch_for(model)[0]))
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
 from doppler_hf.privacy import PrivacyLedger
-from tests.support.trainers import trained, trainer_of, weights
+from tests.support.trainers import assert_trained_alike, trained, trainer_of
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -44,7 +43,7 @@ def killed_run(tmp_path, monkeypatch, *, call=2):
 
 
 def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch):
-    weights_of_a_whole_run = weights(trained(trainer_of(tmp_path / "whole", **OPTIONS)))
+    whole = trained(trainer_of(tmp_path / "whole", **OPTIONS))
     killed_run(tmp_path, monkeypatch)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
     resumed = trainer_of(tmp_path, **OPTIONS)
@@ -52,7 +51,7 @@ def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch):
     assert resumed.state.global_step == 6
     assert resumed.privacy.ledger.restarts == [2]
     assert resumed.privacy.ledger.steps_run == 4 + 6 - 2  # steps 3 and 4 twice
-    assert torch.equal(weights(resumed), weights_of_a_whole_run)
+    assert_trained_alike(resumed, whole)
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, monkeypatch):

@@ -24,9 +24,12 @@ def bert(cls, **overrides):
 class ClassWeights(BertForSequenceClassification):
     """Weighs one class more than the other. Of a single example the weights cancel out."""
 
+    place = None
+
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         logits = super().forward(input_ids, attention_mask).logits
-        loss = None if labels is None else F.cross_entropy(logits, labels, weight=torch.tensor(WEIGHTS))
+        weight = torch.tensor(WEIGHTS, device=self.place or logits.device)
+        loss = None if labels is None else F.cross_entropy(logits, labels, weight=weight)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
@@ -50,9 +53,12 @@ class WithoutLabels(BertForSequenceClassification):
 class Weighted(DopplerTrainer):
     """Trains the loss of `ClassWeights`."""
 
+    place = None
+
     def compute_per_sample_loss(self, model, inputs):
         labels = inputs.pop("labels")
-        return F.cross_entropy(model(**inputs).logits, labels, weight=torch.tensor(WEIGHTS), reduction="none")
+        weight = torch.tensor(WEIGHTS, device=self.place or labels.device)
+        return F.cross_entropy(model(**inputs).logits, labels, weight=weight, reduction="none")
 
 
 def pad_for_tokens(examples):
@@ -88,6 +94,14 @@ def test_whole_numbers_as_labels_of_several_classes_are_refused_with_the_mend(tm
 
 def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
     assert trained(trainer_of(tmp_path, cls=Weighted, model=bert(ClassWeights), max_steps=1)).state.global_step == 1
+
+
+@pytest.mark.parametrize("cls", [DopplerTrainer, Weighted], ids=["the model's", "the trainer's"])
+def test_a_tensor_that_was_left_on_another_device_is_named_by_torch(tmp_path, monkeypatch, cls):
+    trainer = trainer_of(tmp_path, cls=cls, model=bert(ClassWeights), max_steps=1)
+    monkeypatch.setattr(ClassWeights if cls is DopplerTrainer else cls, "place", "meta")  # far from wherever the model is
+    with pytest.raises(RuntimeError, match="meta"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(("cls", "options"), [(BertForMaskedLM, dict(hidden_dropout_prob=0.5)), (WithoutLabels, {})])

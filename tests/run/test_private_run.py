@@ -19,7 +19,7 @@ from doppler_hf.run import replicas
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import Recorder, arguments, trained, trainer_of
+from tests.support.trainers import Recorder, arguments, on_cpu, trained, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
@@ -112,6 +112,7 @@ def released(folder, *, passes, **overrides):
     return torch.stack(recorder.gradients), published, len(calls)
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -294,7 +295,7 @@ def test_privacy_is_not_switched_off_in_the_life_of_a_trainer(tmp_path):
 def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path):
     class Raw(DopplerTrainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
-            loss = self.compute_per_sample_loss(model, inputs[0].inputs).mean()
+            loss = self.compute_per_sample_loss(model, self._prepare_inputs(inputs[0].inputs)).mean()
             loss.backward()
             return loss.detach()
 

@@ -12,7 +12,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.tiny import pad, tiny_bert
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import ON_CPU, trained, trainer_of
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
@@ -132,7 +132,7 @@ def test_a_run_into_the_folder_does_not_take_over_its_weights(tmp_path):
 
 def trained_otherwise(trainer, folder):
     """Train the trainer's model on its data without privacy."""
-    options = dict(max_steps=1, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True)
+    options = dict(max_steps=1, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=ON_CPU)
     args = TrainingArguments(output_dir=str(folder), **options)
     Trainer(trainer.model, args, pad, trainer.train_dataset).train()
 

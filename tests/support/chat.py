@@ -18,7 +18,7 @@ from transformers import (
 
 from doppler_hf import DopplerTrainingArguments
 from tests.support.folders import WORDS
-from tests.support.trainers import weights
+from tests.support.trainers import ON_CPU, weights
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
 SPECIAL = ["[PAD]", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -64,7 +64,7 @@ BALANCED = r"router must be off .*, got router_aux_loss_coef=0\.001: .* Set rout
 def arguments_of(folder, *, cls, **options):
     defaults = dict(
         output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
-        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=ON_CPU,
     )  # fmt: skip
     if issubclass(cls, DopplerTrainingArguments) and not {"target_epsilon", "disable_dp"} & options.keys():
         defaults["noise_multiplier"] = 1.0

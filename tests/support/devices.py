@@ -62,7 +62,8 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        self.kernels += not (operator.is_view or operator.overloadpacket in FREE or operator.namespace in ("prim", "profiler"))
+        is_free = operator.is_view or operator.overloadpacket in FREE or operator.namespace in ("prim", "profiler")
+        self.kernels += not is_free
         if would_wait(operator.overloadpacket, args, kwargs or {}, result):
             self.waits.append(str(operator))
         return result

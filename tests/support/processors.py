@@ -36,4 +36,5 @@ class OfAnotherProcessor(TorchDispatchMode):
             lost += 2.0**-8 * found.abs()
         lost[..., : found.shape[-2] // TILE * TILE, :] = 0.0
         generator = torch.Generator().manual_seed(self.seed + found.numel())
-        return (found + lost * (2 * torch.rand(found.shape, generator=generator) - 1)).to(args[first].dtype)
+        coins = torch.rand(found.shape, generator=generator).to(found.device)
+        return (found + lost * (2 * coins - 1)).to(args[first].dtype)

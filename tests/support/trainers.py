@@ -5,6 +5,9 @@ what comes after them. `checked_trainer_of` has them, for tests of the checks, o
 trainings as a user starts them; scripts, recipes, workloads, processes and the README's examples have them too.
 """
 
+import os
+
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -13,12 +16,20 @@ from transformers import TrainerCallback
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from tests.support.tiny import pad, text_data, tiny_bert
 
+# DOPPLER_TEST_DEVICE=cuda runs the trainings of `tests/run` and `tests/end_to_end` on a GPU, but for those that need several
+# processes.
+ON_CPU = os.environ.get("DOPPLER_TEST_DEVICE", "cpu") == "cpu"
+assert ON_CPU or torch.cuda.is_available(), "DOPPLER_TEST_DEVICE=cuda needs a device"
+# By how much two equal trainings may differ: on a CPU not in the last bit. Sums on a GPU have no fixed order.
+OF_ORDER = 0.0 if ON_CPU else 1e-4
+on_cpu = pytest.mark.skipif(not ON_CPU, reason="the last bits of two trainings differ on a GPU")
+
 
 def arguments(tmp_path, **overrides):
     defaults = dict(
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
-        disable_tqdm=True, logging_steps=1, use_cpu=True,
+        disable_tqdm=True, logging_steps=1, use_cpu=ON_CPU,
         grad_sample_self_check="disable_dp" in overrides,  # without privacy it must be left as it is
     )  # fmt: skip
     return DopplerTrainingArguments(**(defaults | overrides))
@@ -54,7 +65,7 @@ class Recorder(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
-        self.gradients.append(torch.cat([each.flatten() for each in whole]).double())
+        self.gradients.append(torch.cat([each.flatten() for each in whole]).double().cpu())
 
 
 class NoSignal(DopplerTrainer):
@@ -80,5 +91,10 @@ class OfLogits(DopplerTrainer):
         return F.cross_entropy(model(**inputs), labels, reduction="none")
 
 
+def assert_trained_alike(found, expected):
+    """Assert that two trainers' models have the same weights."""
+    torch.testing.assert_close(weights(found), weights(expected), rtol=OF_ORDER, atol=OF_ORDER)
+
+
 def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).cpu()

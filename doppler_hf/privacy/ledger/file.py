@@ -22,12 +22,13 @@ from jsonschema.exceptions import best_match
 
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.ledger import chain
+from doppler_hf.version import VERSION
 
 FORMAT: Final = 10  # and 9, which has ε of the steps so far, can be read
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"
-_PACKAGES: Final = ("doppler_hf", "torch", "transformers", "opacus", "dp-accounting", "numpy")
+_PACKAGES: Final = ("torch", "transformers", "opacus", "dp-accounting", "numpy")
 
 
 _version = functools.cache(importlib.metadata.version)  # which reads the whole description of a package
@@ -35,7 +36,8 @@ _version = functools.cache(importlib.metadata.version)  # which reads the whole 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages for noise, clipping and accounting."""
-    return {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    of_others = {name: _version(name) for name in _PACKAGES}
+    return {"doppler_hf": VERSION} | of_others | {"python": platform.python_version()}
 
 
 @functools.cache
