@@ -8,6 +8,7 @@ are fitted to what an H100 took for the same passes. What it gives are ratios of
 """
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from doppler_hf import kernels
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.optim import fused_update as of_optimizer
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.clipping import kernels as of_clipping
 from doppler_hf.privacy.noise import chacha
@@ -88,7 +92,7 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         packet = operator.overloadpacket
-        if operator.is_view or packet in FREE or operator.namespace == "prim":
+        if operator.is_view or packet in FREE or operator.namespace in ("prim", "profiler"):
             return result
         inputs, outputs = (tensors_in(each) for each in ((args, kwargs), result))
         size = sum(each.nbytes for each in (*inputs, *outputs))
@@ -130,8 +134,14 @@ class Cost(TorchDispatchMode):
             inside.append((sum(each.nbytes for each in (*written, *read)), 0, values[0].dtype))
             original[chacha, "add_noise_and_scale"](values, **options)
 
+        def fused_update(steps: Any) -> Any:
+            for tensors, _ in steps:
+                size = sum(each.nbytes for each in tensors.of_shape)
+                inside.append((2 * size - tensors.grad.nbytes, 0, tensors.weight.dtype))
+            return original[of_optimizer, "fused_update"](steps)
+
         def launch(kernel: Any, *_: Any, **options: Any) -> None:
-            dtype = options.get("L", options.get("T", kernels.triton_dtype(torch.float32)))
+            dtype = next((options[name] for name in ("L", "T", "X") if name in options), kernels.triton_dtype(torch.float32))
             name = kernel.fn.__name__.lstrip("_")
             some = [each for each in inside if kernels.triton_dtype(each[2]) == dtype]
             self.add(
@@ -140,13 +150,16 @@ class Cost(TorchDispatchMode):
             inside[:] = [each for each in inside if each not in some]
 
         inside: list[tuple[int, int, torch.dtype]] = []
+        addresses = itertools.count(step=1 << 40)  # so far apart that no two tensors overlap
         replaced = {
             (of_clipping, "compare"): compare,
             (of_clipping, "weighed"): weighed,
             (of_clipping, "normalized_sums"): normalized_sums,
             (chacha, "add_noise_and_scale"): add_noise_and_scale,
+            (of_optimizer, "fused_update"): fused_update,
             (kernels, "launch"): launch,
             (kernels, "are_usable"): lambda device: True,
+            (kernels, "address_of"): lambda values: next(addresses),
         }
         original = {key: getattr(*key) for key in replaced}
         with contextlib.ExitStack() as stack:
@@ -179,10 +192,27 @@ def cost_of_release(work: engine.Work) -> Cost:
     model, _ = engine.build(work, device="meta")
     cost = Cost()
     with without_memory(on_cuda=True), cost.with_kernels():
-        sums = {name: torch.empty(each.shape, device="cpu") for name, each in model.named_parameters()}
+        sums = {name: torch.empty(each.shape, device="cpu") for name, each in model.named_parameters() if each.requires_grad}
         mechanism = GaussianMechanism(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1)
         with cost:
             mechanism.privatize(sums, step=0)
+    return cost
+
+
+def cost_of_optimizer(work: engine.Work) -> Cost:
+    """Return the cost of an optimizer's step, with the momentum filter and AdamBC."""
+    model, _ = engine.build(work, device="meta")
+    cost = Cost()
+    with without_memory(on_cuda=True), cost.with_kernels():
+        move_in(model)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        low_pass_filter = PAPER_FILTERS["momentum"]
+        optimizer = DopplerOptimizer(trained, 1e-4, low_pass_filter=low_pass_filter, base="adam_bc", noise_std=1e-4)
+        for _ in range(2):  # the first makes the states
+            for each in trained:
+                each.grad = torch.empty_like(each)
+            with cost:
+                optimizer.step()
     return cost
 
 
@@ -193,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         works = chosen("--works", args.works, engine.ALL_WORKS)
     for name in works:
         work = engine.ALL_WORKS[name]
-        plain, private, release = cost_of_pass(work, "plain"), cost_of_pass(work, "book_keeping"), cost_of_release(work)
+        plain, private = cost_of_pass(work, "plain"), cost_of_pass(work, "book_keeping")
+        release, optimizer = cost_of_release(work), cost_of_optimizer(work)
         result = {
             "work": name,
             "busy": private.seconds / plain.seconds,
@@ -202,11 +233,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             "plain_kernels": plain.kernels,
             "release_s": release.seconds,
             "release_kernels": release.kernels,
+            "optimizer_s": optimizer.seconds,
+            "optimizer_kernels": optimizer.kernels,
+            "optimizer_bytes": optimizer.bytes,
         }
         print(
             f"{name:18} busy ×{result['busy']:.2f}, kernels ×{result['kernels']:.2f}: {1e3 * plain.seconds:.1f} → "
             f"{1e3 * private.seconds:.1f} ms, {plain.kernels} → {private.kernels}; release {1e3 * release.seconds:.2f} ms, "
-            f"{release.kernels}",
+            f"{release.kernels}; optimizer {1e3 * optimizer.seconds:.2f} ms, {optimizer.kernels}",
             flush=True,
         )
         for operator, (count, seconds) in sorted(private.by_operator.items(), key=lambda item: -item[1][1])[
