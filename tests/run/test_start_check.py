@@ -1,6 +1,7 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
 import math
+import random
 import re
 
 import numpy as np
@@ -131,6 +132,15 @@ def randomly_mixed_up(examples):
     share = torch.rand(())
     other = batch["input_ids"][torch.randperm(len(examples))]
     return batch | {"input_ids": (share * batch["input_ids"] + (1 - share) * other).long()}
+
+
+@pytest.mark.parametrize("coin", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_mixing_of_one_batch_in_ten_is_found(tmp_path, coin):
+    refused(
+        tmp_path,
+        "MixUp, CutMix or packing",
+        collator=lambda examples: randomly_mixed_up(examples) if coin() < 0.1 else pad(examples),
+    )
 
 
 def padded_on_the_left(examples):
