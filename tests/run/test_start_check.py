@@ -27,6 +27,8 @@ from transformers import (
     DebertaV2ForSequenceClassification,
     FNetConfig,
     FNetForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     NllbMoeConfig,
@@ -197,10 +199,18 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(
         tmp_path,
-        r"MixUp, CutMix or packing|depends on the length to which",
+        r"MixUp, CutMix or packing|depends on the padding on the left",
         collator=collator,
         gradient_accumulation_steps=1,
     )
+
+
+def test_a_decoder_that_is_padded_on_the_left_is_told_to_pad_on_the_right(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0, num_labels=2)
+    model = GPT2ForSequenceClassification(config)
+    refused(tmp_path, r"Pad on the right: tokenizer\.padding_side = 'right'\.", model=model, collator=padded_on_the_left)
+    trains(tmp_path, model=model, collator=pad)
 
 
 def test_left_padding_trains_where_positions_are_relative(tmp_path):
