@@ -184,7 +184,8 @@ def of_two_labels(rows: Sequence[Any]) -> list[Any]:
 def label_of(row: Any) -> Any:
     """Return the label of an example if it is one number, or None."""
     found = [np.asarray(row[name]) for name in LABELS if isinstance(row, Mapping) and name in row]
-    return found[0].item() if found and found[0].size == 1 else None
+    # Of boxes and their classes it is a dictionary, which has no order and maybe no equal.
+    return found[0].item() if found and found[0].size == 1 and found[0].dtype != object else None
 
 
 def size_of(example: Any) -> int:
