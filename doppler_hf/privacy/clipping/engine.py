@@ -156,11 +156,14 @@ class BookKeepingEngine:
         loss.backward()
         if book.failed:
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
+            error = next(iter(book.failed.values()))
+            words = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             raise ValueError(
-                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients. "
+                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
+                f"{type(error).__name__} ({words}). "
                 "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
                 "docs/start/troubleshooting.md#model."
-            ) from next(iter(book.failed.values()))
+            ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             raise ValueError(self._unexplained(unexplained))
