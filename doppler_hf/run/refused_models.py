@@ -29,7 +29,7 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
             weights made of data, or positions or random numbers depend on the other examples of a micro-batch.
     """
     _refuse_trainable(model)
-    _refuse_adapters_of_data(model)
+    _refuse_adapters(model)
     _refuse_changing_positions(model, probe)
     _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
@@ -49,8 +49,13 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     _refuse_shared_coins(model)
 
 
-def _refuse_adapters_of_data(model: nn.Module) -> None:
+def _refuse_adapters(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
+        if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
+            raise ValueError(
+                f"The adapters must not be of {type(config).__name__}, whose loss has a penalty on weights that is no "
+                "example's. Use LoraConfig."
+            )
         # Privacy: such weights move with each record, before a step is counted.
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
             raise ValueError(

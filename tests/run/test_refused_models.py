@@ -1,7 +1,7 @@
 """Models that are refused by their settings, and train with the fix that the message names."""
 
 import pytest
-from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from peft import AdaLoraConfig, EvaConfig, LoHaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
 
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
@@ -31,3 +31,19 @@ def test_adapters_that_begin_with_weights_of_data_are_refused_unless_the_data_ar
     assert trainer.privacy.ledger is None
     trainer.model.peft_config["default"].init_lora_weights = True
     assert trained(trainer).state.global_step == 1
+
+
+@pytest.mark.parametrize(("base", "rate"), [("adam_bc", None), ("adam", None), ("adam", 1e-2), ("sgd", 1e-2)])
+def test_adalora_is_refused_once_with_what_trains(tmp_path, base, rate):
+    options = dict(base_optimizer=base, learning_rate=rate, max_steps=1)
+    adalora = get_peft_model(tiny_bert(), AdaLoraConfig(target_modules=["query"], total_step=6, tinit=1, tfinal=1))
+    with pytest.raises(ValueError, match=r"must not be of AdaLoraConfig, .* Use LoraConfig\."):
+        checked_trainer_of(tmp_path, model=adalora, **options).train()
+    lora = get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"]))
+    assert trained(checked_trainer_of(tmp_path, model=lora, **options)).state.global_step == 1
+
+
+def test_the_error_of_a_layer_without_a_rule_is_shown(tmp_path):
+    loha = get_peft_model(tiny_bert(), LoHaConfig(target_modules=["query"], r=2))
+    with pytest.raises(ValueError, match=r"\(Linear\) must have a rule, got an error .* RuntimeError \(vmap: called random"):
+        checked_trainer_of(tmp_path, model=loha, max_steps=1).train()
