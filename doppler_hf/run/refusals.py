@@ -19,7 +19,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import refuse_what_breaks_privacy
+from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
@@ -56,7 +56,8 @@ def refuse_other_bases(trainer: type) -> None:
 
 def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
     """Refuse what `Trainer` would accept, or refuse for another reason."""
-    if args.disable_dp:
+    if args.disable_dp:  # maybe since they were made, with other defaults
+        refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
         return
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
