@@ -95,6 +95,13 @@ def has_one_label(model: nn.Module, labels: Any) -> bool:
     return has_choices(model) or (is_of_classes and not has_ctc(model) and not has_pixels(model))
 
 
+def is_regression(model: nn.Module) -> bool:
+    """Return whether a model, without PEFT's wrapper, learns numbers by the squared error."""
+    if not isinstance(model, PreTrainedModel) or token_task(model) is not None or has_choices(model):
+        return False
+    return model.config.problem_type == "regression" or (model.config.problem_type is None and model.config.num_labels == 1)
+
+
 def has_choices(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
     return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)

@@ -14,7 +14,7 @@ from doppler_hf.reports.plots import new_figure
 # Of what Transformers logs: quantities of the training, and of evaluations all but how long they took.
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
 _MAJORITY: Final = "majority_class_accuracy"
-_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon", _MAJORITY)
+_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon", "_mean_label_loss", _MAJORITY)
 PAGE: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
