@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -21,6 +22,8 @@ from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     GPT2Config,
+    PatchTSTConfig,
+    PatchTSTForPrediction,
     PreTrainedTokenizerFast,
     ResNetConfig,
     ResNetForImageClassification,
@@ -221,6 +224,35 @@ def test_batch_norm_that_keeps_its_statistics_trains_and_keeps_them(tmp_path, tr
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert trains(made(tmp_path, data, model=model))
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+
+class OfSeries(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        found = model(past_values=inputs["past_values"]).prediction_outputs
+        return (found - inputs["future_values"]).square().mean(dim=(1, 2))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_of_series_that_makes_rows_of_channels_is_told_what_trains(tmp_path, adapted):
+    def forecast(channels):
+        sizes = dict(context_length=8, patch_length=4, patch_stride=4, d_model=8, ffn_dim=8, prediction_length=2)
+        layers = dict(num_attention_heads=2, num_hidden_layers=1, norm_type="layernorm", loss="mse")
+        return PatchTSTForPrediction(PatchTSTConfig(**sizes, **layers, num_input_channels=channels))
+
+    def series(channels):
+        past, future = (torch.randn(24, length, channels).tolist() for length in (8, 2))
+        return Dataset.from_dict({"past_values": past, "future_values": future})
+
+    def on(*targets):
+        return get_peft_model(forecast(2), LoraConfig(r=2, target_modules=[*targets]))
+
+    model = on("q_proj", "v_proj") if adapted else forecast(2)
+    words = r"do not start with the batch\. Freeze them .* leave these layers out .*, and train others: docs"
+    told(words, lambda: made(tmp_path, series(2), model=model, cls=OfSeries))
+    if not adapted:
+        model.model.encoder.layers.requires_grad_(False)
+    assert trains(made(tmp_path, series(2), model=on("projection") if adapted else model, cls=OfSeries))
+    assert trains(made(tmp_path, series(1), model=forecast(1), cls=OfSeries))  # a record of each channel
 
 
 class OfBoxes(DopplerTrainer):

@@ -180,10 +180,10 @@ class BookKeepingEngine:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         freeze = "Set batch_first=True in them, or freeze" if inside and is_turned else "Freeze"
+        others = "or train LoRA" if outside else "and train others"
         return (
             f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
-            "an adapter's, leave these layers out of its target_modules, or train LoRA: "
-            "docs/start/troubleshooting.md#model."
+            f"an adapter's, leave these layers out of its target_modules, {others}: docs/start/troubleshooting.md#model."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
