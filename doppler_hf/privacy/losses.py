@@ -95,13 +95,6 @@ def has_one_label(model: nn.Module, labels: Any) -> bool:
     return has_choices(model) or (is_of_classes and not has_ctc(model) and not has_pixels(model))
 
 
-def is_regression(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, learns numbers by the squared error."""
-    if not isinstance(model, PreTrainedModel) or token_task(model) is not None or has_choices(model):
-        return False
-    return model.config.problem_type == "regression" or (model.config.problem_type is None and model.config.num_labels == 1)
-
-
 def has_choices(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
     return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
@@ -146,7 +139,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"the whole batch. {OWN_LOSS}."
         )
     if "return_loss" in inputs:  # which CLIP asks whether it is True, and a collator makes a tensor of it
-        raise _contrastive(base_model)
+        raise _without_labels(base_model, {"logits_per_image": None})
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
@@ -202,18 +195,14 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
 
 
-def _contrastive(model: PreTrainedModel) -> ValueError:
-    return ValueError(
-        f"The loss of {type(model).__name__} compares the examples of a batch, so none has its own loss, and clipping "
-        "bounds nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
-        "vision_model.post_layernorm frozen."
-    )
-
-
 def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> ValueError:
     name = type(model).__name__
     if any(output.startswith("logits_per_") for output in outputs):
-        return _contrastive(model)
+        return ValueError(
+            f"The loss of {name} compares the examples of a batch, so none has its own loss, and clipping bounds nothing. "
+            "Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
+            "vision_model.post_layernorm frozen."
+        )
     if outputs.get("loss") is not None:
         return ValueError(
             f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "

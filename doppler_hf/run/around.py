@@ -14,7 +14,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.privacy.losses import is_regression, without_adapters
 from doppler_hf.run import refusals
 from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.gradient_recorder import recorders_in
@@ -41,19 +40,16 @@ def apart(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def add_baselines(output: EvalLoopOutput, *, prefix: str, is_of_squares: bool) -> None:
-    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches.
-
-    That is beside an accuracy, or a loss that is the mean squared error.
-    """
+def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
+    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
     labels = output.label_ids
-    if not isinstance(labels, np.ndarray) or not labels.size:
+    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not len(labels):
         return
-    if f"{prefix}_accuracy" in output.metrics and labels.ndim == 1 and labels.dtype.kind in "iu":
+    if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
         _, counts = np.unique(labels, return_counts=True)
         output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max() / len(labels))
-    if is_of_squares and f"{prefix}_loss" in output.metrics:
-        output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var(axis=0).mean())
+    if labels.dtype.kind == "f" and not is_own_loss:  # of a regression: several classes have a row each
+        output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
 
 
 def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
@@ -142,9 +138,8 @@ class AroundSteps(Trainer):
         with self._ledger_keeper.evaluating(self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self.args.disable_dp:
-            is_default = type(self).compute_per_sample_loss is type(self).default_per_sample_loss
-            is_of_squares = is_default and is_regression(without_adapters(self.model))
-            add_baselines(output, prefix=metric_key_prefix, is_of_squares=is_of_squares)
+            is_own_loss = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
+            add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
         return output
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
