@@ -12,6 +12,7 @@ outside its layer.
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -157,7 +158,8 @@ class BookKeepingEngine:
         if book.failed:
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
             error = next(iter(book.failed.values()))
-            words = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+            # Not its numbers, which may be the lengths of examples: messages end in logs.
+            words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
             raise ValueError(
                 f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
                 f"{type(error).__name__} ({words}). "
