@@ -229,7 +229,7 @@ Transformers or PEFT (–). [Supported models](../../docs/reference/models.md) h
 
 - **Adapters** are on all linear layers but the head; for IA3 PEFT chooses the layers. **Prompts** is prompt tuning.
 - **Biases** trains biases and the head.
-- **Fixed** models: BatchNorm is replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks and `layerdrop` 0, one length.
+- **Fixed** models: BatchNorm replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks, `layerdrop` 0, one length.
 - **As released** has relative attention. LoRA trains there with `target_modules=["value_proj", "dense"]`.
 
 Notes have the first sentence of a refusal.
