@@ -40,7 +40,8 @@ def refuse_values_beyond(
     """
     if not has_length(examples) or len(examples) == 0:
         return
-    hint = " Change rows ahead of with_transform, or in it." if is_table(examples) and not is_stored(examples) else ""
+    hint = " Change rows ahead of with_transform, or in it." if is_table(examples) else " Or change what its rows return."
+    hint = "" if is_stored(examples) or isinstance(examples, list) else hint
     _refuse_missing_labels(examples, name, hint)
 
     def limits_in(columns: Collection[str]) -> frozenset[Limit]:
