@@ -71,6 +71,10 @@ class DopplerTrainer(AroundSteps):
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refusals.refuse_other_bases(cls)
+
     def __init__(
         self,
         model: Any = None,

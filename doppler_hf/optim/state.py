@@ -79,7 +79,7 @@ def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str
 
 def refuse_other_state(saved: dict[str, Any], optimizer: "DopplerOptimizer", *, saved_filter_name: str | None) -> None:
     """Refuse a parameter's state in a checkpoint that is not of a `DopplerOptimizer` of this kind."""
-    _refuse_other("base", BASES[saved["base"]], optimizer.base)
+    _refuse_other("base", BASES[saved["base"]], optimizer.base, of_trainer=", in a trainer's arguments base_optimizer")
     if "projector_source" in saved:
         _refuse_other("projector_source", PROJECTOR_SOURCES[saved["projector_source"]], optimizer.projector_source)
     saved_order, own = len(saved["filter_states"]), optimizer.low_pass_filter
@@ -90,6 +90,8 @@ def refuse_other_state(saved: dict[str, Any], optimizer: "DopplerOptimizer", *, 
         )
 
 
-def _refuse_other(name: str, saved: object, own: object) -> None:
+def _refuse_other(name: str, saved: object, own: object, *, of_trainer: str = "") -> None:
     if saved != own:
-        raise ValueError(f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}.")
+        raise ValueError(
+            f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}{of_trainer}."
+        )

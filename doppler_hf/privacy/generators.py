@@ -57,6 +57,11 @@ def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
     fill_generators(seed, rank=rank, worker=worker + 1)
 
 
+def next_numbers() -> tuple[float, float, float]:
+    """Return the next number of each global generator: after the same fillings others, if one was drawn from."""
+    return random.random(), np.random.random(), torch.rand(()).item()
+
+
 @contextlib.contextmanager
 def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
     """Fill the global generators for the duration of the block, and give the caller's states back."""

@@ -46,6 +46,8 @@ _LOSS_OF_TABLE = (
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
     (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+    # As TrOCR and Donut. Transformers' tables for images and speech also have models that shift their labels.
+    ({"vision": "VisionEncoderDecoderModel", "speech": "SpeechEncoderDecoderModel"}, ForCausalLMLoss),
 )
 
 
@@ -136,6 +138,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"A model must be of Transformers to have a known loss, got {type(base_model).__name__}, whose own loss covers "
             f"the whole batch. {OWN_LOSS}."
         )
+    if "return_loss" in inputs:  # which CLIP asks whether it is True, and a collator makes a tensor of it
+        raise _without_labels(base_model, {"logits_per_image": None})
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):

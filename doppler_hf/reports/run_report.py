@@ -14,7 +14,7 @@ from doppler_hf.reports.plots import new_figure
 # Of what Transformers logs: quantities of the training, and of evaluations all but how long they took.
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
 _MAJORITY: Final = "majority_class_accuracy"
-_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon", _MAJORITY)
+_NOT_SHOWN: Final = ("_runtime", "_per_second", "_epsilon", "_mean_label_loss", _MAJORITY)
 PAGE: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -71,7 +71,8 @@ def last_evaluation(logs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         if _is_metric(name):
             majority = metrics.get(_majority_of(name))
             beside = "" if majority is None else f" (always the most frequent label: {majority:.4g})"
-            rows.append((name.removeprefix("eval_"), f"{value:.4g}{beside}"))
+            words = f"{value:.4g}" if isinstance(value, int | float) else str(value)
+            rows.append((name.removeprefix("eval_"), words + beside))
     return rows
 
 
@@ -105,7 +106,7 @@ def draw_run(logs: Sequence[Mapping[str, Any]]) -> str:
     curves: dict[str, list[tuple[float, float]]] = {}
     for entry in logs:
         for name, value in entry.items():
-            if name in _SHOWN or _is_metric(name):
+            if (name in _SHOWN or _is_metric(name)) and isinstance(value, int | float):
                 curves.setdefault(name, []).append((entry["step"], value))
     shown = {name: points for name, points in curves.items() if len(points) > 1}
     if not shown:

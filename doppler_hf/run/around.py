@@ -40,13 +40,16 @@ def apart(state: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in state.items()}
 
 
-def add_majority_class(output: EvalLoopOutput, *, prefix: str) -> None:
-    """Add to an evaluation's accuracy (in place) that of a model that always names the most frequent label of its set."""
+def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
+    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
     labels = output.label_ids
-    is_one_each = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) > 0
-    if f"{prefix}_accuracy" in output.metrics and is_one_each:
+    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not len(labels):
+        return
+    if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
         _, counts = np.unique(labels, return_counts=True)
         output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max() / len(labels))
+    if labels.dtype.kind == "f" and not is_own_loss:  # of a regression: several classes have a row each
+        output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
 
 
 def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
@@ -129,13 +132,14 @@ class AroundSteps(Trainer):
         return mean / self.current_gradient_accumulation_steps if is_share else mean
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate and predict as Transformers does, and add the accuracy of the majority class."""
+        """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
         if self._sharding.is_asked_for:
             self._prepare_model()
         with self._ledger_keeper.evaluating(self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self.args.disable_dp:
-            add_majority_class(output, prefix=metric_key_prefix)
+            is_own_loss = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
+            add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
         return output
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

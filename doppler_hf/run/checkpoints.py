@@ -32,7 +32,9 @@ def keep_evaluations(folder: str | Path, logs: Sequence[Mapping[str, Any]], *, l
     """Write the evaluations of a training into its folder, but for those of a model that its ledger does not speak for."""
     evaluations = [entry for entry in logs if "epsilon" in entry and any(name.startswith("eval_") for name in entry)]
     kept = {"run_id": ledger.entries[0]["run_id"], "evaluations": evaluations}
-    (Path(folder) / EVALUATIONS_NAME).write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+    # A confusion matrix becomes lists of numbers, and other metrics that JSON does not know their own words.
+    text = json.dumps(kept, indent=2, skipkeys=True, default=lambda it: it.tolist() if hasattr(it, "tolist") else repr(it))
+    (Path(folder) / EVALUATIONS_NAME).write_text(text + "\n", "utf-8")
 
 
 def kept_evaluations(folder: Path, *, ledger: PrivacyLedger) -> list[dict[str, Any]]:

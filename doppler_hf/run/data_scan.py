@@ -1,24 +1,27 @@
 """Find numbers of the training set that the model cannot take before any ε is spent.
 
-The columns of a stored table are scanned once, many rows at a time. A row beyond the model's range is collated alone and
+The columns of a stored table are scanned once, many rows at a time. Of data that make their rows, such as torch's data sets
+and transforms, as many rows as ten seconds allow are read by chance. A row beyond the model's range is collated alone and
 checked again, since a collator may cut or change it. So nothing that would train is refused,
 unless a collator of your own makes up missing labels.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 from accelerate import PartialState
 from torch import nn
+from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, numbers_in, rows_with_gaps
 from doppler_hf.privacy.batching.fetching import fetch_one
 from doppler_hf.run.model_limits import Limit, limits_of
 
 MOST_NUMBERS: Final = 10**8  # of a column; a second
-MOST_ROWS_OF_A_LIST: Final = 10**5
+MOST_SECONDS: Final = 10.0  # of rows that are read one by one
 _ROWS_AT_ONCE: Final = 1 << 14
 _SCANNED: Final[set[tuple[str, frozenset[Limit]]]] = set()  # fingerprints of data sets, and what they are within
 
@@ -33,19 +36,25 @@ def refuse_values_beyond(
 ) -> None:
     """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for, or no label.
 
-    A column of more than `MOST_NUMBERS` is sampled. A data set that makes its rows, as torch's do, is not scanned; `name` is
-    its argument's, for messages.
+    A column of more than `MOST_NUMBERS` is sampled; `name` is the data set's argument, for messages.
     """
-    is_list = isinstance(examples, list) and 0 < len(examples) <= MOST_ROWS_OF_A_LIST and isinstance(examples[0], Mapping)
-    if not is_list and not is_table(examples):
+    if not has_length(examples) or len(examples) == 0:
         return
-    hint = "" if is_list or is_stored(examples) else " Change rows ahead of with_transform."
+    hint = " Change rows ahead of with_transform, or in it." if is_table(examples) else " Or change what its rows return."
+    hint = "" if is_stored(examples) or isinstance(examples, list) else hint
     _refuse_missing_labels(examples, name, hint)
-    columns = list(examples[0]) if is_list else examples.column_names
-    limits = frozenset(limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.column in columns)
-    if not is_list and (examples._fingerprint, limits) in _SCANNED:
-        return
-    beyond = [*(_beyond_in_list if is_list else _beyond_in_table)(examples, limits)]
+
+    def limits_in(columns: Collection[str]) -> frozenset[Limit]:
+        found = limits_of(model, [*columns], has_own_loss=has_own_loss)
+        return frozenset(limit for limit in found if limit.column in columns)
+
+    beyond, within = [], []
+    if is_table(examples):
+        limits = limits_in(examples.column_names)
+        if (scanned := (examples._fingerprint, limits)) not in _SCANNED:
+            beyond, within = [*_beyond_in_table(examples, limits)], [scanned]
+    if not is_stored(examples) and isinstance(first := fetch_one(examples, 0), Mapping):
+        beyond += _beyond_in_rows(examples, limits_in(first.keys()))
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # of evaluations they stand beside others
             continue
@@ -59,8 +68,8 @@ def refuse_values_beyond(
         is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
         if is_left_out or limit.is_exceeded_in(collated):
             raise limit.refusal(name, hint)
-    if not is_list and not beyond:  # of which another collator may make something else
-        _SCANNED.add((examples._fingerprint, limits))
+    if not beyond:  # of which another collator may make something else
+        _SCANNED.update(within)
 
 
 def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
@@ -74,10 +83,16 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
             )
 
 
-def _beyond_in_list(rows: list[Any], limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first row that exceeds it."""
-    for limit in limits:
-        yield from [(index, limit) for index, row in enumerate(rows) if limit.is_exceeded_in(row)][:1]
+def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
+    """Yield for each limit the first row that exceeds it, of rows by chance, for some seconds."""
+    left, end = {*limits}, time.monotonic() + MOST_SECONDS
+    for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
+        if not left or time.monotonic() > end:
+            return
+        row = fetch_one(examples, index)
+        for limit in [limit for limit in left if limit.is_exceeded_in(row)]:
+            left.remove(limit)
+            yield index, limit
 
 
 def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:

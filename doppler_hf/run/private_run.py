@@ -7,6 +7,7 @@ that adds it. A `DopplerTrainer` makes a new run each time it trains.
 import contextlib
 import functools
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -156,6 +157,12 @@ class PrivateRun:
             return False
         if earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
             return False
+        if self._round_secret(earlier).is_of_other_data():
+            warnings.warn(
+                "train_dataset has other rows than before, or another order, so that its round begins anew and costs ε. "
+                "Resume with the same data, and give shuffle() and splits a seed.",
+                stacklevel=2,
+            )
         secret = self._round_secret(earlier).kept()
         if not on_all_processes(secret is not None):
             return False
@@ -165,7 +172,11 @@ class PrivateRun:
         return True
 
     def _round_secret(self, ledger: PrivacyLedger) -> RoundSecret:
-        return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size)
+        return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size, self._digest_of_data)
+
+    @functools.cached_property
+    def _digest_of_data(self) -> str:
+        return digest_of_data(self.train_dataset, self.sampler)
 
     def __enter__(self) -> Self:
         # After the initialization, which the user's seed fixes; before anything random touches an example.

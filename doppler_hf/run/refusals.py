@@ -19,7 +19,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import refuse_what_breaks_privacy
+from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
@@ -35,10 +35,29 @@ _NOT_CALLED: Final = {
 _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _PACKED: Final = "seq_lengths"  # where TRL notes the lengths of the texts in a row
 
+# TRL's trainer → what to take in its place.
+_OF_TRL: Final = {
+    "SFTTrainer": "Use DopplerSFTTrainer",
+    "DPOTrainer": "Use DopplerDPOTrainer",
+    "CPOTrainer": "Use DopplerDPOTrainer with loss_type=['cpo', 'sft']",
+    "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
+    "KTOTrainer": "Its loss compares the examples of a batch. Use DopplerDPOTrainer, with pairs of answers",
+    "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md)",
+}
+
+
+def refuse_other_bases(trainer: type) -> None:
+    """Refuse a class that is one of TRL's trainers too, which make their own of the arguments, the data and the loss."""
+    other = next((kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), None)
+    if other is not None and f"Doppler{other}" not in {kind.__name__ for kind in trainer.__mro__}:
+        fix = _OF_TRL.get(other, "Use DopplerSFTTrainer or DopplerDPOTrainer")
+        raise TypeError(f"{trainer.__name__} must not derive from TRL's {other} too, got both. {fix}.")
+
 
 def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
     """Refuse what `Trainer` would accept, or refuse for another reason."""
-    if args.disable_dp:
+    if args.disable_dp:  # maybe since they were made, with other defaults
+        refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
         return
     refuse_what_breaks_privacy(args)  # which may have changed since they were made
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -17,15 +17,19 @@ ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
 _OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
+# PEFT's initial weights that are made of batches of a data set.
+_OF_DATA: Final = ("eva", "corda", "lora_ga")
+
 
 def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
     """Refuse a model whose settings show that it cannot be trained privately.
 
     Raises:
-        ValueError: If nothing is trained, trained parameters are complex or of too small a range, or positions or random
-            numbers depend on the other examples of a micro-batch.
+        ValueError: If nothing is trained, trained parameters are complex or of too small a range, adapters begin with
+            weights made of data, or positions or random numbers depend on the other examples of a micro-batch.
     """
     _refuse_trainable(model)
+    _refuse_adapters(model)
     _refuse_changing_positions(model, probe)
     _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
@@ -43,6 +47,22 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
             "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'."
         )
     _refuse_shared_coins(model)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
+            raise ValueError(
+                f"The adapters must not be of {type(config).__name__}, whose loss has a penalty on weights that is no "
+                "example's. Use LoraConfig."
+            )
+        # Privacy: such weights move with each record, before a step is counted.
+        if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
+            raise ValueError(
+                f"The init_lora_weights must not make the adapters' first weights of training data, which ε does not cover, "
+                f"got {kind!r}. Leave it out. Only if the data were public, say so before train(): "
+                f"model.peft_config[{name!r}].init_lora_weights = True."
+            )
 
 
 def _refuse_shared_coins(model: nn.Module) -> None:

@@ -44,8 +44,7 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
                 "load_best_model_at_end sets to 'loss' if it is left out). Set one that they return"
                 + (", or give eval_dataset labels or compute_metrics." if not known else ".")
             )
-    if args.save_strategy != "no":
-        on_process_0(lambda: _save_small(trainer, metrics))
+    on_process_0(lambda: _save_small(trainer, metrics))
 
 
 def _refuse_values_beyond(trainer: Any) -> None:
@@ -132,8 +131,9 @@ def few_rows(dataset: Any, count: int) -> Any:
 
 
 def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
-    """Save a checkpoint without weights and states into a temporary folder in the output folder."""
+    """Save a model without weights, or a checkpoint, into a temporary folder in the output folder."""
     args, model = trainer.args, trainer.model
+    saves = args.save_strategy != "no"  # during the training; a model is saved after most
     is_pretrained = isinstance(model, PreTrainedModel)
     if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:
         raise ValueError(
@@ -141,12 +141,14 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
             "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config)."
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    if (free := shutil.disk_usage(args.output_dir).free) < size:
+    if saves and (free := shutil.disk_usage(args.output_dir).free) < size:
         raise ValueError(
             f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir."
         )
-    with _told_as_refusal("a checkpoint"), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
-        json.dumps(metrics, sort_keys=True)  # as in the state of the training
+    what = "a checkpoint" if saves else "save_model()"
+    with _told_as_refusal(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
+        if saves:
+            json.dumps(metrics, sort_keys=True)  # as in the state of the training
         if is_pretrained:
             model.config.save_pretrained(folder)
             if model.can_generate():

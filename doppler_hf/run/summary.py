@@ -19,7 +19,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
-_OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker")  # names of columns
+_LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
+_OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
 
 def print_start(
@@ -84,17 +85,23 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
         "means: docs/start/dp-in-ten-minutes.md.",
         sep="\n",
     )
-    print_if_not_learnt(next((log for log in reversed(logs) if "eval_accuracy" in log), {}))
+    print_if_not_learnt(next((log for log in reversed(logs) if not {"eval_accuracy", "eval_loss"}.isdisjoint(log)), {}))
 
 
 def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation's accuracy is that of a model that always names one class."""
-    accuracy, majority = metrics.get("eval_accuracy"), metrics.get("eval_majority_class_accuracy")
-    if accuracy is not None and majority is not None and accuracy <= majority:
-        print(
-            f"The model may not have learnt: its accuracy, {accuracy:.3g}, is not above {majority:.3g}, the "
-            "share of the most frequent class of the evaluation set. See docs/start/troubleshooting.md#it-does-not-learn."
-        )
+    """Print if an evaluation is hardly better than always naming one class, or the mean label."""
+    accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
+    loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
+    if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
+        words = f"accuracy, {accuracy:.3g}, is hardly above {majority:.3g}, the share of the most frequent class"
+    elif loss > (1.0 - _LITTLE) * of_mean:
+        words = f"loss, {loss:.3g}, is hardly below {of_mean:.3g}, that of the mean label"
+    else:
+        return
+    print(
+        f"The model may have learnt little: its {words} of the evaluation set. See "
+        "docs/start/troubleshooting.md#it-does-not-learn."
+    )
 
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) -> None:

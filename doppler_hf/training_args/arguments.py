@@ -100,8 +100,8 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     rehearse: bool = HfArg(
         default=True,
-        help="Before any ε is spent, evaluate two rows of each evaluation set, with compute_metrics, and save a checkpoint "
-        "without weights, as far as the training will. Errors then cost no ε. Takes 0.3 s for RoBERTa-base.",
+        help="Before any ε is spent, evaluate two rows of each evaluation set, with compute_metrics, if the training "
+        "will, and save the model without weights. Errors then cost no ε. Takes 0.3 s for RoBERTa-base.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,

@@ -31,16 +31,17 @@ MODELS: Final = (
     "AlbertForSequenceClassification", "ElectraForSequenceClassification", "DebertaV2ForSequenceClassification",
     "DebertaV2ForSequenceClassification, as released",
     "ModernBertForSequenceClassification", "XLMRobertaForSequenceClassification", "MPNetForSequenceClassification",
-    "BartForSequenceClassification", "LlamaForSequenceClassification",
+    "BartForSequenceClassification", "LlamaForSequenceClassification", "GPT2ForSequenceClassification",
     "BertForTokenClassification", "DebertaV2ForTokenClassification", "BertForQuestionAnswering",
     "RobertaForQuestionAnswering", "BertForMultipleChoice", "RobertaForMultipleChoice",
     "BertForMaskedLM", "ModernBertForMaskedLM",
     "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
-    "Qwen3ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM", "MambaForCausalLM",
+    "Qwen3ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM",
+    "MambaForCausalLM",
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration",
     "ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification", "Dinov2ForImageClassification",
     "SwinForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification",
-    "SegformerForSemanticSegmentation",
+    "SegformerForSemanticSegmentation", "VideoMAEForVideoClassification",
     "Wav2Vec2ForSequenceClassification", "Wav2Vec2ForCTC", "HubertForCTC", "ASTForAudioClassification",
     "ResNetForImageClassification, fixed", "SegformerForSemanticSegmentation, fixed",
     "Wav2Vec2ForSequenceClassification, fixed", "Wav2Vec2ForCTC, fixed", "HubertForCTC, fixed",
@@ -173,9 +174,11 @@ def fixed(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module,
     if any("BatchNorm" in type(module).__name__ for module in model.modules()):
         model = ModuleValidator.fix(model)  # it copies, which weight norm does not allow
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("pos_conv_embed" not in name)
-    if hasattr(model.config, "mask_time_prob"):
-        model.config.mask_time_prob = 0.0
+        parameter.requires_grad_("pos_conv_embed" not in name and "masked_spec_embed" not in name)
+    for owner in (model.config, *model.modules()):
+        for option in ("mask_time_prob", "layerdrop"):
+            if hasattr(owner, option):
+                setattr(owner, option, 0.0)
     if "attention_mask" not in examples[0]:
         return model, list(examples)
     batch = padded(examples)
@@ -226,7 +229,7 @@ Transformers or PEFT (–). [Supported models](../../docs/reference/models.md) h
 
 - **Adapters** are on all linear layers but the head; for IA3 PEFT chooses the layers. **Prompts** is prompt tuning.
 - **Biases** trains biases and the head.
-- **Fixed** models: BatchNorm is replaced; or `pos_conv_embed` is frozen, `mask_time_prob` is 0, waves have one length.
+- **Fixed** models: BatchNorm replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks, `layerdrop` 0, one length.
 - **As released** has relative attention. LoRA trains there with `target_modules=["value_proj", "dense"]`.
 
 Notes have the first sentence of a refusal.

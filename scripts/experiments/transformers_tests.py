@@ -22,6 +22,7 @@ class TrainingArguments(DopplerTrainingArguments):
     """Arguments without privacy, unless they say otherwise."""
 
     disable_dp: bool = True
+    learning_rate: float | None = DopplerTrainingArguments.non_private_learning_rate
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Seq2SeqTrainingArguments(DopplerTrainingArguments, HFSeq2SeqTrainingArgume
     """Those of Transformers' sequence-to-sequence trainer."""
 
     disable_dp: bool = True
+    learning_rate: float | None = DopplerTrainingArguments.non_private_learning_rate
 
 
 class Trainer(DopplerTrainer):

@@ -9,18 +9,19 @@ import pytest
 import torch
 from datasets import Dataset
 
-from doppler_hf import DopplerTrainingArguments
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, lengths_of_answers, log_ratios, references_of, side_by_side
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further
-from tests.support.trainers import assert_trained_alike
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import assert_trained_alike, checked_trainer_of, trained, weights
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -279,3 +280,49 @@ def test_what_would_break_the_guarantee_or_have_no_effect_is_refused(tmp_path, m
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         arguments(tmp_path, **options)
     assert arguments(tmp_path, disable_dp=True, **options)
+
+
+# --- TRL's other trainers --------------------------------------------------------------------------------------------------
+
+MIXED = {
+    SFTTrainer: "Use DopplerSFTTrainer.",
+    DPOTrainer: "Use DopplerDPOTrainer.",
+    CPOTrainer: "Use DopplerDPOTrainer with loss_type=['cpo', 'sft'].",
+    ORPOTrainer: "Use DopplerDPOTrainer with loss_type=['orpo', 'sft'].",
+    KTOTrainer: "Its loss compares the examples of a batch. Use DopplerDPOTrainer, with pairs",
+    RewardTrainer: "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md).",
+    RLOOTrainer: "Use DopplerSFTTrainer or DopplerDPOTrainer.",
+}
+
+
+@pytest.mark.parametrize("other", MIXED, ids=lambda other: other.__name__)
+def test_a_trainer_that_is_one_of_trls_too_is_refused_by_name_with_what_to_take(other):
+    for bases in ((DopplerTrainer, other), (other, DopplerTrainer), (type("Own", (other,), {}), DopplerTrainer)):
+        words = f"Mixed must not derive from TRL's {other.__name__} too, got both. {MIXED[other]}"
+        with pytest.raises(TypeError, match="^" + re.escape(words)):
+            type("Mixed", bases, {})
+    type("Ours", (DopplerDPOTrainer,), {})
+
+
+@pytest.mark.parametrize("kind", ["cpo", "orpo"])
+def test_what_is_to_take_for_cpo_and_orpo_trains(tmp_path, kind):
+    trainer = trainer_of(tmp_path, loss_type=[kind, "sft"], max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class OfRewards(DopplerTrainer):
+    """The reward of the first answer of a pair is to be the larger one."""
+
+    rows_per_loss = 2
+
+    def compute_per_sample_loss(self, model, inputs):
+        rewards = model(inputs["input_ids"].flatten(0, 1)).logits.unflatten(0, (-1, 2)).squeeze(-1)
+        return -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
+
+
+def test_a_model_of_rewards_trains_on_pairs_of_rows(tmp_path):
+    pairs = Dataset.from_list([{"input_ids": [[5 + row, 6, 7], [8, 9, 5 + row]]} for row in range(24)])
+    trainer = checked_trainer_of(tmp_path, cls=OfRewards, model=tiny_bert(num_labels=1), data=pairs, max_steps=1)
+    trainer.data_collator = lambda rows: {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+    assert trained(trainer).state.global_step == 1

@@ -164,7 +164,7 @@ def interrupted(tmp_path, *, after, **options):
 
 def secrets_of(trainer):
     ledger = trainer.privacy.ledger
-    return RoundSecret(ledger.run_id, 0, 1)
+    return RoundSecret(ledger.run_id, 0, 1, trainer.private_run._digest_of_data)
 
 
 @pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), (5, 5, 7)])
@@ -206,6 +206,20 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     with pytest.raises(ValueError, match="budget is spent"):
         second.train(resume_from_checkpoint=True)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
+
+
+@pytest.mark.parametrize("data", [text_data(48, seed=1), text_data(48).shuffle(seed=1)], ids=["other rows", "another order"])
+def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path, data):
+    """A record that had its turn under one number would have another under the next."""
+    first, second = interrupted(tmp_path, after=4)
+    second.train_dataset = data
+    told = pytest.warns(UserWarning, match=r"other rows than before, or another order, .* anew and costs ε")
+    with told, pytest.raises(ValueError, match="budget is spent"):
+        second.train(resume_from_checkpoint=True)
+    again = trainer_of(tmp_path, data=text_data(48), noise_multiplier=None, target_epsilon=8.0, max_steps=6)
+    again.train(resume_from_checkpoint=True)  # with the same rows, as the message has it
+    assert again.state.global_step == 6
+    assert not [*secrets_of(first).path.parent.glob(f"{secrets_of(first).run_id}*")]
 
 
 @pytest.mark.parametrize("change", [dict(target_epsilon=20.0), dict(max_steps=8, target_epsilon=20.0)])

@@ -114,6 +114,8 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         pytest.importorskip("trl", reason="the extra trl is not installed")
         rows_of = preferences if "DPO" in snippet else conversations
         names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
+        if 'row["text"]' in snippet:
+            names["train"] = Dataset.from_dict({"text": [f"The moon is {word}." for word in ("round", "old", "far") * 200]})
     if "BitsAndBytesConfig" in snippet:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
         tiny_llama().save_pretrained("base")

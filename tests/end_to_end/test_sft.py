@@ -7,9 +7,13 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 
 from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.losses import per_sample_losses
 from tests.support import chat
 from tests.support.chat import BALANCED, LORA, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.tiers import further
@@ -148,3 +152,21 @@ def test_a_loss_that_balances_experts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=BALANCED):
         trainer_of(tmp_path, model=model)
     assert not trainer_of(tmp_path, model=model, router_aux_loss_coef=0.0).aux_loss_enabled
+
+
+def test_without_the_float32_copies_of_peft_gradients_are_the_same_to_the_last_bit():
+    """Under autocast products are of bfloat16 anyway: docs/guides/language-models.md names the context."""
+    found = []
+    for casts in (True, False):
+        model = get_peft_model(
+            tiny_llama().to(torch.bfloat16), LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        )
+        ids = torch.randint(1, 50, (6, 20), generator=torch.Generator().manual_seed(0))
+        with ClippedGradients(model) as clipped, disable_input_dtype_casting(model, active=not casts):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                inputs = {"input_ids": ids, "labels": ids}
+                losses = per_sample_losses(model, inputs, base_model=model.get_base_model())
+            norms = clipped.backward(losses)
+            found.append([losses.detach(), norms, *clipped.sums.values()])
+    assert all(map(torch.equal, *found))
+    assert float(found[0][1].min()) > 0.0

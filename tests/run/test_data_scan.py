@@ -274,12 +274,39 @@ def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False)
         (lambda data: list(data), True),
         (lambda data: data.with_transform(lambda rows: rows), True),
         (lambda data: data.with_transform(lambda rows: rows | {"input_ids": [[1, 2]] * len(rows["input_ids"])}), False),
-        (lambda data: Rows(data), False),
+        (lambda data: text_data(300).with_transform(lambda rows: data[:]), True),
+        (lambda data: Rows(data), True),
+        (lambda data: Rows(data.select(range(200, 300))), False),
     ],
 )
 def test_the_rows_of_the_data_set_are_scanned_and_no_others(monkeypatch, chosen, is_there):
     monkeypatch.setattr(data_scan, "_ROWS_AT_ONCE", 64)
     assert is_beyond(tiny_bert(), chosen(with_one(BEYOND))) == is_there
+
+
+class Counting(Rows):
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("seconds", "reads"), [(10.0, 301), (-1.0, 1)])
+def test_rows_that_a_data_set_makes_are_read_by_chance_as_long_as_there_is_time(monkeypatch, seconds, reads):
+    monkeypatch.setattr(data_scan, "MOST_SECONDS", seconds)
+    data = Counting(text_data(300))
+    assert not is_beyond(tiny_bert(), data)
+    assert data.reads == reads  # the first tells the columns
+
+
+def test_a_data_set_of_torch_is_refused_before_anything_is_spent(tmp_path):
+    trainer = trainer_of(tmp_path, data=Rows(with_one(BEYOND)))
+    with pytest.raises(
+        ValueError, match=r"'input_ids' of train_dataset must have numbers from 0 to 49, got others.* Or change what"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
 
 
 def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiny import Rows, pad, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
 
@@ -82,7 +82,8 @@ def several(examples, *, dtype):
 
 def test_whole_numbers_as_labels_of_several_classes_are_refused_with_the_mend(tmp_path):
     model = bert(BertForSequenceClassification, problem_type="multi_label_classification")
-    trainer = trainer_of(tmp_path, model=model, data=Rows(), max_steps=1)
+    rows = [row | {"labels": float(row["labels"])} for row in text_data()]
+    trainer = trainer_of(tmp_path, model=model, data=Rows(rows), max_steps=1)
     trainer.data_collator = functools.partial(several, dtype=torch.int64)
     with pytest.raises(
         ValueError, match=r"floating point for BertForSequence.*, got torch\.int64\. Return floats from the data set"

@@ -3,6 +3,7 @@
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -10,11 +11,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run import rehearsal
+from doppler_hf.run.checkpoints import kept_evaluations
 from doppler_hf.run.rehearsal import few_rows
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, on_cpu, trained, weights
@@ -22,6 +25,7 @@ from tests.support.trainers import arguments, on_cpu, trained, weights
 EVALUATES = dict(eval_strategy="steps", eval_steps=2)
 SAVES = dict(save_strategy="steps", save_steps=2)
 BEST = EVALUATES | SAVES | dict(load_best_model_at_end=True)
+NO_TOKENS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
 ADAPTER = LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], init_lora_weights=False)
 
 
@@ -56,6 +60,17 @@ def with_adapter():
     return model
 
 
+def generating(**options):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2, n_positions=16, **NO_TOKENS))
+    model.generation_config.update(**options)
+    return model
+
+
+class OfGenerating(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs | {"labels": inputs["input_ids"]})
+
+
 def missing(name):
     return lambda prediction: {"found": prediction.missing}[name]
 
@@ -84,6 +99,14 @@ FAILS = {
     ),
     "adapters that cannot be loaded": (lambda: dict(model=with_adapter(), **BEST), "add_adapter.*get_peft_model"),
     "a tokenizer that cannot be saved": (dict(tokenizer=Unsaveable(), **SAVES), "OSError: Not found"),
+    "a tokenizer that save_model() cannot save": (
+        dict(tokenizer=Unsaveable()),
+        r"rehearsal of save_model\(\) .*OSError: Not",
+    ),
+    "a generation config that cannot be saved": (
+        lambda: dict(model=generating(temperature=0.5), cls=OfGenerating),
+        r"save_model\(\) .*GenerationConfig is invalid",
+    ),
 }
 
 
@@ -193,6 +216,27 @@ def test_few_rows_are_few_and_no_more_than_there_are(kind, size, count):
 def test_two_rows_have_two_labels():
     found = few_rows(in_order(500), 2)
     assert sorted(found["labels"]) == [0, 1]
+
+
+class Words:
+    def __repr__(self):
+        return "words"
+
+
+def test_metrics_that_are_no_json_lose_no_run_and_are_written_as_what_they_are(tmp_path):
+    """Without checkpoints, as the stock trainer."""
+    found = {
+        "confusion": np.eye(2),
+        "best": np.float32(0.5),
+        "of_classes": {("a", "b"): 1, "c": torch.ones(1)},
+        "own": Words(),
+    }
+    trainer = trained(trainer_with(tmp_path, metrics=lambda prediction: dict(found), **EVALUATES))
+    written = kept_evaluations(tmp_path / "out", ledger=trainer.privacy.ledger)[-1]
+    kept = {name: written[f"eval_{name}"] for name in found}
+    assert kept == {"confusion": [[1.0, 0.0], [0.0, 1.0]], "best": 0.5, "of_classes": {"c": 1.0}, "own": "words"}
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert "[[1.0, 0.0], [0.0, 1.0]]" in (tmp_path / "out" / "privacy_report.html").read_text("utf-8")
 
 
 # --- without a trace ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
 
 import math
+import random
 import re
 
 import numpy as np
@@ -26,6 +27,8 @@ from transformers import (
     DebertaV2ForSequenceClassification,
     FNetConfig,
     FNetForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     NllbMoeConfig,
@@ -133,6 +136,15 @@ def randomly_mixed_up(examples):
     return batch | {"input_ids": (share * batch["input_ids"] + (1 - share) * other).long()}
 
 
+@pytest.mark.parametrize("coin", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_mixing_of_one_batch_in_ten_is_found(tmp_path, coin):
+    refused(
+        tmp_path,
+        "MixUp, CutMix or packing",
+        collator=lambda examples: randomly_mixed_up(examples) if coin() < 0.1 else pad(examples),
+    )
+
+
 def padded_on_the_left(examples):
     width = max(len(example["input_ids"]) for example in examples)
     rows = {
@@ -187,10 +199,18 @@ def test_rows_are_counted_in_every_step(tmp_path, collator, got):
 def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
     refused(
         tmp_path,
-        r"MixUp, CutMix or packing|depends on the length to which",
+        r"MixUp, CutMix or packing|depends on the padding on the left",
         collator=collator,
         gradient_accumulation_steps=1,
     )
+
+
+def test_a_decoder_that_is_padded_on_the_left_is_told_to_pad_on_the_right(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0, num_labels=2)
+    model = GPT2ForSequenceClassification(config)
+    refused(tmp_path, r"Pad on the right: tokenizer\.padding_side = 'right'\.", model=model, collator=padded_on_the_left)
+    trains(tmp_path, model=model, collator=pad)
 
 
 def test_left_padding_trains_where_positions_are_relative(tmp_path):

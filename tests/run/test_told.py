@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -20,13 +21,26 @@ from transformers import (
     CLIPModel,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
+    GPT2Config,
+    PatchTSTConfig,
+    PatchTSTForPrediction,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SpeechEncoderDecoderConfig,
+    SpeechEncoderDecoderModel,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTForImageClassification,
+    Wav2Vec2Config,
     default_data_collator,
 )
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
+from tests.support.trainers import arguments, trainer_of, weights
 
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
 IMAGE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
@@ -150,14 +164,136 @@ def test_a_contrastive_model_is_told_to_train_a_classifier(tmp_path):
     )  # fmt: skip
     model = CLIPModel(config)
     pairs = images(input_ids=[[48, 3, index, 49] for index in range(24)])
-    told(
-        r"CLIPModel compares the examples of a batch, .* CLIPForImageClassification",
-        lambda: made(tmp_path, pairs, model=model),
-    )
+    for given in (pairs, pairs.add_column("return_loss", [True] * 24)):
+        told(
+            r"CLIPModel compares the examples of a batch, .* CLIPForImageClassification",
+            lambda given=given: made(tmp_path, given, model=model),
+        )
     model.save_pretrained(tmp_path / "clip")
     classifier = CLIPForImageClassification.from_pretrained(tmp_path / "clip", num_labels=2)
     classifier.vision_model.post_layernorm.requires_grad_(False)  # which its classes do not use
     assert trains(made(tmp_path, images(labels=[0, 1] * 12), model=classifier))
+
+
+SPEECH = dict(conv_dim=[8], conv_kernel=[4], conv_stride=[2], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+              feat_extract_norm="layer", layerdrop=0.0, mask_time_prob=0.0)  # fmt: skip
+DECODERS = {
+    "trocr": lambda **sizes: TrOCRConfig(
+        d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8, decoder_layerdrop=0.0, **sizes
+    ),
+    "gpt2": lambda **sizes: GPT2Config(n_embd=8, n_layer=1, n_head=2, **sizes),
+    "bert": lambda **sizes: tiny_bert(**sizes, hidden_size=8, intermediate_size=8).config,
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("of_images", [True, False])
+def test_two_models_of_which_one_writes_what_the_other_sees_or_hears_train(tmp_path, decoder, of_images):
+    """As TrOCR and Donut: decoder ids are made from the labels, as the model does."""
+    kinds = (VisionEncoderDecoderModel, VisionEncoderDecoderConfig, ViTConfig(**IMAGE))
+    if not of_images:
+        sizes = {name: size for name, size in IMAGE.items() if "size" in name and name not in ("image_size", "patch_size")}
+        encoder = Wav2Vec2Config(**sizes, num_hidden_layers=1, num_attention_heads=2, **SPEECH)
+        kinds = (SpeechEncoderDecoderModel, SpeechEncoderDecoderConfig, encoder)
+    model, config, encoder = kinds
+    writes = DECODERS[decoder](vocab_size=50, is_decoder=True, add_cross_attention=True)
+    config = config.from_encoder_decoder_configs(encoder, writes, pad_token_id=0, decoder_start_token_id=1)
+    torch.manual_seed(0)
+    model = model(config)
+    if of_images:
+        model.encoder.pooler.requires_grad_(False)  # as its refusal has it
+    else:
+        model.encoder.requires_grad_(False)
+    texts = [[3 + row, 4, 5, 2] for row in range(24)]
+    heard = Dataset.from_dict({"input_values": torch.randn(24, 40).tolist(), "labels": texts})
+    assert trains(made(tmp_path, images(labels=texts) if of_images else heard, model=model))
+
+
+@pytest.mark.parametrize("trains_scales", [False, True])
+def test_batch_norm_that_keeps_its_statistics_trains_and_keeps_them(tmp_path, trains_scales):
+    torch.manual_seed(0)
+    sizes = dict(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    model = ResNetForImageClassification(ResNetConfig(**sizes)).eval()  # as from_pretrained leaves it
+    data = images(labels=[0, 1] * 12)
+    told(r"BatchNorm2d\) mix .* Keep statistics of pretraining as they are", lambda: made(tmp_path, data, model=model))
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.normal_()
+            layer.eval().requires_grad_(trains_scales)
+            layer.train = lambda mode=True, layer=layer: layer
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert trains(made(tmp_path, data, model=model))
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+
+class OfSeries(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        found = model(past_values=inputs["past_values"]).prediction_outputs
+        return (found - inputs["future_values"]).square().mean(dim=(1, 2))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_of_series_that_makes_rows_of_channels_is_told_what_trains(tmp_path, adapted):
+    def forecast(channels):
+        sizes = dict(context_length=8, patch_length=4, patch_stride=4, d_model=8, ffn_dim=8, prediction_length=2)
+        layers = dict(num_attention_heads=2, num_hidden_layers=1, norm_type="layernorm", loss="mse")
+        return PatchTSTForPrediction(PatchTSTConfig(**sizes, **layers, num_input_channels=channels))
+
+    def series(channels):
+        past, future = (torch.randn(24, length, channels).tolist() for length in (8, 2))
+        return Dataset.from_dict({"past_values": past, "future_values": future})
+
+    def on(*targets):
+        return get_peft_model(forecast(2), LoraConfig(r=2, target_modules=[*targets]))
+
+    model = on("q_proj", "v_proj") if adapted else forecast(2)
+    words = r"do not start with the batch\. Freeze them .* leave these layers out .*, and train others: docs"
+    told(words, lambda: made(tmp_path, series(2), model=model, cls=OfSeries))
+    if not adapted:
+        model.model.encoder.layers.requires_grad_(False)
+    assert trains(made(tmp_path, series(2), model=on("projection") if adapted else model, cls=OfSeries))
+    assert trains(made(tmp_path, series(1), model=forecast(1), cls=OfSeries))  # a record of each channel
+
+
+class OfBoxes(DopplerTrainer):
+    """Boxes and their classes, of each image some, as detection has them; a loss of the user's own."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        found = model(inputs["pixel_values"]).logits
+        return torch.stack(
+            [(row - boxes["boxes"].mean(dim=0)).square().mean() for row, boxes in zip(found, inputs["labels"])]
+        )
+
+
+def test_labels_that_are_dictionaries_train_with_a_loss_of_ones_own(tmp_path):
+    boxes = [{"boxes": torch.rand(1 + row % 3, 4), "class_labels": torch.arange(1 + row % 3)} for row in range(24)]
+    rows = Rows([{"pixel_values": torch.randn(3, 8, 8), "labels": each} for each in boxes])
+    model = ViTForImageClassification(ViTConfig(**IMAGE, num_labels=4))
+    assert trains(
+        made(
+            tmp_path,
+            rows,
+            model=model,
+            cls=OfBoxes,
+            remove_unused_columns=False,
+            data_collator=lambda rows: {
+                "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+                "labels": [row["labels"] for row in rows],
+            },
+        )
+    )
+
+
+def test_weights_in_channels_last_train_as_in_any_order(tmp_path):
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = ViTForImageClassification(ViTConfig(**IMAGE)).to(memory_format=order)
+        data = images(labels=[0, 1] * 12) if not found else data
+        trainer = made(tmp_path / str(order), data, model=model, noise_seed=1)
+        assert trains(trainer)
+        found.append(weights(trainer))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 # --- models and devices ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def test_of_transformers(tmp_path):
         trainer = trainer_class(tiny_bert(), arguments(str(tmp_path), use_cpu=True))
         assert trainer_class not in (transformers.trainer.Trainer, transformers.trainer_seq2seq.Seq2SeqTrainer)
         assert isinstance(trainer, transformers.trainer.Trainer) and trainer.args.disable_dp
+        assert arguments.learning_rate == trainer.args.learning_rate == 5e-5
     assert Trainer(tiny_bert()).args.disable_dp
 """
 

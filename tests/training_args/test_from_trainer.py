@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.training_args import checks
@@ -159,3 +159,17 @@ def test_a_step_that_hands_on_a_batch_is_refused_and_an_error_of_ones_own_loss_i
 
 def test_the_page_has_all_of_them():
     assert [what for what, _ in rows("| what | because |")] == list(OF_TRAINER)
+
+
+def test_arguments_that_lose_their_privacy_later_are_refused_and_others_have_transformers_defaults(tmp_path):
+    """Such as the learning rate, which was chosen for a private run or left to be."""
+    options = dict(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    later = DopplerTrainingArguments(**options, target_epsilon=3.0)
+    later.disable_dp = True
+    with pytest.raises(ValueError, match=r"^target_epsilon=3.0 has no effect with disable_dp=True.* Leave one of them out"):
+        DopplerTrainer(tiny_bert(), later, pad, text_data())
+    without = DopplerTrainingArguments(**options, disable_dp=True)
+    stock = TrainingArguments(**options)
+    for name in ("learning_rate", "max_grad_norm", "optim"):
+        assert getattr(without, name) == getattr(stock, name)
+    DopplerTrainer(tiny_bert(), without, pad, text_data())

@@ -50,6 +50,9 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
     number = next((len(value) for value in parts[0].values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(parts[0].get(name), number) else value for name, value in together.items()}
     if first_changing_layer(model, losses_of, parts[0], padded) is not None:
+        mask = together.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
+            return f"{layer} depends on the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
         return (
             f"{layer} depends on the length to which an example is padded. Pad all examples to one length (tokenize with "
             "padding='max_length'), or replace the layer."

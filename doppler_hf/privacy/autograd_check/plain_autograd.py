@@ -46,7 +46,8 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
     for parameter in used.values():
         parameter.grad = None
     losses.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in used.items() if parameter.grad is not None}
+    # Of weights in channels_last it lies as they do, and the sums of the engine do not.
+    gradients = {name: parameter.grad.contiguous() for name, parameter in used.items() if parameter.grad is not None}
     for parameter in used.values():
         parameter.grad = None
     return gradients

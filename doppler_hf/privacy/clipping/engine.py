@@ -12,6 +12,7 @@ outside its layer.
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,11 +159,15 @@ class BookKeepingEngine:
         loss.backward()
         if book.failed:
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
+            error = next(iter(book.failed.values()))
+            # Not its numbers, which may be the lengths of examples: messages end in logs.
+            words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
             raise ValueError(
-                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients. "
+                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
+                f"{type(error).__name__} ({words}). "
                 "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
                 "docs/start/troubleshooting.md#model."
-            ) from next(iter(book.failed.values()))
+            ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             raise ValueError(self._unexplained(unexplained))
@@ -179,10 +184,10 @@ class BookKeepingEngine:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         freeze = "Set batch_first=True in them, or freeze" if inside and is_turned else "Freeze"
+        others = "or train LoRA" if outside else "and train others"
         return (
             f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
-            "an adapter's, leave these layers out of its target_modules, or train LoRA: "
-            "docs/start/troubleshooting.md#model."
+            f"an adapter's, leave these layers out of its target_modules, {others}: docs/start/troubleshooting.md#model."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -88,6 +88,8 @@ _TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings
 
 def refuse_layers(model: nn.Module) -> None:
     """Refuse layers that mix examples, write values that no noise covers, or are compiled."""
+    with modes_kept(model):
+        in_training = {module for module in model.train().modules() if module.training}
     owners: dict[nn.Module, str] = {}
     mixing: dict[str, nn.Module] = {}
     rewriting: dict[str, nn.Module] = {}
@@ -107,16 +109,18 @@ def refuse_layers(model: nn.Module) -> None:
                 f"The module {name or 'itself'!r} is compiled and trained, but torch compiles no layer that notes "
                 "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone."
             )
-        # Frozen or not: in training mode such a layer normalizes one example by the others, or stores their statistics.
-        if isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats):
+        # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
+        # statistics. One that stays in evaluation mode has statistics that no example moves.
+        is_mixing = isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+        if is_mixing and (module in in_training or module.running_mean is None):
             mixing[name] = module
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             rewriting[name] = module
     if mixing:
         raise ValueError(
-            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Replace "
-            f"{'it' if len(mixing) == 1 else 'them'} by GroupNorm or LayerNorm, as `model = "
-            "opacus.validators.ModuleValidator.fix(model)` does: docs/start/troubleshooting.md#model."
+            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Keep statistics of "
+            "pretraining as they are (docs/guides/images.md#batchnorm), or take GroupNorm or LayerNorm, as `model = "
+            "opacus.validators.ModuleValidator.fix(model)` does."
         )
     if rewriting:
         raise ValueError(

@@ -151,7 +151,7 @@ def test_an_error_leaves_nothing_for_the_next_batch(name, go_wrong, checkpointin
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norm_is_refused_even_frozen_and_the_model_is_left_as_it_was(frozen):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    model[1].requires_grad_(not frozen)
+    model[1].requires_grad_(not frozen).train(not frozen)  # a training puts it back into training mode
     before, values = snapshot(model), copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\)"), book_keeping(model):
         pass

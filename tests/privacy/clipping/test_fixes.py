@@ -58,6 +58,11 @@ def not_compiled(net):
     net.layer = net.layer._orig_mod
 
 
+def keep_statistics(net):
+    net.layer.eval()
+    net.layer.train = lambda mode=True: net.layer
+
+
 def set_batch_first(net):
     net.layer.self_attn.batch_first = True
 
@@ -118,7 +123,7 @@ CASES = {
         "without torch.compile",
         (not_compiled, freeze),
     ),
-    "batch norm": (lambda: net_of(calls_its_layer, nn.BatchNorm1d(3)), "BatchNorm1d", (fix, set_submodule)),
+    "batch norm": (lambda: net_of(calls_its_layer, nn.BatchNorm1d(3)), "BatchNorm1d", (fix, set_submodule, keep_statistics)),
     "max norm": (lambda: net_of(looks_up, nn.Embedding(2, 3, max_norm=1.0)), "max_norm", (without_max_norm,)),
 }  # fmt: skip
 
