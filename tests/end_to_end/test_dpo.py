@@ -17,7 +17,7 @@ from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.tiers import further
 from tests.support.tiny import tiny_bert
-from tests.support.trainers import assert_trained_alike, checked_trainer_of, trained, weights
+from tests.support.trainers import assert_trained_alike, checked_trainer_of, trained
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 

@@ -10,6 +10,7 @@ Functions of parameters alone, whose output has no batch, are treated in `book.o
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError,
 
 # By parameter, in which shape one copy of it for each example broadcasts with the inputs of its layer.
 _Copies = dict[str, tuple[int, ...]]
+# Of layers of this process, with how many dimensions they were called without a batch.
+_UNBATCHED: "weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
 
 
 class LayerWithoutRule:
@@ -43,7 +46,7 @@ class LayerWithoutRule:
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
-        self._unbatched: set[tuple[int, ...]] = set()
+        self._unbatched = _UNBATCHED.setdefault(module, set())
         self.fallback = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +55,8 @@ class LayerWithoutRule:
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self.module))
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
-        # Once without a batch, always: a later batch may have as many examples as there are positions.
+        # Once without a batch, always: a later batch may have as many examples as there are positions, even the first one
+        # of a training, to which the start check has shown another.
         if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))

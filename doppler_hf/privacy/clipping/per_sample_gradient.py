@@ -8,9 +8,9 @@
 Norms are in `norms`. The sum Σ w_i g_i of a product is one product of matrices over examples and time (*book-keeping*: Bu et
 al. 2023, https://arxiv.org/abs/2210.00038).
 
-Sensitivity: row i of every tensor depends on example i alone. Norm and sum come from the same numbers in float32 or better,
-so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. Which form a gradient has follows from
-shapes, never from the data.
+Sensitivity: row i of every tensor depends on example i alone. Norm and sum come from the same numbers, and are added up in
+float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. For the rounding of
+`kernels.weighed` the factor w_i is lowered. Which form a gradient has follows from shapes, never from the data.
 """
 
 import functools
