@@ -218,7 +218,7 @@ def stepping(engine: str, model: nn.Module, batch: dict[str, Tensor], args: Benc
             model.zero_grad(set_to_none=True)
             clipped.backward(losses_of(model, batch, precision=args.precision), views=args.views)
             for name, total in clipped.sums.items():
-                model.get_parameter(name).grad = total
+                clipped.parameters[name].grad = total
             clipped.reset()
 
         yield private

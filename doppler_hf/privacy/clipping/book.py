@@ -175,8 +175,8 @@ class Book:
         """Note the gradient of each row in full, as of a parameter's copies."""
         # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
-        rows = in_float32(gradient).reshape(self.num_examples, -1, parameter.numel())
-        values = rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1)
+        rows = in_float32(gradient).reshape(gradient.shape[0], -1)
+        values = rows if rows.shape[0] == self.num_examples else rows.unflatten(0, (self.num_examples, -1)).sum(dim=1)
         # Large ones now, while they are in the cache; of small ones there is one norm together.
         self.note(
             parameter,
@@ -185,7 +185,7 @@ class Book:
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
-        return factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
+        return factor if factor.shape[0] == self.num_examples else factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
 
     def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
         """Return a stand-in for an elementwise parameter: one copy per row, whose ordinary gradient is noted as the row's.

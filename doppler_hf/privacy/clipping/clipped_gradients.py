@@ -101,6 +101,7 @@ class ClippedGradients:
         # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
         # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
         self.parameters = trainable
+        self._as_made = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
         self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
@@ -182,7 +183,8 @@ class ClippedGradients:
         if weights is not None and weights.shape != (batch_size,):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise ValueError("weights must be one number per example, got another shape. Return the weights of the losses.")
-        self.refuse_other_parameters()
+        if any(each.requires_grad is not is_trained for each, is_trained in self._as_made):
+            self.refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.

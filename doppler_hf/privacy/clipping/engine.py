@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
@@ -214,14 +213,15 @@ class BookKeepingEngine:
             self._book.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if parametrize.is_parametrized(module):
+        if "parametrizations" in module._modules:
             # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
             return type(module).forward(module, *args, **kwargs)
         input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
-        rows, is_lookup = num_rows(module, input), isinstance(module, nn.Embedding)
-        if is_lookup and rows == 1 != self._book.batch_size:
+        rows = num_rows(module, input)
+        if rows == self._book.batch_size:
+            return rule(self._book, module, *args, **kwargs)
+        if rows == 1 and isinstance(module, nn.Embedding):
             self._book.repeated.append(name)
-        if rows == self._book.batch_size or (rows == 1 and is_lookup):
             return rule(self._book, module, *args, **kwargs)
         self._not_batched[name] = input.data.ndim
         return type(module).forward(module, *args, **kwargs)

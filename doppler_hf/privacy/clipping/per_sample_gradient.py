@@ -43,7 +43,7 @@ class Weights:
 
     @functools.cached_property
     def marked(self) -> Float[Tensor, " examples"]:
-        """The factors, with NaN for examples that are not finite."""
+        """Return the factors, with NaN for examples that are not finite."""
         return self.factors if self.finite is None else self.factors.masked_fill(~self.finite, torch.nan)
 
     def cleaned(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:

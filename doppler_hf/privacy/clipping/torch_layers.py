@@ -29,7 +29,7 @@ Rule = Callable[..., Any]
 
 def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "batch time ..."]:
     """Return x of shape (batch, …, *last) as (batch, time, *last), where the last part has `dims` dimensions."""
-    return x.reshape(x.shape[0], -1, *x.shape[x.ndim - dims :])
+    return x if x.ndim == dims + 2 else x.reshape(x.shape[0], -1, *x.shape[x.ndim - dims :])
 
 
 def linear(book: Book, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
