@@ -244,6 +244,8 @@ def outcome_of_tests(paths: Sequence[str], marks: str, *, device: str = "cpu") -
         report = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", *paths, "-m", marks, "-p", "no:cacheprovider", f"--junitxml={report}"]
         environment = os.environ | {"DOPPLER_TEST_DEVICE": device, "PYTHONPATH": str(ROOT)}
+        # A job in the background ignores interruptions, and would hand that on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=-2, text=True) as tests:
             try:
                 said, _ = tests.communicate(timeout=LIMITS["tests"] - 20)

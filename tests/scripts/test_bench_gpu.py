@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import signal
 import subprocess
 import time
 import warnings
@@ -116,6 +117,7 @@ def test_tests_are_counted_and_interrupted_when_their_time_is_over(tmp_path, mon
         raise subprocess.TimeoutExpired("pytest", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
     (tmp_path / "test_a.py").write_text(OF_TESTS)
     with pytest.raises(SystemExit, match="1"):
         main(flags(tmp_path, "--works=tests", f"--tests={tmp_path}", "--trainings=test_a.py"))
