@@ -223,10 +223,10 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         run = self.private_run
-        run.fill_generators()
+        run.draws.fill_generators()
         # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
         pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
-        run.begin_draw(pieces, step=self.state.global_step)
+        run.draws.begin(pieces, step=self.state.global_step)
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -280,10 +280,10 @@ class DopplerTrainer(AroundSteps):
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         run = self.private_run
-        losses = run.add_piece(inputs)
+        losses = run.draws.add_piece(inputs)
         private_loss: Tensor | None = None
-        if run.is_complete:  # accelerate has wrapped the optimizer by now
-            private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
+        if run.draws.is_complete:  # accelerate has wrapped the optimizer by now
+            private_loss = run.draws.release(self.optimizer.optimizer, step=self.state.global_step)
         if len(losses) and run.statement.train_loss == "raw":
             return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss

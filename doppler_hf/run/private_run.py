@@ -12,13 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
-from accelerate.utils import send_to_device
-from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
@@ -29,12 +25,12 @@ from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import SHORT, Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
-from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.generators import fill_generators, fill_in_worker, filled_generators
+from doppler_hf.privacy.generators import fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import has_one_label, without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.choices import chosen_noise_shape
+from doppler_hf.run.draws import Draws
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.mechanisms import mechanisms_of
 from doppler_hf.run.plan import budget_spent, planned_statement
@@ -51,7 +47,6 @@ from doppler_hf.run.round_secrets import RoundSecret
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
 from doppler_hf.run.unreached import refuse_unreached
-from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Refuses a model whose own loss of a batch is another one, by more than a share of it.
@@ -63,8 +58,7 @@ class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
     In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
-    epoch. In every step call `begin_draw`, then `add_piece` for each piece, then `release`. A `with` statement around it all
-    detaches the engine and ends the mechanism.
+    epoch, and in every step what is in `draws`. A `with` statement around it all detaches the engine and ends the mechanism.
 
     Args:
         args: The arguments.
@@ -104,14 +98,9 @@ class PrivateRun:
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self._clipped: ClippedGradients | None = None
-        self._losses_of: Losses | None = None
-        self._is_cross_entropy: Callable[[Tensor], bool] = lambda losses: False
-        self._sharding: Sharding | None = None
-        self._dummy: MicroBatch | None = None
+        self._draws: Draws | None = None
         self._loader: PrivateLoader | None = None
-        self._is_released = self._is_warned = False
-        self._pieces_left = self._dummies = self._fillings = 0
-        self._num_non_finite: int | Tensor = 0
+        self._is_warned = False
         self._first_step = step_of_checkpoint(checkpoint)
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
@@ -185,7 +174,7 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._clipped = None
+        self._clipped = self._draws = None
         if self.ledger is not None and self.affordable_steps <= 0:
             self._round_secret(self.ledger).forget()
 
@@ -257,7 +246,7 @@ class PrivateRun:
         if isinstance(base, PreTrainedModel):
             # A layer that keeps its past in a cache computes something else at each call.
             base.config.get_text_config().use_cache = args.use_cache
-        self._dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
+        dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
         clipped = ClippedGradients(
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
@@ -267,9 +256,19 @@ class PrivateRun:
             rows_per_loss=rows_per_loss,
         )
         self._clipped = self._resources.enter_context(clipped)
-        self._losses_of, self._sharding = losses_of, sharding
-        has_odds = has_one_label(base, self._dummy.inputs.get("labels"))
-        self._is_cross_entropy = lambda losses: has_odds and is_of_class(losses)
+        has_odds = has_one_label(base, dummy.inputs.get("labels"))
+        self._draws = Draws(
+            args=args,
+            sampler=self.sampler,
+            clipped=clipped,
+            losses_of=losses_of,
+            is_cross_entropy=lambda losses: has_odds and is_of_class(losses),
+            mechanism=self.mechanism,
+            private_loss=self.private_loss,
+            raw_recorders=self._raw_recorders,
+            sharding=sharding,
+            dummy=dummy,
+        )
         in_bf16 = computes_in_bf16(model, args)
         if args.grad_sample_self_check:
             number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if has_own_loss else SHORT
@@ -356,143 +355,27 @@ class PrivateRun:
             RuntimeError: If the gradient of this step is not the mechanism's.
         """
         assert self.ledger is not None
-        if not self._is_released:
+        draws = self._draws
+        if draws is None or not draws.is_released:
             raise RuntimeError(
                 "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
                 "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
             )
-        self._is_released = False
+        draws.is_released = False
         # Read here, where Transformers reads the loss: within a step nothing waits for the device.
-        if self.statement.train_loss == "raw" and not self._is_warned and self._num_non_finite:
+        if self.statement.train_loss == "raw" and not self._is_warned and draws.num_non_finite:
             self._is_warned = True
             warn_of_non_finite()
         self.ledger.record_step()
         self.affordable_steps -= 1
 
-    # --- a step -------------------------------------------------------------------------------------------------------
+    @property
+    def draws(self) -> Draws:
+        """What the run does in every step, from `attach` on."""
+        assert self._draws is not None, "a run draws once its engine is attached"
+        return self._draws
 
     def begin_epoch(self, *, step: int) -> None:
         """Tell the sampler at which step its next draw is; a resumed run drops those before the checkpoint."""
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
-
-    def fill_generators(self) -> None:
-        """Fill the global generators with secret words, whatever has seeded them."""
-        self._fillings += 1
-        fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
-
-    def begin_draw(self, pieces: Sequence[OfStep], *, step: int) -> None:
-        """Begin a batch. Sums of an unfinished one are dropped, and never released.
-
-        Args:
-            pieces: Its pieces, as they come from the loader; none at its end.
-            step: Optimizer step, counted from 0.
-
-        Raises:
-            ValueError: If they are not as many as a draw has, or torch has processes that the sampler does not know.
-            RuntimeError: If they were drawn for another step.
-        """
-        assert self._clipped is not None
-        assert self._sharding is not None
-        refuse_processes_that_draw_alone(self._args.world_size)
-        # Sensitivity: part of another draw would let an example count twice.
-        if len(pieces) not in (0, self.sampler.micro_batches):
-            raise ValueError(
-                f"gradient_accumulation_steps must stay {self.sampler.micro_batches} during a private run, got "
-                f"{len(pieces)} pieces of a batch. Set it before train()."
-            )
-        # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
-        # next.
-        other = next((piece.step for piece in pieces if piece.step != step), step)
-        if other != step:
-            raise RuntimeError(
-                f"A batch for step {other} was taken at step {step}, so a record could take part more often than is "
-                "accounted for. Leave the order of steps to the trainer."
-            )
-        passes = sum(map(len, pieces))
-        self._pieces_left = len(pieces)
-        self._dummies = self._sharding.most_passes(passes) - passes
-        self._clipped.reset()
-        self._is_released = False
-        if self.private_loss is not None:
-            self.private_loss.reset()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all pieces of the batch were added. Counted here: any callback may change accelerate's own flag."""
-        return self._pieces_left == 0
-
-    def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
-        """Clip the gradient of each example of the next piece, and add it to the sum of the draw.
-
-        Args:
-            piece: Its micro-batches; where several rows are clipped together, their loss is the mean.
-
-        Returns:
-            The losses, shape (rows,), detached.
-
-        Raises:
-            ValueError: If there are more or fewer losses than rows, or if the draw has no further piece.
-        """
-        if self.is_complete:
-            raise ValueError(
-                "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
-                "override compute_per_sample_loss instead."
-            )
-        self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
-        self.fill_generators()
-        losses = [self._add(micro_batch) for micro_batch in piece]
-        return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
-
-    def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
-        assert self._clipped is not None
-        assert self._losses_of is not None
-        # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
-        losses = self._losses_of(send_to_device(micro_batch.inputs, self._args.device, non_blocking=True))
-        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
-        if len(losses) != micro_batch.size:
-            # Not their numbers: the size of a draw is private, and messages end in logs.
-            raise ValueError(
-                "The losses of a micro-batch must be one for each of its examples, got "
-                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
-                "example, and compute_per_sample_loss one loss."
-            )
-        size, weights = micro_batch.size // micro_batch.rows_each, None
-        if micro_batch.weight != 1.0:
-            weights = torch.full((size,), micro_batch.weight, device=losses.device)
-        # By what was computed and not by the class: code of the user's own may return the loss of the model's class.
-        self._clipped.is_cross_entropy = self._is_cross_entropy(losses)
-        self._clipped.backward(losses, weights=weights, views=micro_batch.rows_each)
-        if self.private_loss is not None:
-            self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
-        return losses.detach()
-
-    def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
-        """Turn the sum of the draw into the private gradient in `p.grad`.
-
-        Args:
-            optimizer: The optimizer, which is told the size of the noise.
-            step: Optimizer step, counted from 0.
-
-        Returns:
-            The private training loss of the step, or None if there is none.
-        """
-        assert self._clipped is not None
-        for _ in range(self._dummies):  # another process has more micro-batches, and all gather the weights
-            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
-            # change, and what is released is the same, in every bit, whether the pass is made or not.
-            assert self._dummy is not None
-            self._add(self._dummy)
-        # Sensitivity: the noise covers contributions of norm C, of the same C.
-        assert self._clipped.max_grad_norm == self.mechanism.max_grad_norm
-        for recorder in self._raw_recorders:  # The statement then says that nothing is private.
-            recorder.record_raw_gradient(self._clipped.sums, self.mechanism.expected_batch_size)
-        shards = {name: value for name, value in self._clipped.parameters.items() if isinstance(value, DTensor)}
-        private = self.mechanism.privatize(self._clipped.sums, step=step, shards=shards)
-        for name, gradient in private.items():
-            parameter = self._clipped.parameters[name]
-            parameter.grad = in_shards(gradient.to(parameter.dtype), like=parameter)
-        optimizer.noise_std = self.mechanism.noise_std(step)
-        self._is_released, self._num_non_finite = True, self._clipped.num_non_finite
-        self._clipped.reset()
-        return None if self.private_loss is None else self.private_loss.release(step=step)

@@ -117,14 +117,14 @@ class Watched(DopplerTrainer):
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
         self.passes = self.idle = 0
-        run = self.private_run
-        begin_draw = run.begin_draw
+        draws = self.private_run.draws
+        begin = draws.begin
 
         def counted(*args, **options):
-            begin_draw(*args, **options)
-            self.idle += run._dummies
+            begin(*args, **options)
+            self.idle += draws.num_dummies
 
-        run.begin_draw = counted
+        draws.begin = counted
         return values
 
     def compute_per_sample_loss(self, model, inputs):

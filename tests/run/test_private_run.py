@@ -102,7 +102,7 @@ def released(folder, *, passes, **overrides):
 
     class With(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.private_run._sharding.most_passes = lambda number: number + passes
+            trainer.private_run.draws.sharding.most_passes = lambda number: number + passes
             trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
 
     trainer.add_callback(With())

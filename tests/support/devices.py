@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from doppler_hf import kernels
 from doppler_hf.privacy import bits
-from doppler_hf.run import private_run
+from doppler_hf.run import draws
 
 FAR = "far"
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def far_away(device=FAR):
         (torch, "Generator"): lambda device=None: torch.default_generator,
         (_Module, "here"): True,
         # What Transformers makes, words and normals, it makes with memory, and then moves in.
-        (private_run, "fill_generators"): _outside(private_run.fill_generators),
+        (draws, "fill_generators"): _outside(draws.fill_generators),
         (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
         (bits.SecretBits, "fill"): _filled(bits.SecretBits.fill, mode),
         (kernels, "address_of"): lambda values: next(addresses),
