@@ -68,6 +68,16 @@ def _gram(
 
 
 @triton.jit
+def _tiles_of(pair):
+    """Return the tiles i and j of a pair, with j ≤ i; pairs are counted row by row, from i = 0."""
+    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int64)
+    # The root is rounded, by less than one.
+    i -= (i * (i + 1) // 2 > pair).to(tl.int64)
+    i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int64)
+    return i, pair - i * (i + 1) // 2
+
+
+@triton.jit
 def _compare(
     table,
     found,
@@ -88,19 +98,14 @@ def _compare(
     pairs = tiles * (tiles + 1) // 2
     example, pair = program // most, program % most
     if pair < pairs:
-        # Pairs of tiles (i, j) with j ≤ i, one row of them after another.
-        i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0 + 1e-3).to(tl.int64)
-        j = pair - i * (i + 1) // 2
+        i, j = _tiles_of(pair)
         s, t = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
         left = tl.load(row).to(tl.pointer_type(L)) + example * time * p
         right = tl.load(row + 1).to(tl.pointer_type(R)) + example * time * q
         if ALIGNED:
-            left, right, p, q = (
-                tl.multiple_of(left, 16),
-                tl.multiple_of(right, 16),
-                tl.multiple_of(p, 16),
-                tl.multiple_of(q, 16),
-            )
+            left, p = tl.multiple_of(left, 16), tl.multiple_of(p, 16)
+            if not IS_LOOKUP:
+                right, q = tl.multiple_of(right, 16), tl.multiple_of(q, 16)
         of_left = _gram(left, s, t, time, p, INTERPRETED, TILE, DEPTH, RUN)
         if IS_LOOKUP:
             one = tl.load(right + s, mask=s < time, other=-1)
@@ -197,7 +202,9 @@ def _weigh(
         other = tl.load(row + 2).to(tl.pointer_type(T)) + example * others
         for begin in range(piece * CHUNK, others, PIECES * CHUNK):
             at = begin + tl.arange(0, CHUNK)
-            tl.store(other + at, tl.zeros([CHUNK], T), mask=at < others)
+            # Finite ones stay: these may be a user's inputs, or a weight that was expanded to a batch of one.
+            size = tl.abs(tl.load(other + at, mask=at < others, other=0.0).to(tl.float32))
+            tl.store(other + at, tl.zeros([CHUNK], T), mask=(at < others) & ((size == float("inf")) | (size != size)))
 
 
 def weighed(
@@ -211,8 +218,8 @@ def weighed(
 
     Args:
         products: l, r and the clip factors of each (taken out, not in order). Contiguous, l and r of one dtype, the clip
-            factors of float32. NaN marks an example that is left out: its l and r become zero (modified in place), since
-            0·∞ would be NaN.
+            factors of float32. NaN marks an example that is left out: what is not finite in its wider factor becomes zero
+            (modified in place), since 0·∞ would be NaN.
     """
     while products:
         some = _run(products)
