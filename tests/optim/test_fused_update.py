@@ -1,9 +1,6 @@
 """A step in one kernel is the plain step. Without a GPU it is interpreted."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -187,32 +184,3 @@ def test_on_a_gpu_it_is_the_step_of_a_cpu(dtype, monkeypatch):
     here, there = (trajectory([torch.nn.Parameter(each.to(to)) for each in numbers])[0] for to in ("cpu", "cuda"))
     atol = of_optimizer_steps(3, largest=10.0, dtypes=[dtype])
     torch.testing.assert_close([each.cpu() for each in there], here, rtol=0, atol=atol)
-
-
-# What Triton compiles for an H100, without one: the interpreter takes more than the compiler does.
-COMPILED = """
-import re
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from doppler_hf.optim.fused_update import _WARPS, BLOCK, _update
-
-for order, has_v, dtype, full in ((1, True, tl.float32, tl.float32), (0, False, tl.bfloat16, tl.float32)):
-    constants = {"BLOCK": BLOCK, "K": order, "HAS_V": has_v, "X": dtype, "G": dtype, "S": full}
-    kinds = {"table": "*i64", "owner": "*i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(_update, signature=kinds, constexprs=constants)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _WARPS}).asm["ptx"]
-    vectors = {word: len(re.findall(rf"{word}\\.global\\S*\\.v4", ptx)) for word in ("ld", "st")}
-    stores = len(re.findall(r"st\\.global", ptx)) - vectors["st"]
-    print(vectors["ld"], vectors["st"], stores, "cvt.rn.bf16" in ptx)
-"""
-
-
-def test_the_compiler_takes_the_kernel_reads_vectors_and_writes_each_number_once():
-    """A lane has eight numbers: two vectors of float32, one of bfloat16. Beside them there is a way for the rest."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=variables | path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    # Read are weight, gradient, state and second moment, all but the gradient are written.
-    assert done.stdout.split("\n")[:2] == ["8 6 24 False", "2 1 8 True"]

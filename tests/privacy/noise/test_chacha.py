@@ -1,8 +1,6 @@
 """The release in one kernel: the words of ChaCha20, each used once, and their noise. Without a GPU it is interpreted."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -126,30 +124,6 @@ def test_no_release_shares_its_key_with_another():
     assert len(set(keys)) == 4
     assert {len(key) for key in keys} == {32}
     assert len(torch.cat(found).unique()) == 4 * 70
-
-
-# What Triton compiles for an H100, without one: the interpreter takes more than the compiler does.
-COMPILED = """
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from doppler_hf.privacy.noise.chacha import _WARPS, LANES, _release
-
-kinds = {"table": "*i64", "owner": "*i32"}
-for terms, past, is_shaped, dtype in ((1, 0, False, tl.float32), (4, 2, True, tl.float64), (1, 1, True, tl.bfloat16)):
-    constants = {"LANES": LANES, "TERMS": terms, "K": past, "SHAPED": is_shaped, "T": dtype}
-    source = ASTSource(_release, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": _WARPS}).asm["ptx"].count("st.global"))
-"""
-
-
-def test_the_compiler_takes_the_kernel_and_each_coordinate_is_written_once():
-    """A lane has eight coordinates. Shaped noise is kept beside each of them."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=variables | path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["8", "16", "16"]
 
 
 def test_a_key_is_not_asked_for_more_blocks_than_its_counter_counts(monkeypatch):
