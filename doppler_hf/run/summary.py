@@ -95,7 +95,7 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy, {accuracy:.3g}, is hardly above {majority:.3g}, the share of the most frequent class"
     elif loss > (1.0 - _LITTLE) * of_mean:
-        words = f"loss, {loss:.3g}, is hardly below {of_mean:.3g}, that of the mean label"
+        words = f"loss, {loss:.3g}, is not clearly below {of_mean:.3g}, that of the mean label"
     else:
         return
     print(
