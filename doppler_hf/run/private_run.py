@@ -97,7 +97,6 @@ class PrivateRun:
         self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
-        self._clipped: ClippedGradients | None = None
         self._draws: Draws | None = None
         self._loader: PrivateLoader | None = None
         self._is_warned = False
@@ -174,7 +173,7 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._clipped = self._draws = None
+        self._draws = None
         if self.ledger is not None and self.affordable_steps <= 0:
             self._round_secret(self.ledger).forget()
 
@@ -255,7 +254,7 @@ class PrivateRun:
             engine=args.grad_sample_engine,
             rows_per_loss=rows_per_loss,
         )
-        self._clipped = self._resources.enter_context(clipped)
+        self._resources.enter_context(clipped)
         has_odds = has_one_label(base, dummy.inputs.get("labels"))
         self._draws = Draws(
             args=args,
@@ -282,12 +281,12 @@ class PrivateRun:
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
-        return contextlib.nullcontext() if self._clipped is None else self._clipped.unwatched()
+        return contextlib.nullcontext() if self._draws is None else self._draws.clipped.unwatched()
 
     @property
     def fallbacks(self) -> Mapping[str, str]:
         """Layers without a rule in the engine, by name, with the way in which their gradient is computed."""
-        return {} if self._clipped is None else self._clipped.fallbacks
+        return {} if self._draws is None else self._draws.clipped.fallbacks
 
     @property
     def settled_noise_std(self) -> float:
@@ -344,8 +343,8 @@ class PrivateRun:
     def count_ahead(self) -> PrivacyLedger | None:
         """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
         assert self.ledger is not None
-        if self._clipped is not None:
-            self._clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
+        if self._draws is not None:
+            self._draws.clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
         return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
 
     def count_release(self) -> None:

@@ -23,7 +23,7 @@ class RoundSecret(NamedTuple):
     run_id: str
     rank: int
     world_size: int  # with another number the units are divided otherwise
-    data: str  # a digest of the rows, which is as private as they are
+    data: str  # a digest of the rows' lengths, units and labels, which is as private as they are
 
     @property
     def path(self) -> Path:

@@ -89,11 +89,11 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
 
 
 def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation is hardly better than always naming one class, or the mean label."""
+    """Print if an evaluation is not clearly better than always naming one class, or the mean label."""
     accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
     if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
-        words = f"accuracy, {accuracy:.3g}, is hardly above {majority:.3g}, the share of the most frequent class"
+        words = f"accuracy, {accuracy:.3g}, is not clearly above {majority:.3g}, the share of the most frequent class"
     elif loss > (1.0 - _LITTLE) * of_mean:
         words = f"loss, {loss:.3g}, is not clearly below {of_mean:.3g}, that of the mean label"
     else:
@@ -111,12 +111,13 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
         last = whole_checkpoint(True, output_dir=args.output_dir)
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+    sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
     lines = (
         f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
         of_fixed_length_in_words(ledger),
         f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count{early}"
         if isinstance(last, str)
-        else "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'.",
+        else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )
     print(*filter(None, lines))
 

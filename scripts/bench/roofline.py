@@ -92,7 +92,7 @@ class Cost(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         packet = operator.overloadpacket
-        if operator.is_view or packet in FREE or operator.namespace in ("prim", "profiler"):
+        if is_free(operator):
             return result
         inputs, outputs = (tensors_in(each) for each in ((args, kwargs), result))
         size = sum(each.nbytes for each in (*inputs, *outputs))
@@ -166,6 +166,11 @@ class Cost(TorchDispatchMode):
             for (owner, name), function in replaced.items():
                 stack.enter_context(mock.patch.object(owner, name, function))
             yield
+
+
+def is_free(operator: Any) -> bool:
+    """Return whether an operator of torch launches no kernel."""
+    return operator.is_view or operator.overloadpacket in FREE or operator.namespace in ("prim", "profiler")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

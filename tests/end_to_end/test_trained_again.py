@@ -99,18 +99,29 @@ def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_pa
     assert all(tuple(row["input_ids"]) in known for rows in seen for row in rows)
 
 
-def test_an_interrupted_training_says_what_is_spent_and_is_begun_anew(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("saves", "said_of_checkpoints"),
+    [
+        (dict(), "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."),
+        (dict(save_strategy="epoch"), "adds its ε. Save sooner, as with a smaller save_steps and save_strategy='steps'."),
+        (dict(save_strategy="steps", save_steps=1), "goes on from"),
+    ],
+    ids=["none", "late", "soon"],
+)
+def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, capsys, saves, said_of_checkpoints):
     class Interrupted(Recorder):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2 and len(self.gradients) == 2:
                 raise KeyboardInterrupt
 
-    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum")
+    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum", **saves)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     said = capsys.readouterr().out
     assert f"Interrupted. Privacy spent: ε = {trainer.privacy.epsilon():.4g}, δ = " in said
-    assert "There is no checkpoint: a new run adds its ε." in said
+    assert said_of_checkpoints in said
+    if saves:
+        return
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=6)
     assert "Interrupted" not in capsys.readouterr().out
 

@@ -177,7 +177,7 @@ FILLED = {
     "buffer": lambda model: model.class_means.add_(1.0),
     "new buffer": lambda model: model.register_buffer("feature_means", torch.ones(2)),
     "frozen parameter": lambda model: model.bert.embeddings.position_embeddings.weight.data.mul_(2.0),
-    "trained weight": lambda model: model.classifier.bias.data.add_(1.0),
+    "trained weight": lambda model: model.classifier.weight.data.add_(1.0),
 }
 
 

@@ -23,22 +23,13 @@ from torch.utils._pytree import tree_map
 from doppler_hf import kernels
 from doppler_hf.privacy import bits
 from doppler_hf.run import draws
+from scripts.bench.roofline import is_free
 
 FAR = "far"
 aten = torch.ops.aten
 # They give Python a number, or a tensor of as many rows as a mask has ones.
 READING = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-# No kernels, though their schema does not call them views.
-FREE = {
-    aten._unsafe_view,
-    aten._reshape_alias,
-    aten.lift_fresh,
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-}
 
 
 class Asked(TorchDispatchMode):
@@ -62,8 +53,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
-        is_free = operator.is_view or operator.overloadpacket in FREE or operator.namespace in ("prim", "profiler")
-        self.kernels += not is_free
+        self.kernels += not is_free(operator)
         if would_wait(operator.overloadpacket, args, kwargs or {}, result):
             self.waits.append(str(operator))
         return result

@@ -7,6 +7,9 @@
 Gram matrices are made tile by tile and never written: of a pair of tiles beside the diagonal, which are each other's
 transposes, one. Factors of half precision are multiplied as they are, since a product of two such numbers is exact in
 float32, in which they are added up.
+
+Sensitivity: a program reads rows of one example alone, and writes what is that example's. `compare` reads the factors that
+`weighed` multiplies, and what `weighed` rounds is in the clip factor already.
 """
 
 from collections.abc import Iterator, Sequence

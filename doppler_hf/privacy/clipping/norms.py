@@ -30,7 +30,7 @@ TERMS: Final = 128.0
 TILE: Final = 1024
 # Squares below float32's range are lost, and the other factor may be large.
 VANISHED: Final = 1e-25
-# What rounding a number to bfloat16 may change it by is half of this dtype's eps times the number. The rest is of S itself.
+# Rounding to bfloat16 changes a number by half of this dtype's eps of it at most. The rest covers the rounding of S.
 HALF: Final = 0.51
 # Gram matrices of so many numbers are compared with each other in one go.
 AT_ONCE: Final = 2**20
@@ -43,8 +43,8 @@ class Squares:
 
     def __init__(self, *, in_kernels: bool, halves: bool) -> None:
         self._in_kernels, self._halves = in_kernels, halves
-        # Products and look-ups that are left to a kernel, by group, and S of those that are rounded.
-        self._left: list[tuple[str, Tensor, Tensor]] = []
+        # Products and look-ups that a kernel compares, by group, and S of those that are rounded.
+        self._for_kernels: list[tuple[str, Tensor, Tensor]] = []
         self._rounded: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         # By length and dtype: pairs of Gram matrices with the groups whose squares are still to be found.
@@ -57,9 +57,9 @@ class Squares:
         if isinstance(gradient, Dense):
             self._found[group].append(squares_in_full(gradient.values) if gradient.squares is None else gradient.squares)
         if self._in_kernels and isinstance(gradient, Product):
-            self._left.append((group, gradient.left, gradient.right))
+            self._for_kernels.append((group, gradient.left, gradient.right))
         elif self._in_kernels and isinstance(gradient, Lookup):
-            self._left.append((group, gradient.values.contiguous(), gradient.ids.contiguous()))
+            self._for_kernels.append((group, gradient.values.contiguous(), gradient.ids.contiguous()))
         elif isinstance(gradient, Product):
             self._add_pair(group, *map(self._gram_of, (gradient.left, gradient.right)))
         elif isinstance(gradient, Lookup):
@@ -78,7 +78,7 @@ class Squares:
         """Return the sums; not finite where the range of the dtype is too small."""
         for kind in tuple(self._pairs):
             self._compare(self._pairs.pop(kind))
-        if self._left:
+        if self._for_kernels:
             self._compare_in_kernels()
         return {group: torch.stack(found).sum(dim=0).clamp(min=0.0) for group, found in self._found.items()}
 
@@ -95,7 +95,7 @@ class Squares:
     def _compare_in_kernels(self) -> None:
         from doppler_hf.privacy.clipping.kernels import compare  # imports Triton
 
-        groups, *pairs = zip(*self._left, strict=True)
+        groups, *pairs = zip(*self._for_kernels, strict=True)
         terms = compare([*zip(*pairs, strict=True)], vanished=VANISHED)
         products, sizes, norms = torch.stack(terms).unbind(dim=2)
         eps = torch.finfo(products.dtype).eps
