@@ -31,11 +31,12 @@ from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
-from doppler_hf.run.own_loss import refuse_another_loss
+from doppler_hf.run.own_loss import TrainedLoss, refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.plan import planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -110,7 +111,7 @@ class DopplerTrainer(AroundSteps):
         self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
-        self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
+        self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
             refusals.refuse_of_trainer(self)
             refusals.warn_of_training_data_in_evaluation(self)
@@ -122,6 +123,12 @@ class DopplerTrainer(AroundSteps):
         """The current run or the last one. Before the first training, the run that would begin."""
         self._run = self._run or self._new_run()
         return self._run
+
+    @property
+    def _steps(self) -> Steps:
+        assert self._run is not None, "a run begins before its steps"
+        assert self._run.steps is not None, "and its engine is attached"
+        return self._run.steps
 
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
         refusals.refuse_a_run_without_data(self.args, self.train_dataset)
@@ -156,7 +163,7 @@ class DopplerTrainer(AroundSteps):
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-            self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
+            self._run = self.privacy.run = self._new_run(checkpoint=checkpoint, earlier=earlier)
             running.enter_context(self._run)
             running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())
@@ -173,16 +180,8 @@ class DopplerTrainer(AroundSteps):
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             values = (*values[:-1], run.statement.steps_planned)
-            run.attach(
-                self.model,
-                losses_of=self._losses,
-                check_loss=self._check_loss,
-                has_own_loss=self._has_own_loss,
-                is_of_class=lambda losses: self._losses_of_class() is losses,
-                loader=dataloader,
-                rows_per_loss=self.rows_per_loss,
-                sharding=self._sharding,
-            )
+            loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
+            run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -222,11 +221,11 @@ class DopplerTrainer(AroundSteps):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        run = self.private_run
-        run.draws.fill_generators()
+        steps = self._steps
+        steps.fill_generators()
         # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
-        pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
-        run.draws.begin(pieces, step=self.state.global_step)
+        pieces = list(itertools.islice(epoch_iterator, num_batches if steps.affordable > 0 else 0))
+        steps.begin(pieces, step=self.state.global_step)
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -259,6 +258,9 @@ class DopplerTrainer(AroundSteps):
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
+    def _is_of_class(self, losses: Tensor) -> bool:
+        return self._losses_of_class() is losses
+
     @property
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
@@ -279,12 +281,12 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        run = self.private_run
-        losses = run.draws.add_piece(inputs)
+        steps = self._steps
+        losses = steps.add_piece(inputs)
         private_loss: Tensor | None = None
-        if run.draws.is_complete:  # accelerate has wrapped the optimizer by now
-            private_loss = run.draws.release(self.optimizer.optimizer, step=self.state.global_step)
-        if len(losses) and run.statement.train_loss == "raw":
+        if steps.is_complete:  # accelerate has wrapped the optimizer by now
+            private_loss = steps.release(self.optimizer.optimizer, step=self.state.global_step)
+        if len(losses) and steps.reports_raw_loss:
             return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 

@@ -142,6 +142,8 @@ def neighbour_distances(
         trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
         watched = ScriptedRun(trainer, draws, is_held=is_held)
         trainer._new_run = watched.new_run  # type: ignore[method-assign]
+        # A share of error below 1 would hide that a record counts twice.
+        trainer._is_of_class = lambda losses: False  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -278,9 +280,6 @@ class ScriptedRun:
                 return loader
 
             run.loader = held_loader  # type: ignore[method-assign]
-        # A share of error below 1 would hide that a record counts twice.
-        attach = run.attach
-        run.attach = lambda model, **options: attach(model, **options | {"is_of_class": lambda _: False})  # type: ignore[method-assign]
         run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
         self.witnesses = [witness]
         if run.private_loss is not None:

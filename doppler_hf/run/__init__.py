@@ -2,7 +2,7 @@
 
 - around: what the trainer does around its steps
 - private_run: the run, whose parts are opened and closed together
-- draws: what it does in every step
+- steps: what it does in every step
 - refusals: refusals of trainer, data and checkpoint
 - data_scan: numbers of the training set that the model cannot take
 - model_limits: the range of numbers that the model takes

@@ -8,7 +8,7 @@ examples: in the mean of a single one class weights cancel out.
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy import losses as rules
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.generators import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
+
+
+class TrainedLoss(NamedTuple):
+    """The loss of each example, as a trainer has it."""
+
+    of_examples: Losses  # calls the model with a micro-batch, and returns one loss for each of its examples
+    check: Callable[[dict[str, Any], float], None]  # refuses a model whose own loss differs by more than a share of it
+    is_of_class: Callable[[Tensor], bool]  # whether losses are those of the rule for the model's class
+    is_own: bool  # whether code of the user's own computes them, which may count labels that no other loss does
+    rows_each: int  # as `rows_per_loss` in `ClippedGradients`
 
 
 def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:

@@ -6,7 +6,7 @@ each process gets its rows of the noisy total. FSDP reduces no gradient itself, 
 means that the backward pass averages gradients.
 
 All processes must gather equally often. Before a step they agree on the most passes of one, and that is all: the others make
-up for it with passes of weight 0 (`PrivateRun.release`), and the gatherings are FSDP2's own.
+up for it with passes of weight 0 (`Steps.release`), and the gatherings are FSDP2's own.
 
 Sensitivity: a gathered weight has the same bits as before it was cut, and contains nothing of an example.
 """

@@ -117,14 +117,14 @@ class Watched(DopplerTrainer):
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
         self.passes = self.idle = 0
-        draws = self.private_run.draws
-        begin = draws.begin
+        steps = self.private_run.steps
+        begin = steps.begin
 
         def counted(*args, **options):
             begin(*args, **options)
-            self.idle += draws.num_dummies
+            self.idle += steps.num_dummies
 
-        draws.begin = counted
+        steps.begin = counted
         return values
 
     def compute_per_sample_loss(self, model, inputs):

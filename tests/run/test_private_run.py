@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import types
 import warnings
 
 import dp_accounting
@@ -42,6 +43,7 @@ def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
 
 def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
     run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
+    run.steps = types.SimpleNamespace()
     run.mechanism = GaussianMechanism(noise_multiplier=0.9, max_grad_norm=1.0, expected_batch_size=8)
     with pytest.raises(AssertionError):
         run.begin(step=0)
@@ -102,7 +104,8 @@ def released(folder, *, passes, **overrides):
 
     class With(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.private_run.draws.sharding.most_passes = lambda number: number + passes
+            sharding = trainer.private_run.steps.sharding
+            sharding.is_asked_for, sharding.most_passes = True, lambda number: number + passes
             trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
 
     trainer.add_callback(With())
@@ -331,21 +334,14 @@ class _TwoProcesses:
     get_world_size = staticmethod(lambda: 2)
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before", "during"])
-def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, monkeypatch, early):
+def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, monkeypatch):
     """Their sums are added up under the noise of one: who was drawn by both counts twice."""
-
-    class BeginsGroup(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            monkeypatch.setattr(replicas, "dist", _TwoProcesses)
-
     recorder = Recorder()
-    trainer = trainer_of(tmp_path, callbacks=[recorder, BeginsGroup()])
-    if early:
-        monkeypatch.setattr(replicas, "dist", _TwoProcesses)
+    trainer = trainer_of(tmp_path, callbacks=[recorder])
+    monkeypatch.setattr(replicas, "dist", _TwoProcesses)
     with pytest.raises(ValueError, match=r"got 2 and 1 processes: .* Start with `accelerate launch`"):
         trainer.train()
-    assert len(recorder.gradients) == (0 if early else 1)
+    assert recorder.gradients == []
 
 
 def not_finite(rows=24):

@@ -1,9 +1,10 @@
-"""What a private run does in every step: a draw's sum of clipped gradients, and its release.
+"""What a private run does in every step: a draw's sum of clipped gradients, its release, and their count in the ledger.
 
-The way of an example from left to right: `begin` a draw, `add_piece` for each of its pieces, then `release`.
+The way of an example from left to right: `reserve` a step, `begin` its draw, `add_piece` for each of the draw's pieces,
+`release` their sum beneath noise, then `count_release`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,34 +14,37 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.privacy import AllocationSampler, ClippedGradients
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses
+from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.generators import fill_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.replicas import refuse_processes_that_draw_alone
+from doppler_hf.run.own_loss import TrainedLoss
+from doppler_hf.run.refusals import warn_of_non_finite
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
 @dataclass(eq=False, kw_only=True)
-class Draws:
-    """The draws of one run, one after another.
+class Steps:
+    """The steps of one run, one after another: the only object that they need.
 
     Attributes:
         args: The arguments.
         sampler: The sampler that draws.
         clipped: The engine, attached to the model.
-        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-        is_cross_entropy: Whether losses are −log p of one right class.
+        loss: The trainer's loss of each example.
+        has_odds: Whether the rule for the model's class has −log p of one right class.
         mechanism: The mechanism that turns clipped sums into private gradients.
         private_loss: The private training loss; None if there is none.
         raw_recorders: The callbacks that record sums without noise.
         sharding: Where the weights lie.
         dummy: A micro-batch of weight 0, for the passes in which other processes have more.
+        reports_raw_loss: Whether the mean loss of a draw is shown as it is.
+        ledger: The record of what was spent; None before the run has begun it.
+        affordable: The number of further steps that the budget allows.
         is_released: Whether the gradient in `p.grad` is the mechanism's, of the draw that was begun last.
         num_non_finite: How many examples of it had no finite gradient, on the device.
         num_dummies: In how many passes of it other processes have more.
@@ -49,18 +53,28 @@ class Draws:
     args: DopplerTrainingArguments
     sampler: AllocationSampler
     clipped: ClippedGradients
-    losses_of: Losses
-    is_cross_entropy: Callable[[Tensor], bool]
+    loss: TrainedLoss
+    has_odds: bool
     mechanism: Mechanism
     private_loss: PrivateLoss | None
     raw_recorders: Sequence[GradientRecorder]
     sharding: Sharding
     dummy: MicroBatch
+    reports_raw_loss: bool
+    ledger: PrivacyLedger | None = field(default=None, init=False)
+    affordable: int = field(default=0, init=False)
     is_released: bool = field(default=False, init=False)
     num_non_finite: int | Tensor = field(default=0, init=False)
     num_dummies: int = field(default=0, init=False)
     _pieces_left: int = field(default=0, init=False)
     _fillings: int = field(default=0, init=False)
+    _is_warned: bool = field(default=False, init=False)
+
+    def reserve(self) -> PrivacyLedger | None:
+        """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
+        assert self.ledger is not None
+        self.clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
+        return self.ledger if self.ledger.reserve(at_most=self.affordable) else None
 
     def fill_generators(self) -> None:
         """Fill the global generators with secret words, whatever has seeded them."""
@@ -75,10 +89,9 @@ class Draws:
             step: Optimizer step, counted from 0.
 
         Raises:
-            ValueError: If they are not as many as a draw has, or torch has processes that the sampler does not know.
+            ValueError: If they are not as many as a draw has.
             RuntimeError: If they were drawn for another step.
         """
-        refuse_processes_that_draw_alone(self.args.world_size)
         # Sensitivity: part of another draw would let an example count twice.
         if len(pieces) not in (0, self.sampler.micro_batches):
             raise ValueError(
@@ -95,7 +108,7 @@ class Draws:
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
-        self.num_dummies = self.sharding.most_passes(passes) - passes
+        self.num_dummies = self.sharding.most_passes(passes) - passes if self.sharding.is_asked_for else 0
         self.clipped.reset()
         self.is_released = False
         if self.private_loss is not None:
@@ -125,12 +138,12 @@ class Draws:
             )
         self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
         self.fill_generators()
-        losses = [self._add(micro_batch) for micro_batch in piece]
+        losses = [self._add_clipped(micro_batch) for micro_batch in piece]
         return torch.cat(losses) if losses else torch.zeros(0, device=self.args.device)
 
-    def _add(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
+    def _add_clipped(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
         # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
-        losses = self.losses_of(send_to_device(micro_batch.inputs, self.args.device, non_blocking=True))
+        losses = self.loss.of_examples(send_to_device(micro_batch.inputs, self.args.device, non_blocking=True))
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # Not their numbers: the size of a draw is private, and messages end in logs.
@@ -143,7 +156,7 @@ class Draws:
         if micro_batch.weight != 1.0:
             weights = torch.full((size,), micro_batch.weight, device=losses.device)
         # By what was computed and not by the class: code of the user's own may return the loss of the model's class.
-        self.clipped.is_cross_entropy = self.is_cross_entropy(losses)
+        self.clipped.is_cross_entropy = self.has_odds and self.loss.is_of_class(losses)
         self.clipped.backward(losses, weights=weights, views=micro_batch.rows_each)
         if self.private_loss is not None:
             self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
@@ -162,7 +175,7 @@ class Draws:
         for _ in range(self.num_dummies):  # another process has more micro-batches, and all gather the weights
             # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
             # change, and what is released is the same, in every bit, whether the pass is made or not.
-            self._add(self.dummy)
+            self._add_clipped(self.dummy)
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self.clipped.max_grad_norm == self.mechanism.max_grad_norm
         for recorder in self.raw_recorders:  # The statement then says that nothing is private.
@@ -176,3 +189,22 @@ class Draws:
         self.is_released, self.num_non_finite = True, self.clipped.num_non_finite
         self.clipped.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)
+
+    def count_release(self) -> None:
+        """Count one step as released.
+
+        Raises:
+            RuntimeError: If the gradient of this step is not the mechanism's.
+        """
+        if self.ledger is None or not self.is_released:
+            raise RuntimeError(
+                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
+                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
+            )
+        self.is_released = False
+        # Read here, where Transformers reads the loss: within a step nothing waits for the device.
+        if self.reports_raw_loss and not self._is_warned and self.num_non_finite:
+            self._is_warned = True
+            warn_of_non_finite()
+        self.ledger.record_step()
+        self.affordable -= 1
