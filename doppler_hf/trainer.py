@@ -3,8 +3,8 @@
 One training step from top to bottom: `get_train_dataloader` cuts the random batch into
 `gradient_accumulation_steps` pieces, each a list of micro-batches. Each micro-batch's per-sample gradients are clipped and
 summed, and after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary.
-`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves
-(`run.around`).
+`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`) and
+saves (`run.saving`).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
@@ -24,9 +25,9 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run import refusals
-from doppler_hf.run.around import AroundSteps
 from doppler_hf.run.checkpoints import whole_checkpoint
 from doppler_hf.run.data_scan import refuse_values_beyond
+from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
@@ -35,12 +36,14 @@ from doppler_hf.run.own_loss import TrainedLoss, refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.plan import planned_steps
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.rehearsal import rehearse
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-class DopplerTrainer(AroundSteps):
+class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
@@ -67,8 +70,10 @@ class DopplerTrainer(AroundSteps):
 
     args: DopplerTrainingArguments
     optimizer: Any
+    lr_scheduler: Any
+    model_wrapped: Any
     # What `compute_loss` is unless you override it, which without compute_per_sample_loss has no effect on training.
-    inherited_compute_loss = AroundSteps.compute_loss
+    inherited_compute_loss = EvaluatingTrainer.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
@@ -183,6 +188,25 @@ class DopplerTrainer(AroundSteps):
             loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
             run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
+
+    def _forget_earlier_training(self) -> None:
+        """Let Transformers build anew, as after `model_init`, what it keeps of an earlier training.
+
+        The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
+        """
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+            self.optimizer = self.lr_scheduler = None
+        self.model_wrapped = self.model
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if not self.args.disable_dp:
+            refusals.refuse_another_optimizer(self.optimizer.optimizer)
+            refusals.refuse_other_parameters(self.optimizer.optimizer, self.model)
+            if self.args.rehearse:
+                rehearse(self, ignore_keys=self._ignore_keys)
+        return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
@@ -309,3 +333,12 @@ class DopplerTrainer(AroundSteps):
         chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}
         self.args.note_run(run.statement, noise_std=own.noise_std, **chosen)
         return self.optimizer
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
+        return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as Transformers does, without privacy only."""
+        refusals.refuse_search(self.args)
+        return super().hyperparameter_search(*args, **kwargs)

@@ -1,6 +1,7 @@
 """One private run of transformers' Trainer: its parts, its callbacks and its outputs.
 
-- around: what the trainer does around its steps
+- evaluation: evaluations, with the user's loss and a baseline
+- saving: models, checkpoints, cards and logs
 - private_run: the run, whose parts are opened and closed together
 - steps: what it does in every step
 - refusals: refusals of trainer, data and checkpoint

@@ -6,12 +6,10 @@ examples: in the mean of a single one class weights cancel out.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -80,25 +78,6 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
             f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
             "Override compute_per_sample_loss to return it for each example."
         )
-
-
-def mean_and_outputs(
-    losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
-) -> tuple[Float[Tensor, ""], Any]:
-    """Return the mean loss of an evaluated batch, and the model's outputs as Transformers takes them."""
-    found: list[Any] = []
-    with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
-        mean = losses_of(model, dict(inputs)).mean()
-    outputs = found[0] if len(found) == 1 else ()
-    if len(found) != 1:
-        warnings.warn(
-            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch. Call "
-            "model(...) once, or for metrics override prediction_step.",
-            stacklevel=2,
-        )
-    if isinstance(outputs, dict):
-        return mean, outputs
-    return mean, (mean, *(outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
 def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:

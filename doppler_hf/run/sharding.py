@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.parameters import look_again
@@ -184,6 +184,30 @@ class Sharding:
             device=self._device,
             is_main_process=dist.get_rank() == 0,
         )
+
+
+class ShardedTrainer(Trainer):
+    """`Trainer` whose model lies where `Sharding` says."""
+
+    args: DopplerTrainingArguments
+    _sharding: Sharding
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Transformers' accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
+        with contextlib.nullcontext() if self.args.disable_dp else hidden_from_trainer(self.args) as plugin:
+            super().create_accelerator_and_postprocess()
+        self._sharding = Sharding(plugin, device=self.args.device)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self._sharding.is_asked_for:  # otherwise it may not fit there as a whole
+            super()._move_model_to_device(model, device)
+
+    def _prepare_model(self) -> None:
+        self._sharding.cut(self.model)
+        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
+        # discarded. `prepare` does not change a model that has been prepared.
+        placement = False if self._sharding.is_asked_for else None
+        self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
 
 
 def is_much_trained(model: nn.Module) -> bool:
