@@ -24,19 +24,20 @@ from transformers import DefaultDataCollator, TrainerCallback, default_data_coll
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.run import refusals
 from doppler_hf.run.checkpoints import whole_checkpoint
-from doppler_hf.run.data_scan import refuse_values_beyond
+from doppler_hf.run.checks import data as data_checks
+from doppler_hf.run.checks import trainer as trainer_checks
+from doppler_hf.run.checks.loss import TrainedLoss, refuse_another_loss
+from doppler_hf.run.checks.rehearsal import rehearse
+from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_columns
+from doppler_hf.run.checks.values import refuse_values_beyond
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
-from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
-from doppler_hf.run.own_loss import TrainedLoss, refuse_another_loss
 from doppler_hf.run.parameters import look_again
 from doppler_hf.run.plan import planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.rehearsal import rehearse
 from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.run.steps import Steps
@@ -79,7 +80,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refusals.refuse_other_bases(cls)
+        trainer_checks.refuse_other_bases(cls)
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
                 "with another, such as Seq2SeqTrainingArguments."
             )
         self._disable_dp = args.disable_dp
-        refusals.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
+        trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
         # Transformers' Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
@@ -118,8 +119,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
         self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
-            refusals.refuse_of_trainer(self)
-            refusals.warn_of_training_data_in_evaluation(self)
+            trainer_checks.refuse_of_trainer(self)
+            data_checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -136,7 +137,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return self._run.steps
 
     def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
-        refusals.refuse_a_run_without_data(self.args, self.train_dataset)
+        data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         return PrivateRun(
             self.args,
             self.train_dataset,
@@ -157,7 +158,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
-        refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
+        trainer_checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
@@ -202,8 +203,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
-            refusals.refuse_another_optimizer(self.optimizer.optimizer)
-            refusals.refuse_other_parameters(self.optimizer.optimizer, self.model)
+            trainer_checks.refuse_another_optimizer(self.optimizer.optimizer)
+            trainer_checks.refuse_other_parameters(self.optimizer.optimizer, self.model)
             if self.args.rehearse:
                 rehearse(self, ignore_keys=self._ignore_keys)
         return prepared
@@ -214,9 +215,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        refusals.refuse_own_generators(self.train_dataset, self.data_collator)
+        data_checks.refuse_own_generators(self.train_dataset, self.data_collator)
         if self.is_in_train:
-            refusals.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
+            data_checks.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -326,7 +327,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         own = self.optimizer
-        refusals.refuse_another_optimizer(own)
+        trainer_checks.refuse_another_optimizer(own)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)
@@ -340,5 +341,5 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as Transformers does, without privacy only."""
-        refusals.refuse_search(self.args)
+        trainer_checks.refuse_search(self.args)
         return super().hyperparameter_search(*args, **kwargs)

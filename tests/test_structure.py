@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "extras": ("", ""),
     "version": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers accelerate"),
-    "trl_checks": ("training_args run.refusals", ""),
+    "trl_checks": ("training_args run.checks.data", ""),
     "sft": ("trainer training_args trl_checks run.saving", "transformers trl"),
     "dpo": ("trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),

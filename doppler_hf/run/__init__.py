@@ -4,9 +4,7 @@
 - saving: models, checkpoints, cards and logs
 - private_run: the run, whose parts are opened and closed together
 - steps: what it does in every step
-- refusals: refusals of trainer, data and checkpoint
-- data_scan: numbers of the training set that the model cannot take
-- model_limits: the range of numbers that the model takes
+- checks: all that is checked before the first step
 - choices: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
@@ -16,12 +14,6 @@
 - sharding: weights in shards on several processes
 - sharded_states: saving and loading them
 - replicas: the same terms, weights and outcomes on every process
-- refused_models: models that are refused before the engine is attached
-- start_check: the engine and the losses of a few examples, checked before the first step
-- unreached: trained parameters that no loss reaches
-- rehearsal: a small evaluation and checkpoint before anything is spent
-- own_code: errors of the user's own code, with their reason
-- own_loss: whether the model's own loss is the one that is trained
 - optimizer: the optimizer of the arguments
 - checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget

@@ -18,22 +18,22 @@ from transformers import PreTrainedModel
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
-from doppler_hf.privacy.autograd_check.as_in_training import without_coins
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
-from doppler_hf.privacy.batching.probe import SHORT, Probe
+from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.generators import fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import has_one_label, without_adapters
 from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
+from doppler_hf.run.checks.examples import check_examples
+from doppler_hf.run.checks.loss import TrainedLoss
+from doppler_hf.run.checks.model import refuse_model
 from doppler_hf.run.choices import chosen_noise_shape
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.mechanisms import mechanisms_of
-from doppler_hf.run.own_loss import TrainedLoss
 from doppler_hf.run.plan import budget_spent, planned_statement
-from doppler_hf.run.refused_models import computes_in_bf16, refuse_model
 from doppler_hf.run.replicas import (
     compare_terms,
     give_all_the_weights_of_process_0,
@@ -43,9 +43,7 @@ from doppler_hf.run.replicas import (
 )
 from doppler_hf.run.round_secrets import RoundSecret
 from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
 from doppler_hf.run.steps import Steps
-from doppler_hf.run.unreached import refuse_unreached
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -249,16 +247,7 @@ class PrivateRun:
             dummy=dummy,
             reports_raw_loss=statement.train_loss == "raw",
         )
-        in_bf16 = computes_in_bf16(model, args)
-        if args.grad_sample_self_check:
-            number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if loss.is_own else SHORT
-            reached = check_before_training(clipped, model, loss.of_examples, probe, number=number, in_bf16=in_bf16)
-            unreached = clipped.parameters.keys() - reached
-            if unreached and not args.train_unreached_parameters:
-                with clipped.unwatched():
-                    refuse_unreached(model, loss.of_examples, probe, unreached=unreached)
-        with without_coins(model), clipped.unwatched():
-            loss.check(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        check_examples(clipped, model, loss, probe, args)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""

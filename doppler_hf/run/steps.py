@@ -4,6 +4,7 @@ The way of an example from left to right: `reserve` a step, `begin` its draw, `a
 `release` their sum beneath noise, then `count_release`.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,9 +20,8 @@ from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.generators import fill_generators
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss
+from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.gradient_recorder import GradientRecorder
-from doppler_hf.run.own_loss import TrainedLoss
-from doppler_hf.run.refusals import warn_of_non_finite
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -208,3 +208,13 @@ class Steps:
             warn_of_non_finite()
         self.ledger.record_step()
         self.affordable -= 1
+
+
+def warn_of_non_finite() -> None:
+    """Warn that examples contribute nothing, if their raw loss is shown anyway."""
+    warnings.warn(
+        "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
+        "data, and for losses that overflow or divide by zero. This warning is not private. It appears only with "
+        "report_train_loss='raw'.",
+        stacklevel=3,
+    )

@@ -17,7 +17,7 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.noise import PrivateLoss
-from doppler_hf.run.own_loss import TrainedLoss
+from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.steps import Steps
 from tests.support.devices import FAR, Asked, far_away
 from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters

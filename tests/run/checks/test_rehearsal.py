@@ -16,9 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run import rehearsal
 from doppler_hf.run.checkpoints import kept_evaluations
-from doppler_hf.run.rehearsal import few_rows
+from doppler_hf.run.checks import rehearsal
+from doppler_hf.run.checks.rehearsal import few_rows
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, on_cpu, trained, weights
 

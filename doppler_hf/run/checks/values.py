@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, numbers_in, rows_with_gaps
 from doppler_hf.privacy.batching.fetching import fetch_one
-from doppler_hf.run.model_limits import Limit, limits_of
+from doppler_hf.run.checks.limits import Limit, limits_of
 
 MOST_NUMBERS: Final = 10**8  # of a column; a second
 MOST_SECONDS: Final = 10.0  # of rows that are read one by one

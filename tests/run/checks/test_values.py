@@ -9,9 +9,9 @@ from torch import nn
 from transformers import default_data_collator
 
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run import data_scan
-from doppler_hf.run.data_scan import refuse_values_beyond
-from doppler_hf.run.model_limits import limits_of
+from doppler_hf.run.checks import values
+from doppler_hf.run.checks.limits import limits_of
+from doppler_hf.run.checks.values import refuse_values_beyond
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
@@ -24,7 +24,7 @@ BEYOND, ROW = 4321, 137
 
 @pytest.fixture(autouse=True)
 def _nothing_scanned(monkeypatch):
-    monkeypatch.setattr(data_scan, "_SCANNED", set())
+    monkeypatch.setattr(values, "_SCANNED", set())
 
 
 def ends(model, columns=COLUMNS, *, kind="numbers", has_own_loss=False):
@@ -280,7 +280,7 @@ def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False)
     ],
 )
 def test_the_rows_of_the_data_set_are_scanned_and_no_others(monkeypatch, chosen, is_there):
-    monkeypatch.setattr(data_scan, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(values, "_ROWS_AT_ONCE", 64)
     assert is_beyond(tiny_bert(), chosen(with_one(BEYOND))) == is_there
 
 
@@ -294,7 +294,7 @@ class Counting(Rows):
 
 @pytest.mark.parametrize(("seconds", "reads"), [(10.0, 301), (-1.0, 1)])
 def test_rows_that_a_data_set_makes_are_read_by_chance_as_long_as_there_is_time(monkeypatch, seconds, reads):
-    monkeypatch.setattr(data_scan, "MOST_SECONDS", seconds)
+    monkeypatch.setattr(values, "MOST_SECONDS", seconds)
     data = Counting(text_data(300))
     assert not is_beyond(tiny_bert(), data)
     assert data.reads == reads  # the first tells the columns
@@ -310,8 +310,8 @@ def test_a_data_set_of_torch_is_refused_before_anything_is_spent(tmp_path):
 
 
 def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(tmp_path, monkeypatch):
-    scans, beyond = [], data_scan._beyond_in_table
-    monkeypatch.setattr(data_scan, "_beyond_in_table", lambda *args: scans.append(1) or beyond(*args))
+    scans, beyond = [], values._beyond_in_table
+    monkeypatch.setattr(values, "_beyond_in_table", lambda *args: scans.append(1) or beyond(*args))
     trainer = trained(trainer_of(tmp_path, max_steps=1))
     trainer.train()
     assert len(scans) == 1

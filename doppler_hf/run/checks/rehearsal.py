@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.columns import LABELS, lengths_of
-from doppler_hf.run.data_scan import refuse_values_beyond
+from doppler_hf.run.checks.values import refuse_values_beyond
 from doppler_hf.run.replicas import on_process_0
 
 # Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.

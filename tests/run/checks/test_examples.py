@@ -42,7 +42,7 @@ from transformers import (
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.run.refused_models import refuse_model
+from doppler_hf.run.checks.model import refuse_model
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
