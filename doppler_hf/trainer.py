@@ -30,15 +30,15 @@ from doppler_hf.run.checks import trainer as trainer_checks
 from doppler_hf.run.checks.loss import TrainedLoss, refuse_another_loss
 from doppler_hf.run.checks.rehearsal import rehearse
 from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_columns
-from doppler_hf.run.checks.values import refuse_values_beyond
+from doppler_hf.run.checks.values import refuse_out_of_range
+from doppler_hf.run.digests import note_shards
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
-from doppler_hf.run.parameters import look_again
 from doppler_hf.run.plan import planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -164,7 +164,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
         self._forget_earlier_training()
         self._prepare_model()
-        look_again(self.model.parameters())  # others may have been loaded since they were cut
+        note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
             earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
@@ -226,7 +226,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        refuse_values_beyond(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
+        refuse_out_of_range(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:

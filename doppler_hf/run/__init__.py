@@ -5,23 +5,22 @@
 - private_run: the run, whose parts are opened and closed together
 - steps: what it does in every step
 - checks: all that is checked before the first step
-- choices: the filter and the shape of the noise, as named or chosen
+- filter_and_noise: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
-- mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one
 - memory: the bytes that a pass has in use, on tensors without memory
 - sharding: weights in shards on several processes
 - sharded_states: saving and loading them
-- replicas: the same terms, weights and outcomes on every process
+- processes: the same terms, weights and outcomes on every process
 - optimizer: the optimizer of the arguments
 - checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
-- parameters: a digest of the parameters, by which the ledger knows the model
+- digests: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - gradient_recorder: a small image of every private gradient
-- projection: the map from a gradient to its image
+- count_sketch: the map from a gradient to its image
 - model_card: the model card's section on privacy
 """

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.run.choices import learning_rates_of
+from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import without_rate_rule
 

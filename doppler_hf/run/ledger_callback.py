@@ -22,13 +22,13 @@ from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
+from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
 from doppler_hf.run.learning_rate import told_of_small_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
-from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
+from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.steps import Steps
 from doppler_hf.run.summary import print_end, print_if_not_learnt, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -238,7 +238,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
-        look_again_at_what_is_trained(kwargs["model"])
+        note_trained_shards(kwargs["model"])
         if self.speaks_for(kwargs["model"]):
             self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:

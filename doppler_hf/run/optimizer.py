@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.run.choices import chosen_filter
+from doppler_hf.run.filter_and_noise import chosen_filter
 from doppler_hf.run.learning_rate import chosen_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments

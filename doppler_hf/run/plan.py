@@ -1,4 +1,4 @@
-"""The numbers of a private run, computed once, before its first step: the noise, and the statement of the ledger.
+"""The numbers of a private run, computed once, before its first step: noise, the statement of the ledger, mechanisms.
 
 With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
 clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
@@ -9,9 +9,18 @@ import math
 from typing import Final
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy import (
+    AllocationSampler,
+    GaussianMechanism,
+    PrivacyLedger,
+    PrivacyStatement,
+    default_delta,
+    get_noise_multiplier,
+)
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
+from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
@@ -67,7 +76,6 @@ def planned_statement(
     *,
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
-    noise_source: str,
     records_raw: bool = False,
     earlier: PrivacyLedger | None = None,
     first_step: int = 0,
@@ -83,6 +91,7 @@ def planned_statement(
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     of_gradient = 1.0 - of_loss
     column = args.privacy_unit_column
+    source = noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed)
 
     def under(noise_multiplier: float) -> PrivacyStatement:
         return PrivacyStatement(
@@ -106,7 +115,7 @@ def planned_statement(
             accountant="pld",
             steps_planned=steps,
             private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
-            noise_source=noise_source,
+            noise_source=source,
             sampling=args.sampling,
         )
 
@@ -134,6 +143,42 @@ def planned_statement(
         sampling=args.sampling,
     )
     return under(joint / math.sqrt(of_gradient))
+
+
+def mechanisms_of(
+    args: DopplerTrainingArguments,
+    statement: PrivacyStatement,
+    *,
+    shape: NoiseShape,
+    first_step: int,
+) -> tuple[Mechanism, PrivateLoss | None]:
+    """Return what turns clipped sums into private gradients, and the private training loss if there is one.
+
+    Args:
+        args: The arguments.
+        statement: The run's statement, with the size of each noise.
+        shape: The shape of the gradient's noise.
+        first_step: The step at which the run begins.
+    """
+
+    def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
+        return GaussianMechanism(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_norm,
+            expected_batch_size=statement.expected_batch_size,
+            shape=shape,
+            first_step=first_step,
+            device=args.device,
+            floating_point_safe=args.floating_point_safe,
+            seed=args.noise_seed,
+        )
+
+    of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
+    loss: PrivateLoss | None = None
+    if statement.loss_noise_multiplier is not None:
+        assert args.per_sample_max_loss is not None
+        loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
+    return of_gradient, loss
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:

@@ -25,16 +25,14 @@ from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.generators import fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import has_one_label, without_adapters
-from doppler_hf.privacy.noise import noise_source
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model
-from doppler_hf.run.choices import chosen_noise_shape
+from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
-from doppler_hf.run.mechanisms import mechanisms_of
-from doppler_hf.run.plan import budget_spent, planned_statement
-from doppler_hf.run.replicas import (
+from doppler_hf.run.plan import budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.processes import (
     compare_terms,
     give_all_the_weights_of_process_0,
     on_all_processes,
@@ -121,7 +119,6 @@ class PrivateRun:
             args,
             sampler=self.sampler,
             noise_shape=shape,
-            noise_source=noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed),
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
             first_step=self._first_step,

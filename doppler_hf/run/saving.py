@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, Trainer
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run.checkpoints import begin_checkpoint
+from doppler_hf.run.digests import note_trained_shards
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import with_columns_in_one_order
-from doppler_hf.run.parameters import look_again_at_what_is_trained
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
@@ -73,7 +73,7 @@ class SavingTrainer(ShardedTrainer):
             saving.enter_context(space_for("the model", folder=folder))
             if is_first:
                 saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
-            look_again_at_what_is_trained(self.model)  # which no process could do alone
+            note_trained_shards(self.model)  # which no process could do alone
             if step is not None and is_first:
                 begin_checkpoint(folder)
             super().save_model(output_dir, _internal_call=_internal_call)

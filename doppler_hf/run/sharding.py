@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
 from doppler_hf.privacy.losses import without_adapters
-from doppler_hf.run.parameters import look_again
-from doppler_hf.run.replicas import give_all_the_weights_of_process_0
+from doppler_hf.run.digests import note_shards
+from doppler_hf.run.processes import give_all_the_weights_of_process_0
 from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
 from doppler_hf.shards import remember_keeper
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -157,7 +157,7 @@ class Sharding:
         for group in groups_of(model):
             for keeper in group.fsdp_params:
                 remember_keeper(keeper.sharded_param, keeper)
-        look_again(model.parameters())
+        note_shards(model.parameters())
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")

@@ -536,7 +536,7 @@ def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
 
 
 ERRORS = ["weight", "shard", "taps"]
-ENDED = "OthersKnow: Another process of this training has ended"
+ENDED = "SharedError: Another process of this training has ended"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from doppler_hf.privacy import AllocationSampler, default_delta
 from doppler_hf.reports import planned_noise
 from doppler_hf.reports.planned_noise import taken_by_training
 from doppler_hf.reports.planned_runs import PlanRequest, Target
-from doppler_hf.run.choices import chosen_filter, chosen_noise_shape
+from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
 from doppler_hf.run.plan import planned_statement
 from tests.support.trainers import arguments
 
@@ -23,7 +23,7 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     sampler = AllocationSampler(num_examples=2000, expected_batch_size=batch)
     shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
     sampler.take_turns(shape.bands)
-    statement = planned_statement(args, sampler=sampler, noise_shape=shape, noise_source="a coin")
+    statement = planned_statement(args, sampler=sampler, noise_shape=shape)
     run = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon).solve()
     choice = taken_by_training(run, Target(epsilon, default_delta(2000)), None)
     assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run

@@ -37,7 +37,7 @@ SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 
 def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape)
     model = nn.Linear(1, num_trained, bias=False, device="meta") if model is None else model
     return chosen_learning_rate(args, statement, model=model)
 

@@ -16,7 +16,7 @@ from transformers import BertForSequenceClassification, TrainerCallback, Trainer
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.run import replicas
+from doppler_hf.run import processes
 from doppler_hf.run.earlier_ledgers import ledgers_of
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from tests.support.ledgers import after, said, statement
@@ -116,9 +116,9 @@ def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatc
     callback.ledger = mine
     PartialState()
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
-    monkeypatch.setattr(replicas, "broadcast_object_list", lambda objects: [theirs])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [theirs])
     assert callback.earlier_ledger(None, folder="", model=tiny_bert()) is theirs
-    monkeypatch.setattr(replicas, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
     with pytest.raises(ValueError, match="refused on process 0"):
         callback.earlier_ledger(None, folder="", model=tiny_bert())
 

@@ -24,7 +24,7 @@ def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100) | overrides
     args = arguments(tmp_path, **options)
     shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)
-    terms = dict(sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    terms = dict(sampler=SAMPLER, noise_shape=shape)
     return planned_statement(args, **terms, earlier=earlier, first_step=first_step)
 
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.run import replicas
+from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -321,10 +321,10 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
 def test_processes_train_by_the_same_terms_but_for_how_sigma_is_rounded(name, other, is_refused):
     terms = [{name: 1.0, "noise_shape": "white"}, {name: other, "noise_shape": "white"}]
     if not is_refused:
-        replicas.refuse_different_terms(terms)
+        processes.refuse_different_terms(terms)
         return
     with pytest.raises(ValueError, match=rf"{name} must be the same on all processes, got 1\.0 on process 0 and "):
-        replicas.refuse_different_terms(terms)
+        processes.refuse_different_terms(terms)
 
 
 class _TwoProcesses:
@@ -338,7 +338,7 @@ def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, 
     """Their sums are added up under the noise of one: who was drawn by both counts twice."""
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder])
-    monkeypatch.setattr(replicas, "dist", _TwoProcesses)
+    monkeypatch.setattr(processes, "dist", _TwoProcesses)
     with pytest.raises(ValueError, match=r"got 2 and 1 processes: .* Start with `accelerate launch`"):
         trainer.train()
     assert recorder.gradients == []

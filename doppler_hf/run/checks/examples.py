@@ -27,7 +27,7 @@ from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import computes_in_bf16
-from doppler_hf.run.parameters import adapted_parameters
+from doppler_hf.run.digests import adapted_parameters
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # Relative, of losses and gradients: batches of one and of several are rounded differently.

@@ -21,8 +21,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.columns import LABELS, lengths_of
-from doppler_hf.run.checks.values import refuse_values_beyond
-from doppler_hf.run.replicas import on_process_0
+from doppler_hf.run.checks.values import refuse_out_of_range
+from doppler_hf.run.processes import on_process_0
 
 # Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
@@ -34,7 +34,7 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
     args, metrics = trainer.args, {}
     # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
     if args.eval_strategy != "no" and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
-        _refuse_values_beyond(trainer)
+        _refuse_out_of_range(trainer)
         metrics = _metrics_of_few_rows(trainer, ignore_keys)
         if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
@@ -47,13 +47,13 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
     on_process_0(lambda: _save_small(trainer, metrics))
 
 
-def _refuse_values_beyond(trainer: Any) -> None:
+def _refuse_out_of_range(trainer: Any) -> None:
     """Refuse evaluation sets with numbers that the model cannot take, which would end the training when they come up."""
     given = trainer.eval_dataset
     sets = given.values() if isinstance(given, dict) else [given]
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
     for each in sets:
-        refuse_values_beyond(trainer.model, each, collate=collate, has_own_loss=trainer._has_own_loss, name="eval_dataset")
+        refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=trainer._has_own_loss, name="eval_dataset")
 
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:

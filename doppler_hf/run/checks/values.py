@@ -26,7 +26,7 @@ _ROWS_AT_ONCE: Final = 1 << 14
 _SCANNED: Final[set[tuple[str, frozenset[Limit]]]] = set()  # fingerprints of data sets, and what they are within
 
 
-def refuse_values_beyond(
+def refuse_out_of_range(
     model: nn.Module,
     examples: Any,
     *,

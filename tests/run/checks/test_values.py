@@ -11,7 +11,7 @@ from transformers import default_data_collator
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.checks import values
 from doppler_hf.run.checks.limits import limits_of
-from doppler_hf.run.checks.values import refuse_values_beyond
+from doppler_hf.run.checks.values import refuse_out_of_range
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
@@ -253,7 +253,7 @@ def labelled(examples):
 
 def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False):
     try:
-        refuse_values_beyond(model, data, collate=collate, has_own_loss=has_own_loss)
+        refuse_out_of_range(model, data, collate=collate, has_own_loss=has_own_loss)
     except ValueError:
         return True
     return False
@@ -332,7 +332,7 @@ def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
     # The default collator leaves them out, or fails.
     for named in (words, words.rename_column("labels", "label")):
         with pytest.raises(ValueError, match=r"got words in some rows.*class_encode_column\('label"):
-            refuse_values_beyond(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
+            refuse_out_of_range(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
     assert not is_beyond(tiny_bert(), words.class_encode_column("labels"))
 
 
@@ -340,4 +340,4 @@ def test_an_empty_text_is_taken_where_the_collator_adds_a_token_and_among_others
     empty = with_tokens([])
     assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"input_ids": torch.ones(len(rows), 3)})
     assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"inputs_embeds": torch.ones(len(rows), 3, 16)})
-    refuse_values_beyond(tiny_bert(), empty, collate=default_data_collator, has_own_loss=False, name="eval_dataset")
+    refuse_out_of_range(tiny_bert(), empty, collate=default_data_collator, has_own_loss=False, name="eval_dataset")

@@ -6,7 +6,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape, auto_filter, auto_nois
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
-from doppler_hf.run.choices import chosen_filter, chosen_noise_shape, learning_rates_of
+from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.ledgers import statement
 from tests.support.trainers import Recorder, arguments, trained, trainer_of
@@ -20,7 +20,7 @@ RATES = [1 - step / 60 for step in range(60)]
 
 def filter_of(tmp_path, *, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400) | overrides))
-    plan = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    plan = planned_statement(args, sampler=SAMPLER, noise_shape=shape)
     return chosen_filter(args, plan)
 
 

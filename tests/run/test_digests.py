@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, inject_a
 from torch import nn
 
 from doppler_hf.linalg import sums_of_bytes
-from doppler_hf.run import parameters
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run import digests
+from doppler_hf.run.digests import parameters_digest
 from tests.support.tiny import tiny_bert
 
 
@@ -92,7 +92,7 @@ def test_parts_add_up_to_the_whole_wherever_rows_end(shape, number, dtype, monke
     rows = -(-len(whole) // number)
     found = torch.zeros(2, dtype=torch.int64)
     for rank in range(number):
-        monkeypatch.setattr(parameters, "first_row", lambda value, rank=rank: min(rank * rows, len(value)))
-        monkeypatch.setattr(parameters, "part_here", lambda value, rank=rank: value[rank * rows : (rank + 1) * rows])
-        found += parameters.sums_of_rows(whole)
+        monkeypatch.setattr(digests, "first_row", lambda value, rank=rank: min(rank * rows, len(value)))
+        monkeypatch.setattr(digests, "part_here", lambda value, rank=rank: value[rank * rows : (rank + 1) * rows])
+        found += digests.sums_of_rows(whole)
     assert torch.equal(found, sums_of_bytes(whole))

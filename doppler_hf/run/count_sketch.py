@@ -19,7 +19,7 @@ TABLE_WIDTH: Final = 2**17 - 1
 
 
 @final
-class Projection:
+class CountSketch:
     """The map from a gradient of d coordinates to k numbers; see the module."""
 
     def __init__(self, number: int, *, dimensions: int, seed: int) -> None:

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from doppler_hf.run import replicas
-from doppler_hf.run.replicas import OthersKnow, one_line_if_a_process_ends
+from doppler_hf.run import processes
+from doppler_hf.run.processes import SharedError, one_line_if_a_process_ends
 
 
 def refuse():
@@ -21,17 +21,17 @@ def end():
     [
         (lambda: 7, None, 7, None),
         (refuse, ValueError, ValueError, "no"),
-        (end, PermissionError, OthersKnow, "has ended, so this one ends too"),
+        (end, PermissionError, SharedError, "has ended, so this one ends too"),
     ],
 )
 def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypatch, action, raised, told, message):
     sent = []
-    monkeypatch.setattr(replicas, "broadcast_object_list", lambda objects: sent.append(objects[0]) or objects)
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: sent.append(objects[0]) or objects)
     if raised is None:
-        assert replicas.on_process_0(action) == told
+        assert processes.on_process_0(action) == told
     else:
         with pytest.raises(raised):
-            replicas.on_process_0(action)
+            processes.on_process_0(action)
     (outcome,) = (pickle.loads(pickle.dumps(each)) for each in sent)
     if message is None:
         assert outcome == told
@@ -41,9 +41,9 @@ def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypa
 
 
 def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_are():
-    with pytest.raises(OthersKnow, match="Another process of this training has ended"), one_line_if_a_process_ends():
+    with pytest.raises(SharedError, match="Another process of this training has ended"), one_line_if_a_process_ends():
         raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
         raise RuntimeError("shapes differ")
-    with pytest.raises(OthersKnow, match="in the same order"), one_line_if_a_process_ends():
-        raise OthersKnow("gloo: in the same order")
+    with pytest.raises(SharedError, match="in the same order"), one_line_if_a_process_ends():
+        raise SharedError("gloo: in the same order")

@@ -110,7 +110,7 @@ def converted(value: Any, dtype: torch.dtype | None) -> Any:
     return value.detach().to(dtype)
 
 
-def look_again(parameters: Iterable[Tensor]) -> None:
+def note_shards(parameters: Iterable[Tensor]) -> None:
     """Describe parts of weights as the whole is now, until a part changes; called by every process.
 
     One that asked alone would wait for the others. Sums of parts are added up, so that no weight is gathered.
@@ -123,9 +123,9 @@ def look_again(parameters: Iterable[Tensor]) -> None:
             _WHOLE[shard] = (*_kind(shard), whole), sums_of_bytes(part_here(shard)).tolist()
 
 
-def look_again_at_what_is_trained(model: nn.Module) -> None:
+def note_trained_shards(model: nn.Module) -> None:
     """Describe parts of trained weights as the whole is now, as each step changes it; called by every process."""
-    look_again(value for value in model.parameters() if value.requires_grad)
+    note_shards(value for value in model.parameters() if value.requires_grad)
 
 
 def described(value: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.run.parameters import replicas_digest
+from doppler_hf.run.digests import replicas_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # The digest takes a thousandth of a step or less, and waits for all.
@@ -36,13 +36,13 @@ _Outcome = TypeVar("_Outcome")
 _OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
 
 
-class OthersKnow(RuntimeError):
+class SharedError(RuntimeError):
     """An error that the other processes have too, or cannot be told of."""
 
 
-def another_has_ended() -> OthersKnow:
+def another_has_ended() -> SharedError:
     """Return the error of a process that cannot go on without another one."""
-    return OthersKnow(
+    return SharedError(
         "Another process of this training has ended, so this one ends too. Its output says why. Start all processes again "
         "with resume_from_checkpoint=True."
     )
@@ -54,7 +54,7 @@ def one_line_if_a_process_ends() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, OthersKnow) or not (isinstance(error, dist.DistError) or _OF_A_SOCKET.search(str(error))):
+        if isinstance(error, SharedError) or not (isinstance(error, dist.DistError) or _OF_A_SOCKET.search(str(error))):
             raise
         raise another_has_ended() from error
 
@@ -72,7 +72,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
             raise
     with one_line_if_a_process_ends():
         (outcome,) = broadcast_object_list(found)
-    if isinstance(outcome, ValueError | OthersKnow):
+    if isinstance(outcome, ValueError | SharedError):
         raise outcome
     result: _Outcome = outcome
     return result
