@@ -91,7 +91,6 @@ class PrivateRun:
         self._resources = contextlib.ExitStack()
         self.steps: Steps | None = None
         self._loader: PrivateLoader | None = None
-        self._is_warned = False
         self._first_step = step_of_checkpoint(checkpoint)
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
