@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from doppler_hf.audit.result import Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.privacy.clipping.clip_factors import clip_factors
+from doppler_hf.privacy.clipping.norms import clip_factors
 
 # The name of the canaries' weights in the model.
 TABLE: Final = "audit_canaries"

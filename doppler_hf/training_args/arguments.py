@@ -17,8 +17,8 @@ from doppler_hf.optim import OptimalFIR
 from doppler_hf.optim.state import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
+from doppler_hf.privacy.clipping.norms import Clipping
 from doppler_hf.training_args import checks, galore
 
 # The defaults of a private training loss: its share of the privacy budget (of 1/σ²), and its bound. A share of a hundredth

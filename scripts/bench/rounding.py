@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping import norms
-from doppler_hf.privacy.clipping.clip_factors import RAISED_BY
+from doppler_hf.privacy.clipping.norms import RAISED_BY
 from doppler_hf.privacy.token_losses import summed_token_losses
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.engine import IMAGE, LM, TEXT, Work, build, losses_of

@@ -30,7 +30,7 @@ from doppler_hf.audit.result import Method
 from doppler_hf.audit.trainer import AuditTrainer
 from doppler_hf.cli.audit import OVERRIDES, table_of, verdict
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clip_factors import clip_factors
+from doppler_hf.privacy.clipping.norms import clip_factors
 from doppler_hf.privacy.losses import token_task, without_adapters
 from doppler_hf.workloads.arguments import one_line_errors
 from doppler_hf.workloads.recipe import parse_recipe

@@ -26,8 +26,8 @@ CHECKED = (
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.bits",
     "doppler_hf.privacy.clipping.attention",
-    "doppler_hf.privacy.clipping.clip_factors",
     "doppler_hf.privacy.clipping.clipped_gradients",
+    "doppler_hf.privacy.clipping.copies",
     "doppler_hf.privacy.clipping.kernels",
     "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
@@ -51,7 +51,7 @@ TOO_BUSY = (
     "doppler_hf.optim.optimizer",
     "doppler_hf.optim.state",
     "doppler_hf.optim.update",
-    "doppler_hf.privacy.clipping.book",
+    "doppler_hf.privacy.clipping.notes",
     "doppler_hf.privacy.clipping.engine",
     "doppler_hf.privacy.clipping.norms",
 )

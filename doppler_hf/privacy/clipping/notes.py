@@ -1,13 +1,11 @@
-"""The notes that the layers of a model make during one forward and one backward pass."""
+"""What the layers of a model note during one forward and one backward pass: each use of a trained parameter."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.per_sample_gradient import (
@@ -30,7 +28,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
 SMALL, SMALL_IN_KERNELS = 2**16, 2**20
 
 
-class Book:
+class Notes:
     """The notes that layers make during one forward and backward pass; see `clear` for what is noted.
 
     With `in_kernels` they are for `kernels`: factors are kept in half precision, contiguous and of one dtype.
@@ -186,62 +184,3 @@ class Book:
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
         return factor if factor.shape[0] == self.num_examples else factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
-
-    def one_per_example(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
-        """Return a stand-in for an elementwise parameter: one copy per row, whose ordinary gradient is noted as the row's.
-
-        A copy broadcasts with a row as `shape`.
-        """
-        assert self.batch_size is not None
-        return _OnePerExample.apply(self, parameter, (self.batch_size, *shape))
-
-
-class _OnePerExample(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, book: Book, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
-        ctx.book, ctx.parameter = book, parameter
-        return parameter.detach().view(shape[1:]).expand(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Float[Tensor, "rows ..."]) -> tuple[None, ...]:
-        ctx.book.note_rows(ctx.parameter, gradient)
-        return (None,) * 3
-
-
-def output_per_example(
-    book: Book, parameters: Mapping[str, nn.Parameter], output_of: Callable[[Mapping[str, Tensor]], Tensor]
-) -> Float[Tensor, "batch ..."]:
-    """Return a function of parameters alone, shape (1, …), once for each example, shape (batch, …).
-
-    Such an output, of learned positions or T5's position bias, is broadcast over the batch later. Here each example's
-    gradient is back-propagated through the function separately.
-    """
-    return _OutputPerExample.apply(book, output_of, tuple(parameters), *parameters.values())
-
-
-class _OutputPerExample(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        book: Book,
-        output_of: Callable[[Mapping[str, Tensor]], Tensor],
-        names: tuple[str, ...],
-        *parameters: nn.Parameter,
-    ) -> Float[Tensor, "batch ..."]:
-        assert book.batch_size is not None
-        ctx.book, ctx.parameters = book, parameters
-        # Gradient checkpointing would drop what this keeps, and compute its whole block again within the map over examples.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-            ctx.leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-            ctx.output = output_of(dict(zip(names, ctx.leaves, strict=True)))
-        return ctx.output.detach().repeat(book.batch_size, *(1,) * (ctx.output.ndim - 1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "batch ..."]) -> tuple[None, ...]:
-        # Linear in the gradient of the output, so every example's is back-propagated separately.
-        gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
-        for parameter, gradient in zip(ctx.parameters, gradients, strict=True):
-            ctx.book.note_rows(parameter, gradient)
-        return (None,) * (3 + len(gradients))
