@@ -24,7 +24,7 @@ from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
-from doppler_hf.run.learning_rate import told_of_small_rate
+from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -92,7 +92,7 @@ class PrivacyCallback(TrainerCallback):
         self._rate_words = learning_rate_in_words(args, optimizer)
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
-        small = told_of_small_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
+        rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
@@ -112,7 +112,7 @@ class PrivacyCallback(TrainerCallback):
             remaining = run.statement.steps_planned - step
             add_up = "If it used the same data, its ε and that of this run add up."
             notes = {
-                small: small,
+                rate_note: rate_note,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,

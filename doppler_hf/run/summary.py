@@ -19,6 +19,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
+# At ε = 10 an attack with 1 % false positives may be right of every record, as far as the theorem goes.
+LARGEST_EPSILON: Final = 10.0
 _LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
@@ -54,6 +56,10 @@ def print_start(
     if args.privacy_unit_column is None:
         columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
         watched += [f"ε is for one row: if {name!r} says whose it is, set privacy_unit_column={name!r}" for name in columns]
+    if ledger.private and ledger.planned_epsilon > LARGEST_EPSILON:
+        watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
+    if args.get_warmup_steps(steps) >= steps:
+        watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
