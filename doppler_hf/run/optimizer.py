@@ -48,7 +48,7 @@ def optimizer_of(
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.checkpoint)
+    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.earlier.checkpoint)
     if isinstance(low_pass_filter, OptimalFIR) and any(isinstance(p, DTensor) for _, p in named):
         raise ValueError(
             f"low_pass_filter={args.low_pass_filter!r} cannot be used with trained weights in shards (FSDP): its taps "
