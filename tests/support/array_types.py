@@ -24,7 +24,7 @@ CHECKED = (
     "doppler_hf.optim.low_pass",
     "doppler_hf.privacy.autograd_check.apart",
     "doppler_hf.privacy.batching",
-    "doppler_hf.privacy.bits",
+    "doppler_hf.privacy.random_words",
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.copies",
