@@ -22,7 +22,7 @@ CHECKED = (
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
-    "doppler_hf.privacy.autograd_check.apart",
+    "doppler_hf.privacy.autograd_check.coupling",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.random_words",
     "doppler_hf.privacy.clipping.attention",
