@@ -1,4 +1,4 @@
-"""The best filter without feedback for a known autocorrelation; test_adaptive_fir.py has the estimate of one."""
+"""The best filter without feedback for a known autocorrelation."""
 
 import numpy as np
 import pytest
