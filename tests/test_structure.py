@@ -17,7 +17,7 @@ import doppler_hf.filters
 import doppler_hf.optim
 import doppler_hf.privacy
 from doppler_hf.extras import EXTRAS
-from doppler_hf.filters import PAPER_FILTERS, signal_to_noise_ratio
+from doppler_hf.filters import optimal_fir
 from doppler_hf.optim.low_pass import low_pass
 from tests.support.array_types import CHECKED, TOO_BUSY
 
@@ -158,8 +158,8 @@ def test_types_of_arrays_are_checked_wherever_they_are_annotated():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones((2, 2))),
-        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones(2, dtype=int)),
+        lambda: optimal_fir(np.ones((2, 2))),
+        lambda: optimal_fir(np.ones(2, dtype=int)),
         lambda: low_pass(torch.ones(2), [torch.ones(3)], ((0.5,), (1.0, -0.5))),
     ],
     ids=["dimensions", "dtype", "sizes"],
@@ -186,8 +186,8 @@ def test_public_names():
         "auto_noise_shape", "autocorrelation",
         "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain",
         "corrected_output", "estimate_power", "filter_figures", "frequency_response",
-        "from_coefficients", "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average",
-        "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response",
+        "group_delay", "impulse_response", "momentum", "moving_average",
+        "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "step_response",
         "write_coefficients",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
