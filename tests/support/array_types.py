@@ -18,7 +18,6 @@ CHECKED = (
     "doppler_hf.dpo",
     "doppler_hf.filters",
     "doppler_hf.kernels",
-    "doppler_hf.optim.adaptive_fir",
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
@@ -49,7 +48,6 @@ CHECKED = (
 TOO_BUSY = (
     "doppler_hf.linalg",
     "doppler_hf.optim.optimizer",
-    "doppler_hf.optim.state",
     "doppler_hf.optim.update",
     "doppler_hf.privacy.clipping.notes",
     "doppler_hf.privacy.clipping.engine",
