@@ -65,6 +65,8 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         fails = True  # unless it returns
         found = own(*args, **kwargs)
         fails = False
+        if not isinstance(found, dict):
+            raise ValueError(f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}")
         return found
 
     def of_rows(count: int) -> dict[str, Any]:
