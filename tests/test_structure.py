@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "sft": ("trainer training_args trl_checks run.saving", "transformers trl"),
     "dpo": ("trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
-    "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml"),
+    "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
         "extras version filters optim.update privacy trainer run.checkpoints run.estimate audit workloads reports",

@@ -2,7 +2,8 @@
 
 Each command is a module of this folder with `add_arguments(parser)` and `run(args)`, imported when it is chosen: some need
 torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
-`run` returns the exit code. `python -m doppler_hf` is the same command.
+`run` returns the exit code. A parser whose defaults have `fields` takes words that are none of its own, the fields of a
+recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify, report: the commands
 """
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
-    if unknown:
+    if "fields" in args:
+        args.fields = unknown
+    elif unknown:
         from doppler_hf.filters.grammar import did_you_mean  # only here: `--help` needs no NumPy
 
         assert chosen is not None, "argparse requires a command"

@@ -1,7 +1,7 @@
 """Show low-pass filters, or design one: their figures as a table, their responses as a picture.
 
 A filter is named as in low_pass_filter: a preset, a design, or its coefficients. Without names, `show` takes the paper's
-eleven filters, and its picture has the paper's four panels.
+eleven filters.
 
   doppler-hf filter show momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
   doppler-hf filter show none first-order-v1 --noise banded:bands=8 --plot noise.png
@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain, write_coefficients
 from doppler_hf.filters.grammar import DESIGNS
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise, plot_paper_filters
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise
 
 # The parameters of a design beside its type: flag, type, meaning.
 PARAMETERS: Final = {
@@ -69,12 +69,10 @@ def run(args: argparse.Namespace) -> int:
         console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        if noise is not None:
-            plot_noise(filters, noise, args.plot)
-        elif names:
+        if noise is None:
             plot_filters(filters, args.plot)
         else:
-            plot_paper_filters(args.plot)
+            plot_noise(filters, noise, args.plot)
     return 0
 
 

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -25,7 +24,6 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
 from doppler_hf.reports.planned_noise import taken_by_training
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
@@ -54,14 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, as " + ", ".join(PICTURE_ENDINGS))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve for the unknown, compare with other runs, and print."""
-    if args.plot is not None:
-        check_picture(args.plot)
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     low_pass_filter = named or PAPER_FILTERS["none"]
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
@@ -84,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print(alternatives_table(table, planned, title=title))
         console.print(READING)
-    if args.plot is not None:
-        plot_planned_runs(table, planned, args.plot, title=title)
     return 0
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from doppler_hf.cli import main
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth, filter_figures
+from tests.support.tiers import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +46,12 @@ def test_design_prints_the_filter_in_the_grammar(capsys):
     assert figures_row(text.partition("\n")[2], name)[2] == 0.1
 
 
-def test_picture_is_written_into_a_new_folder(tmp_path, capsys):
-    path = tmp_path / "new" / "filters.png"
-    printed(["show", "none", f"--plot={path}"], capsys)
-    assert path.stat().st_size > 20_000
+@pytest.mark.parametrize("options", [[], ["--noise=banded:bands=4"]])
+@pytest.mark.parametrize("ending", ["png", *thorough("svg", "pdf")])
+def test_picture_is_written_into_a_new_folder(options, ending, tmp_path, capsys):
+    path = tmp_path / "new" / f"filters.{ending}"
+    printed(["show", "momentum", f"--plot={path}", *options], capsys)
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
 
 
 @pytest.mark.parametrize(

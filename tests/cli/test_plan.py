@@ -132,18 +132,9 @@ def test_delta_that_permits_publishing_an_example_is_refused(capsys):
     assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
 
 
-@pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("ending", ["png", *thorough("svg", "pdf")])
-def test_picture_is_written(ending, tmp_path, capsys):
-    path = tmp_path / "new" / f"plan.{ending}"
-    printed([*WORDS, "--plot", str(path)], capsys)
-    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--plot", "plan.txt"], "--plot must end in one of .png, .svg, .pdf, got plan.txt."),
         (["--low-pass-filter", "b=0.5"], "The DC gain sum(b)/sum(a) must be 1, got 0.5. Multiply b by 2"),
         (
             ["--noise-multiplier", "1"],
