@@ -184,11 +184,10 @@ def test_public_names():
     assert sorted(doppler_hf.filters.__all__) == [
         "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
         "auto_noise_shape", "autocorrelation",
-        "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain",
+        "butterworth", "corrected_noise_gain",
         "corrected_output", "estimate_power", "filter_figures", "frequency_response",
         "group_delay", "impulse_response", "momentum", "moving_average",
         "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "step_response",
-        "write_coefficients",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [

@@ -20,7 +20,7 @@ from doppler_hf.version import VERSION
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
     "estimate": "Estimate a private run's peak memory and time per step before training.",
-    "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
+    "filter": "Show low-pass filters: their figures and coefficients as tables, their responses as a picture.",
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
     "check": "Check a training: can one record change an update more than the proof allows?",
     "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",

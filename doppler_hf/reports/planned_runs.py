@@ -125,6 +125,7 @@ class PlanRequest:
         """δ, given or the default."""
         return default_delta(self.num_examples) if self.delta is None else self.delta
 
+    @property
     def steps_per_epoch(self) -> int:
         """⌈N/B⌉."""
         assert self.batch_size is not None
@@ -137,7 +138,7 @@ class PlanRequest:
         if steps is None:
             assert self.epochs is not None
             # Transformers' own formula (`Trainer.set_initial_training_values`).
-            steps = math.ceil(self.epochs * self.steps_per_epoch())
+            steps = math.ceil(self.epochs * self.steps_per_epoch)
         sigma = self.noise_multiplier
         if sigma is None:
             assert self.epsilon is not None
@@ -181,4 +182,4 @@ def alternatives(request: PlanRequest, run: PlannedRun, target: Target) -> dict[
 
 def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
     """Return E as it was given, before Transformers rounds up to whole steps, or T/⌈N/B⌉."""
-    return run.steps / request.steps_per_epoch() if request.epochs is None else request.epochs
+    return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
