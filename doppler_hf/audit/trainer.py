@@ -46,7 +46,6 @@ class AuditTrainer(DopplerTrainer):
         args: `DopplerTrainingArguments`, with privacy.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
-        coin_seed: None for coins from the operating system's entropy. An integer makes them reproducible, for tests.
         **kwargs: As `DopplerTrainer`.
 
     Attributes:
@@ -71,7 +70,6 @@ class AuditTrainer(DopplerTrainer):
         *,
         num_canaries: int,
         train_dataset: Any,
-        coin_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
@@ -85,7 +83,7 @@ class AuditTrainer(DopplerTrainer):
             raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
         if num_canaries < 1:
             raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
-        coins = np.random.default_rng(coin_seed)
+        coins = np.random.default_rng()  # from the operating system's entropy
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Of a canary only the number matters: the row behind it may be any.
         rows = coins.integers(len(train_dataset), size=int(self.included.sum()))
