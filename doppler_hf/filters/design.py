@@ -7,7 +7,7 @@ up to order 8 with ripples up to 10 dB. With 20 dB some filters fail from order 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Final
@@ -76,29 +76,6 @@ def moving_average(taps: int) -> LowPassFilter:
     """Return the mean of the last n = `taps` gradients, which keeps n - 1 states per parameter."""
     taps = positive_integer("taps", taps)
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
-
-
-def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPassFilter:
-    """Make a filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
-
-    Args:
-        b: Feed-forward coefficients.
-        a: Feedback coefficients, the leading one included.
-
-    Example:
-        >>> from_coefficients([1, 1])
-        LowPassFilter(b=(0.5, 0.5), a=(1.0,))
-    """
-    if len(a) and a[0] == 0:
-        raise ValueError(
-            f"a[0], the coefficient of the output itself, must not be 0, got a={tuple(a)}. Leave out leading zeros of a."
-        )
-    # What is not a finite real number, or sums to zero, is refused by the filter itself, with its place.
-    if any(np.iscomplexobj(value) or not math.isfinite(value) for value in (*b, *a)) or not math.fsum(b) or not math.fsum(a):
-        return LowPassFilter(b=tuple(b), a=tuple(a))
-    # Divided before it is multiplied: coefficients may be so small that the inverse of their sum is infinite.
-    sum_b, sum_a = math.fsum(b), math.fsum(a) / float(a[0])
-    return LowPassFilter(b=tuple(float(value) / sum_b * sum_a for value in b), a=tuple(value / a[0] for value in a))
 
 
 def positive_integer(name: str, value: int) -> int:

@@ -113,8 +113,6 @@ class GradientRecorder(TrainerCallback):
             raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        if not isinstance(optimizer.low_pass_filter, LowPassFilter):
-            raise ValueError(f"The recorded filter must be fixed, got {optimizer.low_pass_filter}. Set another one.")
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise ValueError(

@@ -40,7 +40,7 @@ class PrivacyCallback(TrainerCallback):
     def __init__(self) -> None:
         self.run: PrivateRun | None = None  # the current one, which the trainer sets
         self._locks: dict[Path, WriterLock] = {}
-        self._filter_words = self._rate_words = ""
+        self._words: dict[str, str] = {}
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
@@ -88,8 +88,8 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
-        self._rate_words = learning_rate_in_words(args, optimizer)
+        rate, low_pass_filter = learning_rate_in_words(args, optimizer), filter_in_words(args, optimizer.low_pass_filter)
+        self._words = {"rate": rate, "filter": low_pass_filter}
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
         rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
@@ -126,9 +126,7 @@ class PrivacyCallback(TrainerCallback):
                 run,
                 args,
                 model=kwargs["model"],
-                first_step=step,
-                rate_words=self._rate_words,
-                filter_words=self._filter_words,
+                words=self._words,
                 notes=[note for note, is_due in notes.items() if is_due],
             )
 
@@ -219,8 +217,7 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
-            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, **words)
+            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, words=self._words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

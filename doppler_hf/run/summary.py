@@ -30,24 +30,22 @@ def print_start(
     args: DopplerTrainingArguments,
     *,
     model: Any,
-    first_step: int,
-    rate_words: str,
-    filter_words: str,
+    words: Mapping[str, str],
     notes: Sequence[str],
 ) -> None:
-    """Print what a run from `first_step` on guarantees, takes and trains, and what to watch for."""
+    """Print what a run guarantees, takes and trains, and what to watch for; `words` are of its "rate" and "filter"."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
-    resumed = f"; resumed at step {first_step:,}" if first_step else ""
+    resumed = f"; resumed at step {run.earlier.step:,}" if run.earlier.step else ""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
     adapters = f"; adapters: {', '.join(sorted(kinds))}" if kinds else ""
     noise_shape, steps = NoiseShape.parse(statement.noise_shape), statement.steps_planned
-    batch = statement.expected_batch_size
+    batch, sigma = statement.expected_batch_size, statement.effective_noise_multiplier
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
     watched = [*drowned(noise, num_trained=trained), *notes]
     whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
@@ -65,21 +63,18 @@ def print_start(
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
-        (
-            "noise",
-            f"noise multiplier {statement.effective_noise_multiplier:.4g}; shape: {shape}{chosen}; filter: {filter_words}",
-        ),
-        ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),
+        ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {words['filter']}"),
+        ("learning rate", f"{words['rate']}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
     # The first line may hold Transformers' progress bar.
-    print("", *(f"{name:<14} {words}" for name, words in lines), sep="\n")
+    print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
         noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))
         one_of_each = {how: name for name, how in run.fallbacks.items()}
         slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
-        print(*(f"{name}: {words}" for name, words in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
+        print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:

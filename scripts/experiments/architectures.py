@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
 from doppler_hf.privacy.autograd_check.plain_autograd import gradients_of, norm_of
+from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
 from doppler_hf.privacy.losses import per_sample_losses, token_task
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line

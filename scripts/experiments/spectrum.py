@@ -24,7 +24,6 @@ from doppler_hf.filters import (
     corrected_noise_gain,
     corrected_output,
     frequency_response,
-    measure_noise_gain,
     noise_gain,
     power_spectral_density,
 )
@@ -73,9 +72,21 @@ def settled_from(low_pass_filter: LowPassFilter, steps: int) -> int:
 
 def low_share(series: np.ndarray) -> float:
     """Return the share of a series' power that is at frequencies up to `LOW`."""
-    frequencies, density = power_spectral_density(series, "autocorrelation")
-    weights = np.where((frequencies == 0) | (frequencies == 1), 1.0, 2.0)
-    return float((weights * density)[frequencies <= LOW].sum() / (weights @ density))
+    # The transform of the autocorrelation, as the paper has it: both signs of a frequency, but one of 0 and Nyquist.
+    density = (np.abs(np.fft.rfft(series, n=2 * len(series), axis=0)) ** 2).mean(axis=1)
+    density[1:-1] *= 2
+    return float(density[np.arange(len(density)) <= LOW * len(series)].sum() / density.sum())
+
+
+def measure_noise_gain(noise: np.ndarray, filtered: np.ndarray) -> tuple[float, float]:
+    """Return the noise gain Σ‖w̃_t‖² / Σ‖w_t‖² of noise, shape (steps, d), after a settled filter, and its standard error.
+
+    With A_i, B_i the sums of coordinate i and r the ratio, the error is √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
+    """
+    after, before = (np.sum(series**2, axis=0) for series in (filtered, noise))
+    gain, dimension = after.sum() / before.sum(), len(before)
+    error = np.sqrt(np.sum((after - gain * before) ** 2) * dimension / (dimension - 1)) / before.sum()
+    return float(gain), float(error)
 
 
 def table(recorder: GradientRecorder) -> Table:
@@ -128,7 +139,7 @@ def draw(recorder: GradientRecorder, picture: str, *, title: str) -> None:
     lowest = min(density.min() for _, density in spectra.values()) / 2
     spectra["noise after the filter, |H|²"] = (frequencies, np.maximum(gain, lowest))
     plot_spectra(
-        {label: autocorrelation(values, max_lag) for label, values in series.items()}, spectra, picture, title=title
+        {label: autocorrelation(values)[: max_lag + 1] for label, values in series.items()}, spectra, picture, title=title
     )
 
 

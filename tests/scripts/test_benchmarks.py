@@ -18,7 +18,7 @@ RUNS = {
     estimates: (["--points=tiny", "--steps=1"], "results", 1),
     large_data: (["--works=draw,draw units", "--rows=500", "--batch_size=20", "--steps=2"], "results", 2),
     noise: (["--count=70000", "--pairs=2", "--threads=1", "--tensors=3"], "results", len(noise.WAYS)),
-    optimizer: ([*TINY, "--works=galore,adaptive"], "output", 3),
+    optimizer: ([*TINY, "--works=galore"], "output", 1),
     processes: (SIZES, "results", 1),
     rounding: (["--scale=tiny", "--groups=keys,layers", "--lengths=8", "--seeds=1"], "output", 3 + 2 * 42),
     small_networks: (["--steps=2", "--pairs=1", "--batch_size=20"], "output", 1),

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from scripts.experiments import feedback, few_examples, head_first, subspaces
+from scripts.experiments import feedback, few_examples, head_first
 from scripts.studies.tasks import SMALL
-from tests.support.folders import write_bert, write_glue, write_mnist
+from tests.support.folders import write_bert, write_glue
 
 pytestmark = pytest.mark.thorough
 
@@ -55,18 +55,3 @@ def test_a_head_that_was_fitted_first(tmp_path, shortened, monkeypatch, capsys):
     more = ["--rates", "0.01", "--seeds", "0", f"--cache_dir={tmp_path / 'out'}"]
     assert [row["head"] for row in lines_of(head_first, tmp_path, f"--encoder={encoder}", *more)] == ["new", "fitted"]
     assert "sst2, fitted head, 0.01, seed 0" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("own_caches")
-def test_shares_of_the_energy_of_the_gradient_in_the_basis_of_galore(tmp_path, capsys):
-    """In runs of five steps, two of which renew the basis."""
-    write_mnist(tmp_path / "mnist", train=60, test=20)
-    flags = ["--steps=5", "--update_proj_gap=2", "--expected_batch_size=30", "--epsilons", "4", "--seeds", "0", "1"]
-    rows = lines_of(subspaces, tmp_path, *flags)
-    assert [(row["source"], row["seed"]) for row in rows] == [
-        ("gradient", 0), ("gradient", 1), ("filtered", 0), ("filtered", 1),
-    ]  # fmt: skip
-    for row in rows:
-        assert len(row["captured"]) == len(row["best"]) == 2  # at steps 2 and 4
-        assert all(0 < share < best <= 1 + 1e-5 for share, best in zip(row["captured"], row["best"], strict=True))
-    assert capsys.readouterr().out.count("accuracy") == 2

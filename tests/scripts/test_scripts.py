@@ -19,9 +19,9 @@ from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.lora import LoraArguments
-from scripts import causal_lm, dpo, glue, glue_prompt, image_classification, sft
+from scripts import causal_lm, dpo, glue, image_classification, sft
 from scripts.scattering import train as scattering
-from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
 from tests.support.tiers import combined, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,8 @@ def texts_dir(tmp_path):
     return write_texts(tmp_path / "texts")
 
 
-def run_glue(task_name, data, model, out, *flags, script=glue):
-    script.main(
+def run_glue(task_name, data, model, out, *flags):
+    glue.main(
         [
             *(f"--task_name={task_name}", f"--dataset_dir={data}", f"--model_name_or_path={model}"),
             *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=8"),
@@ -88,18 +88,6 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     assert (out / weights).is_file()
     if not lora:
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
-
-
-@pytest.mark.parametrize(
-    "lora", [(), pytest.param(("--lora_r=2", "--lora_target_modules=all-linear"), marks=pytest.mark.thorough)]
-)
-def test_glue_with_a_prompt(tmp_path, data_dir, lora):
-    model = write_masked_lm(tmp_path / "model", MASKED_LMS["roberta"]())
-    out, data = tmp_path / "out", data_dir("qnli")
-    results = run_glue("qnli", data, model, out, *PRIVATE, *lora, script=glue_prompt)
-    assert np.isfinite(results["eval_accuracy"])
-    if not lora:  # and it can be trained on
-        run_glue("qnli", data, out, tmp_path / "again", *PRIVATE, script=glue_prompt)
 
 
 def run_digits(out, *flags):

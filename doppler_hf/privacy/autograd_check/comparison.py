@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
-from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses, why_gradients_change
+from doppler_hf.privacy.autograd_check.explanation import refuse_changed_losses, why_gradients_change
 from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
+from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
 
