@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
-from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.checks import data as data_checks
 from doppler_hf.run.checks import trainer as trainer_checks
 from doppler_hf.run.checks.loss import TrainedLoss, refuse_another_loss
@@ -36,7 +35,7 @@ from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
-from doppler_hf.run.plan import planned_steps
+from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
@@ -136,15 +135,13 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         assert self._run.steps is not None, "and its engine is attached"
         return self._run.steps
 
-    def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
+    def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         return PrivateRun(
             self.args,
             self.train_dataset,
-            expected_batch_size=self.get_total_train_batch_size(self.args),
             num_trained=self.get_num_trainable_parameters(),
             recorders=recorders_in(self.callback_handler.callbacks),
-            checkpoint=checkpoint,
             earlier=earlier,
         )
 
@@ -167,9 +164,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
-            earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
+            ledger = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-            self._run = self.privacy.run = self._new_run(checkpoint=checkpoint, earlier=earlier)
+            self._run = self.privacy.run = self._new_run(earlier=Earlier(checkpoint, step_of_checkpoint(checkpoint), ledger))
             running.enter_context(self._run)
             running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())

@@ -32,8 +32,8 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.autograd_check.as_in_training import is_random, without_coins, without_dropout
 from doppler_hf.privacy.autograd_check.plain_autograd import norm_of
+from doppler_hf.privacy.autograd_check.without_randomness import is_random, without_coins, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.fetching import fetch, fetch_one

@@ -24,9 +24,7 @@ import triton.language as tl
 from jaxtyping import Bool, Int64
 
 from doppler_hf import kernels
-from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.state import full_dtype
-from doppler_hf.optim.update import ParameterTensors, Step, StepConstants
+from doppler_hf.optim.update import ParameterTensors, Step, StepConstants, full_dtype
 
 BLOCK: Final = 2048
 _WARPS: Final = 8  # a lane has 8 numbers, the 16 bytes of a vector in half precision
@@ -105,8 +103,8 @@ def fused_update(steps: Sequence[Step]) -> list[Step]:
     """Make the steps of the parameters that the kernel takes (all but the gradients modified in place).
 
     Returns:
-        The steps that are left: on other devices, of tensors that are not contiguous, of filters whose taps follow the
-        gradients, and of weights that overlap others in memory, as where PEFT ties adapters: one launch would lose a step.
+        The steps that are left: on other devices, of tensors that are not contiguous, and of weights that overlap others in
+        memory, as where PEFT ties adapters: one launch would lose a step.
     """
     kinds: dict[Any, list[Step]] = {}
     for step in steps:
@@ -121,7 +119,7 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
     """Return what the steps of a launch have in common; None of a step that is not for the kernel."""
     weight, grad, v = tensors.weight, tensors.grad, tensors.exp_avg_sq
     device, dtype = weight.device, full_dtype(weight)
-    if not (constants.advance is FixedFilter.advance and weight.is_contiguous() and grad.is_contiguous()):
+    if not (weight.is_contiguous() and grad.is_contiguous()):
         return None
     for state in tensors.filter_states if v is None else (*tensors.filter_states, v):
         if not (state.is_contiguous() and state.device == device and state.dtype == dtype):

@@ -9,9 +9,8 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, parse_name
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.optim import OptimalFIR
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
 from doppler_hf.run.checkpoints import filter_of_checkpoint
@@ -24,12 +23,9 @@ MOST_MEMORY = 2**31
 
 def chosen_filter(
     args: DopplerTrainingArguments, statement: PrivacyStatement, *, checkpoint: str | None = None
-) -> LowPassFilter | OptimalFIR:
+) -> LowPassFilter:
     """Return the filter of a run."""
-    word, _ = parse_name(args.low_pass_filter)
-    if word == "optimal-fir":
-        return OptimalFIR.parse(args.low_pass_filter)
-    if word != "auto":
+    if args.low_pass_filter != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
     if (saved := filter_of_checkpoint(checkpoint)) is not None:  # which holds its states
         return saved
@@ -48,10 +44,8 @@ def chosen_noise_shape(
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
     # Poisson sampling may draw a unit at every step. Without a target there are no shapes of equal ε. GaLore saves memory,
-    # and shaped noise keeps bands - 1 whole gradients of it. The taps of an optimal filter are estimated from white noise.
-    is_optimal_fir = args.low_pass_filter.startswith("optimal-fir")
-    is_poisson = args.sampling == "poisson"
-    if is_poisson or args.target_epsilon is None or args.optim_target_modules or is_optimal_fir:
+    # and shaped noise keeps bands - 1 whole gradients of it.
+    if args.sampling == "poisson" or args.target_epsilon is None or args.optim_target_modules:
         return WHITE
     # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:

@@ -24,7 +24,7 @@ from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
-from doppler_hf.run.learning_rate import told_of_small_rate
+from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -40,7 +40,7 @@ class PrivacyCallback(TrainerCallback):
     def __init__(self) -> None:
         self.run: PrivateRun | None = None  # the current one, which the trainer sets
         self._locks: dict[Path, WriterLock] = {}
-        self._filter_words = self._rate_words = ""
+        self._words: dict[str, str] = {}
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
@@ -88,11 +88,11 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
-        self._rate_words = learning_rate_in_words(args, optimizer)
+        rate, low_pass_filter = learning_rate_in_words(args, optimizer), filter_in_words(args, optimizer.low_pass_filter)
+        self._words = {"rate": rate, "filter": low_pass_filter}
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
-        small = told_of_small_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
+        rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
@@ -112,7 +112,7 @@ class PrivacyCallback(TrainerCallback):
             remaining = run.statement.steps_planned - step
             add_up = "If it used the same data, its ε and that of this run add up."
             notes = {
-                small: small,
+                rate_note: rate_note,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,
@@ -126,9 +126,7 @@ class PrivacyCallback(TrainerCallback):
                 run,
                 args,
                 model=kwargs["model"],
-                first_step=step,
-                rate_words=self._rate_words,
-                filter_words=self._filter_words,
+                words=self._words,
                 notes=[note for note, is_due in notes.items() if is_due],
             )
 
@@ -219,8 +217,7 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
-            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, **words)
+            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, words=self._words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,7 +6,7 @@ clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with
 """
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
@@ -28,6 +28,17 @@ _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
+
+
+class Earlier(NamedTuple):
+    """What a run goes on from."""
+
+    checkpoint: str | None = None  # a folder
+    step: int = 0  # at which it was written
+    ledger: PrivacyLedger | None = None  # which the run continues
+
+
+NOTHING: Final = Earlier()
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
@@ -77,16 +88,16 @@ def planned_statement(
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
     records_raw: bool = False,
-    earlier: PrivacyLedger | None = None,
-    first_step: int = 0,
+    earlier: Earlier = NOTHING,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
-    A run that continues an `earlier` ledger keeps its mechanism. With another target or length it is another plan, with what
+    A run that continues a ledger keeps its mechanism. With another target or length it is another plan, with what
     the plans so far leave of the target.
     """
     steps, delta = planned_steps(args, sampler, groups=noise_shape.bands), planned_delta(args, sampler)
-    if earlier is not None and earlier.statement.steps_planned == (theirs := planned_steps(args, sampler)):
+    continued = earlier.ledger
+    if continued is not None and continued.statement.steps_planned == (theirs := planned_steps(args, sampler)):
         steps = theirs  # as before 0.3
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     of_gradient = 1.0 - of_loss
@@ -123,17 +134,17 @@ def planned_statement(
         return under(args.noise_multiplier)
     assert args.target_epsilon is not None
     target, ahead, share_of_delta = args.target_epsilon, steps, delta
-    if earlier is not None:
-        again = under(earlier.statement.noise_multiplier)
+    if continued is not None:
+        again = under(continued.statement.noise_multiplier)
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
-        if all(vars(again)[term] == vars(earlier.statement)[term] for term in _CALIBRATED_FOR):
+        if all(vars(again)[term] == vars(continued.statement)[term] for term in _CALIBRATED_FOR):
             return again
-        if steps > first_step and earlier.plans:
-            ahead, share_of_delta = steps - first_step, delta / (1 + len(earlier.plans))
-            target -= get_epsilon_of_plans(earlier.plans, delta=delta - share_of_delta)
+        if steps > earlier.step and continued.plans:
+            ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
+            target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
             if target < 0.01 * args.target_epsilon:
-                raise budget_spent(earlier.epsilon(), args)
+                raise budget_spent(continued.epsilon(), args)
     joint = get_noise_multiplier(
         target_epsilon=target,
         target_delta=share_of_delta,

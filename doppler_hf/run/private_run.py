@@ -25,13 +25,12 @@ from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.generators import fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import has_one_label, without_adapters
-from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
-from doppler_hf.run.plan import budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.plan import NOTHING, Earlier, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.processes import (
     compare_terms,
     give_all_the_weights_of_process_0,
@@ -55,15 +54,12 @@ class PrivateRun:
     Args:
         args: The arguments.
         train_dataset: The private examples.
-        expected_batch_size: B, over all processes.
         num_trained: The number of weights that are trained.
         recorders: The callbacks that record gradients.
-        checkpoint: The folder from which the run is resumed, or None.
-        earlier: The ledger that it continues, or None.
+        earlier: What the run goes on from.
 
     Attributes:
-        checkpoint: As given.
-        train_dataset: As given.
+        train_dataset, earlier: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
@@ -80,22 +76,20 @@ class PrivateRun:
         args: DopplerTrainingArguments,
         train_dataset: Any,
         *,
-        expected_batch_size: int,
         num_trained: int,
         recorders: Sequence[GradientRecorder] = (),
-        checkpoint: str | None = None,
-        earlier: PrivacyLedger | None = None,
+        earlier: Earlier = NOTHING,
     ) -> None:
-        self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
+        self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self.steps: Steps | None = None
         self._loader: PrivateLoader | None = None
-        self._first_step = step_of_checkpoint(checkpoint)
+        self._first_step = earlier.step
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
             num_examples=len(train_dataset),
-            expected_batch_size=expected_batch_size,
+            expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             micro_batches=args.gradient_accumulation_steps,
             micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
@@ -109,7 +103,7 @@ class PrivateRun:
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
-        resumed = earlier.statement if checkpoint is not None and earlier is not None else None
+        resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         if recorders:
             refuse_other_noise(shape)
@@ -120,7 +114,6 @@ class PrivateRun:
             noise_shape=shape,
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
-            first_step=self._first_step,
         )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._continues_rounds = self._take_up_rounds()
@@ -128,7 +121,7 @@ class PrivateRun:
 
     def _take_up_rounds(self) -> bool:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
-        earlier = self._earlier
+        earlier = self.earlier.ledger
         # A step of Poisson sampling is a round of its own, with coins of its own.
         if self.sampler.sampling == "poisson":
             return False
@@ -282,7 +275,7 @@ class PrivateRun:
         """
         assert self.ledger is None, "a run begins once"
         assert self.steps is not None, "a run begins once its engine is attached"
-        statement, earlier = self.statement, self._earlier
+        statement, earlier = self.statement, self.earlier.ledger
         # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_callback import ExportableState
 
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
@@ -88,6 +89,9 @@ class SavingTrainer(ShardedTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Transformers' only method around a whole checkpoint: optimizer, schedule and state have no public one.
+        for callback in self.callback_handler.callbacks:  # of one that was added at a resume the loaded state knows nothing
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
         with space_for("a checkpoint", folder=Path(self.args.output_dir)):
             super()._save_checkpoint(model, trial)
 

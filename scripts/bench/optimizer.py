@@ -6,7 +6,7 @@
 The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tensors, and gradients that stay the same; noise
 is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
 Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
-subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients.
+subspace of rank 64, between refreshes.
 """
 
 import gc
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import (
     MIB,
@@ -41,8 +41,7 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
         "first-order-v1": SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]},
         "none": SECOND | {"low_pass_filter": PAPER_FILTERS["none"]},
     },
-    "galore": {"second-order, GaLore": SECOND | {"update_proj_gap": 10_000}},
-    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir} for fir in map(OptimalFIR, (4, 8))},
+    "galore": {"second-order, GaLore": SECOND | {"galore": {"update_proj_gap": 10_000}}},
 }
 SIZES = {"full": (768, 12), "large": (768, 18), "tiny": (32, 1)}  # width and layers; large has 127 million parameters
 MEMORY_STEPS = 3
@@ -76,8 +75,9 @@ def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable
     """Return a step of ours with these arguments, or for None of torch's own optimizer."""
     if kind is None:
         return torch.optim.AdamW(params, lr=1e-4, fused=True).step
-    rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
-    return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
+    galore = {"rank": min(params[0].shape) // 12, **kind["galore"]} if "galore" in kind else {}
+    options = {name: value for name, value in kind.items() if name != "galore"}
+    return DopplerOptimizer([{"params": params, **galore}], lr=1e-4, weight_decay=0.01, **options).step
 
 
 def kind_seconds(kind: dict[str, Any], args: BenchArguments) -> np.ndarray:

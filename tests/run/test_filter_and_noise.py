@@ -90,7 +90,6 @@ def test_auto_keeps_the_shape_of_the_run_that_is_resumed(tmp_path, resumed, samp
     [
         dict(noise_multiplier=1.5, target_epsilon=None),  # of no equal ε
         dict(optim_target_modules="all-linear"),  # which saves the memory that shaped noise takes
-        dict(low_pass_filter="optimal-fir:taps=4"),  # which takes the noise for white
     ],
 )
 def test_what_shaped_noise_does_not_fit_gets_white_noise(tmp_path, overrides):

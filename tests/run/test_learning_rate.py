@@ -173,5 +173,22 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(learning_rate=1.0), " times above the "),
+        (dict(learning_rate=0.0), "learning_rate=0 moves no weight: leave it out"),
+        (
+            dict(warmup_steps=5),
+            "the warmup lasts all 2 steps, so that the learning rate never arrives: shorten warmup_steps",
+        ),
+        (dict(target_epsilon=1e6, noise_multiplier=None), "ε above 10 promises little: from 1 to 8 is usual"),
+    ],
+    ids=str,
+)
+def test_what_learns_or_protects_little_is_told_of(options, words, tmp_path, capsys):
+    assert words in told(tmp_path, capsys, **options)
+
+
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):
     assert "times below" not in told(tmp_path, capsys, learning_rate=1e-9, base_optimizer="sgd")

@@ -42,7 +42,7 @@ def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
 
 
 def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
-    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
+    run = PrivateRun(arguments(tmp_path), text_data(), num_trained=1)
     run.steps = types.SimpleNamespace()
     run.mechanism = GaussianMechanism(noise_multiplier=0.9, max_grad_norm=1.0, expected_batch_size=8)
     with pytest.raises(AssertionError):

@@ -16,7 +16,7 @@ RUNS = {
     engine: ([*TINY, "--works=vit-full", "--engines=book_keeping", "--norm_rule=ghost"], "output", 1),
     estimates: (["--points=tiny", "--steps=1"], "results", 1),
     noise: (["--count=70000", "--pairs=2", "--threads=1", "--tensors=3"], "results", len(noise.WAYS)),
-    optimizer: ([*TINY, "--works=galore,adaptive"], "output", 3),
+    optimizer: ([*TINY, "--works=galore"], "output", 1),
     rounding: (["--scale=tiny", "--groups=layers,padding", "--lengths=8", "--seeds=1"], "output", 14 * 2 + 5 * 2 * 3),
     small_networks: (["--steps=2", "--pairs=1", "--batch_size=20"], "output", 1),
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertForMaskedLM, BertModel
 
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -37,8 +37,7 @@ def test_encoder_is_loaded_and_the_head_reads_its_mean(folder):
 
 
 def test_a_checkpoint_with_another_head_gives_its_encoder(tmp_path):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    masked_lm = BertForMaskedLM(BertConfig(vocab_size=40, **sizes))
+    masked_lm = BertForMaskedLM(tiny_bert().config)
     masked_lm.save_pretrained(tmp_path)
     model = MeanPoolingForSequenceClassification.from_encoder(tmp_path, num_labels=2)
     found = model.encoder.state_dict()

@@ -53,7 +53,7 @@ def test_the_kind_of_every_recipe(path, tmp_path):
     argv = [str(path), "--use_cpu", f"--output_dir={tmp_path}"]
     right = KIND_OF_FOLDER[path.parent.name]
     if path.stem == "cifar10-vit-eps2":  # its two names are also a language model's
-        with pytest.raises(ValueError, match=r"^Recipe and flags fit several workloads: causal_lm, images\. Choose one"):
+        with pytest.raises(ValueError, match=r"^Recipe and flags fit several workloads: causal_lm, images\. Choose"):
             parse_recipe(argv)
         argv = [*argv, "--workload", right]
     (kind, args), training_args = parse_recipe(argv)
@@ -77,17 +77,16 @@ def test_flags_count_beside_the_recipe_and_override_it(common, tmp_path):
 def test_what_no_kind_has_is_named(common, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
-    message = (
-        r"^Recipe and flags fit no workload: glue lacks stray and image_size, causal_lm lacks task_name and pooling and "
-        r"stray and image_size, images lacks task_name and pooling and stray\. .* choose one with --workload\.$"
-    )
+    message = r"^Recipe and flags fit no workload\. Choose one of glue, causal_lm, images with --workload\.$"
     with pytest.raises(ValueError, match=message):
-        parse_recipe([str(path), *common, "--image_size=8", "--image_size", "16"])
+        parse_recipe([str(path), *common, "--image_size=8"])
+    with pytest.raises(ValueError, match=r"recipe\.yaml has unknown arguments: 'stray'\."):
+        parse_recipe(["--workload=glue", str(path), *common])
     with pytest.raises(ValueError, match=r"unknown arguments: 'lerning_rate' \(did you mean learning_rate"):
         parse_recipe(["--workload=images", *common, "--lerning_rate=1"])
     with pytest.raises(ValueError, match=r"^--workload must be one of glue, causal_lm, images, got 'audio'\.$"):
         parse_recipe(["--workload=audio", *common])
-    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one with --workload\."):
+    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one of"):
         parse_recipe([])
     with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got .*nowhere\.yaml\."):
         parse_recipe([str(tmp_path / "nowhere.yaml"), *common])

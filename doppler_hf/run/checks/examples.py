@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.autograd_check.apart import place_of_others, read_by_others
-from doppler_hf.privacy.autograd_check.as_in_training import is_random, moved, without_coins, without_dropout
-from doppler_hf.privacy.autograd_check.at_fault import why_gradients_change
 from doppler_hf.privacy.autograd_check.comparison import compare
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of
+from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
+from doppler_hf.privacy.autograd_check.explanation import why_gradients_change
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, Trial, gradients_of
+from doppler_hf.privacy.autograd_check.without_randomness import is_random, moved, without_coins, without_dropout
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.run.checks.loss import TrainedLoss
@@ -79,7 +79,7 @@ class _Comparison(NamedTuple):
         with moved(self.model), highest_conv_precision(), highest_matmul_precision():
             with without_coins(self.model):
                 with nothing_written(self.model, again=self._is_random):
-                    found = self._place_of_others()
+                    found = self._place_of_coupling()
                 try:
                     return self._compared(*found)
                 except ValueError:
@@ -87,19 +87,19 @@ class _Comparison(NamedTuple):
                         raise
             with without_dropout(self.model):  # its coins are no attributes
                 if not self._is_random():
-                    return self._compared(*self._place_of_others())
+                    return self._compared(*self._place_of_coupling())
         print(
             "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
             "`doppler-hf check` tests whether each depends on its example alone."
         )
-        _, place = self._place_of_others()
+        _, place = self._place_of_coupling()
         if place is not None:
             raise read_by_others(place)
         with self.clipped.unwatched():
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
 
-    def _place_of_others(self) -> tuple[Tensor, str | None]:
-        return place_of_others(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
+    def _place_of_coupling(self) -> tuple[Tensor, str | None]:
+        return place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
 
     def _is_random(self) -> bool:
         with self.clipped.unwatched():
@@ -115,10 +115,10 @@ class _Comparison(NamedTuple):
         if place is not None:
             with self.clipped.unwatched():
                 together, each = probe.in_parts(probe.short)
-                raise read_by_others(place, why_gradients_change(model, losses_of, parts=each, together=together))
+                raise read_by_others(place, why_gradients_change(Trial(model, losses_of, each, together)))
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
-        return compare(self.clipped, model, losses_of, alone=each, together=together, tolerance=self.tolerance)
+        return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
 
 
 @contextlib.contextmanager

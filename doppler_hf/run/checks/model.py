@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from doppler_hf.privacy.autograd_check.as_in_training import owners_of_options
+from doppler_hf.privacy.autograd_check.without_randomness import owners_of_options
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.training_args import DopplerTrainingArguments

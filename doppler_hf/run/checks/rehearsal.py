@@ -65,6 +65,10 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         fails = True  # unless it returns
         found = own(*args, **kwargs)
         fails = False
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}. Return one."
+            )
         return found
 
     def of_rows(count: int) -> dict[str, Any]:
@@ -88,7 +92,7 @@ def _told_as_refusal(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {error}. No ε is spent. Fix it, or set "
+            f"The rehearsal of {what} failed with {type(error).__name__}: {str(error).rstrip('.')}. No ε is spent. Fix it, or set "
             "rehearse=False to skip the rehearsal."
         ) from error
 

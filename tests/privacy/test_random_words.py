@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from doppler_hf.privacy import bits as module
-from doppler_hf.privacy.bits import ReproducibleBits, SecretBits, WordsByNumber, bit_stream
+from doppler_hf.privacy import random_words as module
+from doppler_hf.privacy.random_words import ReproducibleBits, SecretBits, WordsByNumber, bit_stream
 
 
 def test_two_calls_and_two_streams_never_repeat():

@@ -1,4 +1,4 @@
-"""The best filter without feedback for a known autocorrelation; test_adaptive_fir.py has the estimate of one."""
+"""The best filter without feedback for a known autocorrelation."""
 
 import numpy as np
 import pytest
@@ -12,5 +12,6 @@ def test_optimal_fir_is_proportional():
 
 
 def test_an_autocorrelation_without_a_positive_sum_is_refused():
-    with pytest.raises(ValueError, match="must have a positive sum, by which b is divided, got 0"):
-        optimal_fir(np.array([0.5, -0.5]))
+    for lags, found in (([0.5, -0.5], "0"), ([0.5, np.nan], "nan")):
+        with pytest.raises(ValueError, match=f"must have a positive sum, by which b is divided, got {found}"):
+            optimal_fir(np.array(lags))

@@ -5,7 +5,8 @@ Let g_t = s_t + w_t with white noise w of standard deviation σ in each of d coo
 
     c_τ = ½ ρ_τ = ½ min(max(C_τ / C_0, 0), 1),    b_τ = c_τ / Σ c
 
-estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for the bound (see `snr`). The
+estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for its bound: with its learning rate
+tuned, that depends on (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² alone, κ the impulse response, which κ ∝ c maximizes (Cauchy-Schwarz). The
 paper's closed form instead takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in lag 0, and clamps at each
 step. Lags with ρ_τ < ½ then get no weight, and noisier gradients bring the filter closer to none.
 """
@@ -13,9 +14,7 @@ step. Lags with ρ_τ < ½ then get no weight, and noisier gradients bring the f
 import numpy as np
 from jaxtyping import Float64
 
-from doppler_hf.filters.design import from_coefficients
 from doppler_hf.filters.low_pass_filter import LowPassFilter
-from doppler_hf.filters.snr import check_autocorrelation
 
 
 def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
@@ -28,9 +27,8 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
         >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
     """
-    check_autocorrelation(autocorrelation)
-    if autocorrelation.sum() <= 0:
+    if not autocorrelation.sum() > 0:
         raise ValueError(
             f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
         )
-    return from_coefficients(tuple(autocorrelation))
+    return LowPassFilter(b=tuple(autocorrelation / autocorrelation.sum()))

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from doppler_hf.privacy.autograd_check.at_fault import Inputs
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, refuse_number_of_losses
+from doppler_hf.privacy.autograd_check.plain_autograd import Inputs, Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.losses import without_adapters
@@ -30,7 +29,7 @@ def some_of(number: int) -> Bool[Tensor, " number"]:
     return chance.argsort().argsort() < number // 2
 
 
-def place_of_others(
+def place_of_coupling(
     clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: Inputs, *, number: int
 ) -> tuple[Tensor, str | None]:
     """Return the losses of `number` examples, and where half of them have a gradient in the rows of the others, or None.
