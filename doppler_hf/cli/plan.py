@@ -21,8 +21,7 @@ from rich.table import Column, Table
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
-from doppler_hf.reports.planned_noise import taken_by_training
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "

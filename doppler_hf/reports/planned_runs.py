@@ -7,11 +7,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import Sampling, default_delta
-from doppler_hf.privacy.accounting.calibration import get_noise_multiplier
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape, noise_gain
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
 
 # A few hundredths of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
@@ -183,3 +184,37 @@ def alternatives(request: PlanRequest, run: PlannedRun, target: Target) -> dict[
 def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
     """Return E as it was given, before Transformers rounds up to whole steps, or T/⌈N/B⌉."""
     return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
+
+
+def taken_by_training(
+    run: PlannedRun, target: Target | None, low_pass_filter: LowPassFilter | None, *, keeps_steps: bool = False
+) -> tuple[NoiseShape, LowPassFilter, PlannedRun]:
+    """Return noise shape and filter that a training of a planned run takes, as `run.choices` where memory suffices.
+
+    It is given the `target` or, if that is None, σ, whose noise is white; it chooses the filter if that is None. The
+    optimizer is Adam, and the rate falls linearly. Its steps may be fewer, unless they are kept, as `run.plan`.
+    """
+    white = WHITE, low_pass_filter or PAPER_FILTERS["none"], run
+    if target is None or run.sampling == "poisson":
+        return white
+    rates = [1 - step / run.steps for step in range(run.steps)]
+    terms: dict[str, Any] = {
+        "target_epsilon": target.epsilon,
+        "target_delta": target.delta,
+        "sample_rate": run.sample_rate,
+        "steps": run.steps,
+    }
+    shape = auto_noise_shape(
+        lambda bands: noise_multiplier_if_any(NoiseShape.banded(bands).c, **terms),
+        run.steps,
+        learning_rates=rates,
+        low_pass_filter=low_pass_filter,
+    )
+    if shape.is_white:
+        return white
+    whole = steps_of_whole_turns(run.steps, sample_rate=run.sample_rate, groups=shape.bands)
+    steps = run.steps if keeps_steps else whole
+    rates = [1 - step / steps for step in range(steps)]
+    chosen = low_pass_filter or auto_filter(steps, learning_rates=rates, noise=shape)
+    sigma = get_noise_multiplier(strategy=shape.c, **terms | {"steps": steps})
+    return shape, chosen, replace(run, steps=steps, noise_multiplier=sigma)
