@@ -5,7 +5,7 @@ import math
 import pytest
 
 from doppler_hf.filters import auto_noise_shape
-from doppler_hf.privacy import AllocationSampler, default_delta
+from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.reports import planned_runs as planning
 from doppler_hf.reports.planned_runs import PlanRequest, Target, alternatives, taken_by_training
@@ -89,8 +89,9 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
     sampler.take_turns(shape.bands)
     statement = planned_statement(args, sampler=sampler, noise_shape=shape)
-    run = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon).solve()
-    choice = taken_by_training(run, Target(epsilon, default_delta(2000)), None)
+    request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
+    run = request.solve()
+    choice = taken_by_training(request, run, None)
     assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
     assert choice[:2] == (shape, chosen_filter(args, statement))
     assert (choice[2].steps, choice[2].noise_multiplier) == (statement.steps_planned, statement.noise_multiplier)
