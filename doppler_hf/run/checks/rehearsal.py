@@ -93,8 +93,8 @@ def _told_as_refusal(what: str) -> Iterator[None]:
     except Exception as error:
         said = str(error).rstrip(".")
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set rehearse=False "
-            "to skip the rehearsal."
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
+            "rehearse=False to skip the rehearsal."
         ) from error
 
 
