@@ -18,11 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
+from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
-from doppler_hf.reports.planned_noise import taken_by_training
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compute what follows, compare with other runs, and print."""
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
-    low_pass_filter = named or PAPER_FILTERS["none"]
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
     facts, best = describe(request, planned, named)
@@ -73,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
-        cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
-        print(json.dumps({**facts, "alternatives": cells}, indent=2, ensure_ascii=False, allow_nan=False))
+        runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
+        print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, title=title))
         console.print(READING)
@@ -86,10 +84,8 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
 
     Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
     """
-    delta, epochs = request.target_delta, epochs_of(request, planned)
-    target = None if request.epsilon is None else Target(request.epsilon, delta)
-    keeps_steps = request.max_steps is not None
-    shape, low_pass_filter, planned = taken_by_training(planned, target, named, keeps_steps=keeps_steps)
+    delta = request.target_delta
+    shape, low_pass_filter, planned = taken_by_training(request, planned, named)
     sigma = planned.noise_multiplier
     releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)
@@ -100,7 +96,11 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
         "solved_for": "epsilon" if request.epsilon is None else "noise_multiplier",
         "num_examples": planned.num_examples,
         "max_grad_norm": planned.max_grad_norm,
-        **cell(planned, epochs, low_pass_filter),
+        "epochs": epochs_of(request, planned),
+        "batch_size": planned.expected_batch_size,
+        "sample_rate": planned.sample_rate,
+        "steps": planned.steps,
+        "examples_processed": planned.examples_processed,
         "noise_multiplier": sigma,
         "noise_std": of_sigma * shape.std(planned.steps),
         "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
@@ -121,21 +121,6 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
         "sampling": planned.sampling,
     }
     return facts, best
-
-
-def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
-    """Return the numbers of one run of the table. `epochs` is the length that Transformers rounds up to whole steps."""
-    return {
-        "epochs": epochs,
-        "batch_size": planned.expected_batch_size,
-        "sample_rate": planned.sample_rate,
-        "steps": planned.steps,
-        "noise_multiplier": planned.noise_multiplier,
-        "noise_std": planned.noise_std,
-        "filtered_noise_std": planned.filtered_noise_std(low_pass_filter),
-        "average_noise_std": planned.average_noise_std,
-        "examples_processed": planned.examples_processed,
-    }
 
 
 def facts_table(facts: dict[str, Any]) -> Table:

@@ -7,11 +7,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from doppler_hf.filters import LowPassFilter, noise_gain
-from doppler_hf.privacy.accounting.accounting import Sampling, default_delta
-from doppler_hf.privacy.accounting.calibration import get_noise_multiplier
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
 
 # A few hundredths of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
@@ -58,10 +59,6 @@ class PlannedRun:
     def examples_processed(self) -> int:
         """B·T, the expected number of per-sample gradients: the run's cost in time."""
         return self.expected_batch_size * self.steps
-
-    def filtered_noise_std(self, low_pass_filter: LowPassFilter) -> float:
-        """Return σC/B·√Σκ², per coordinate of the filtered gradient once the filter has settled."""
-        return self.noise_std * math.sqrt(noise_gain(low_pass_filter))
 
 
 class Target(NamedTuple):
@@ -183,3 +180,39 @@ def alternatives(request: PlanRequest, run: PlannedRun, target: Target) -> dict[
 def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
     """Return E as it was given, before Transformers rounds up to whole steps, or T/⌈N/B⌉."""
     return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
+
+
+def taken_by_training(
+    request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None
+) -> tuple[NoiseShape, LowPassFilter, PlannedRun]:
+    """Return noise shape and filter that a training of a planned run takes, and the run with the σ and T of that shape.
+
+    The training is given ε or, where the request has none, σ, whose noise is white; it chooses the filter if that is None.
+    The optimizer is Adam, the rate falls linearly, and memory suffices.
+    """
+    white = WHITE, low_pass_filter or PAPER_FILTERS["none"], run
+    if request.epsilon is None or run.sampling == "poisson":
+        return white
+
+    def rates(steps: int) -> list[float]:
+        return [1 - step / steps for step in range(steps)]
+
+    terms: dict[str, Any] = {
+        "target_epsilon": request.epsilon,
+        "target_delta": request.target_delta,
+        "sample_rate": run.sample_rate,
+    }
+    shape = auto_noise_shape(
+        lambda bands: noise_multiplier_if_any(NoiseShape.banded(bands).c, steps=run.steps, **terms),
+        run.steps,
+        learning_rates=rates(run.steps),
+        low_pass_filter=low_pass_filter,
+    )
+    if shape.is_white:
+        return white
+    steps = run.steps
+    if request.max_steps is None:  # a length in epochs ends where every group has had its turns
+        steps = steps_of_whole_turns(steps, sample_rate=run.sample_rate, groups=shape.bands)
+    chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
+    sigma = get_noise_multiplier(strategy=shape.c, steps=steps, **terms)
+    return shape, chosen, replace(run, steps=steps, noise_multiplier=sigma)

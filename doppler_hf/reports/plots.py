@@ -54,7 +54,6 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
         decibels = 20 * np.log10(np.maximum(np.abs(frequency_response(low_pass_filter, frequencies)), 1e-9))
         gain.semilogx(frequencies, decibels, style)
         delay.semilogx(frequencies, group_delay(low_pass_filter, frequencies), style)
-    _leave_out_single_weights(impulse, filters)
     step.axhline(1, color="black", linewidth=0.6)
     gain.axhline(-3, color="black", linewidth=0.6, linestyle=":")
     gain.set_ylim(-60, max(5, gain.get_ylim()[1]))
@@ -119,13 +118,3 @@ def write(figure: Any, path: str | Path) -> None:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise ValueError(f"The picture {path} cannot be written ({error.strerror}). Give another folder.") from error
-
-
-def _leave_out_single_weights(axes: Any, filters: Mapping[str, LowPassFilter]) -> None:
-    """Scale the axis to filters of order 1 and more, which would look flat beside the single weight of 1 of order 0."""
-    weights = [impulse_response(each, 200) for each in filters.values() if each.order]
-    if weights:
-        highest, lowest = max(each.max() for each in weights), min(each.min() for each in weights)
-        axes.set_ylim(min(0.0, 1.1 * lowest) - 0.03 * highest, 1.1 * highest)
-        if len(weights) < len(filters):
-            axes.annotate("↑ 1", (1, 1.1 * highest), xytext=(2, -4), textcoords="offset points", va="top")

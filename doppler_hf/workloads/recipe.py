@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads import causal_lm, glue, images
+from doppler_hf.workloads import glue, images, language_model
 from doppler_hf.workloads.arguments import parse_args, read_recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.workload import Workload
@@ -19,7 +19,7 @@ from doppler_hf.workloads.workload import Workload
 Kind = tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArguments], Workload]]
 KINDS: dict[str, Kind] = {
     "glue": (glue.GlueArguments, glue.build),
-    "causal_lm": (causal_lm.CausalLMArguments, causal_lm.build),
+    "causal_lm": (language_model.CausalLMArguments, language_model.build),
     "images": (images.ImageArguments, images.build),
 }
 COMMON = (LoraArguments, DopplerTrainingArguments)

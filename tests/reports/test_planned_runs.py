@@ -4,11 +4,15 @@ import math
 
 import pytest
 
+from doppler_hf.filters import auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.reports import planned_runs as planning
-from doppler_hf.reports.planned_runs import PlanRequest, Target, alternatives
+from doppler_hf.reports.planned_runs import PlanRequest, Target, alternatives, taken_by_training
+from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
+from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
+from tests.support.trainers import arguments
 
 RUN = {"num_examples": 1000, "epsilon": 3.0, "epochs": 2.0, "batch_size": 100}
 
@@ -71,3 +75,24 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypa
     table = alternatives(request, run, Target(1.0, 1e-5))
     (own,) = [runs for runs in table.values() if any(other is run for other in runs)]
     assert [other.expected_batch_size for other in own] == batch_sizes
+
+
+@pytest.mark.parametrize(("epsilon", "batch", "is_shaped"), [(8.0, 128, True), (1.0, 900, False)])
+def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, is_shaped, monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        planning, "auto_noise_shape", lambda of, *a, **more: compared.append(of(1)) or auto_noise_shape(of, *a, **more)
+    )
+    auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
+    args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1)
+    sampler = AllocationSampler(num_examples=2000, expected_batch_size=batch)
+    shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
+    sampler.take_turns(shape.bands)
+    statement = planned_statement(args, sampler=sampler, noise_shape=shape)
+    request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
+    run = request.solve()
+    choice = taken_by_training(request, run, None)
+    assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
+    assert choice[:2] == (shape, chosen_filter(args, statement))
+    assert (choice[2].steps, choice[2].noise_multiplier) == (statement.steps_planned, statement.noise_multiplier)
+    assert shape.is_white != is_shaped

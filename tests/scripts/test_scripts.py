@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceCla
 import doppler_hf
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
-from doppler_hf.workloads.causal_lm import CausalLMArguments
 from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
+from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts

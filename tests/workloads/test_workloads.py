@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, EvalPrediction
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.training_args.checks import NoEffectError
-from doppler_hf.workloads import causal_lm, glue, images, recipe
+from doppler_hf.workloads import glue, images, language_model, recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import parse_recipe
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
@@ -248,7 +248,7 @@ def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tm
             "num_heads=4 has no effect with model_name_or_path='vit'",
         ),
         (
-            causal_lm.CausalLMArguments,
+            language_model.CausalLMArguments,
             {"model_name_or_path": "gpt2", "validation_split": "test[:9]", "dataset_dir": "here"},
             "validation_split='test[:9]' has no effect with dataset_dir='here'",
         ),

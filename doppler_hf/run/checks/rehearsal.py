@@ -91,8 +91,9 @@ def _told_as_refusal(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        said = str(error).rstrip(".")
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {str(error).rstrip('.')}. No ε is spent. Fix it, or set "
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
             "rehearse=False to skip the rehearsal."
         ) from error
 
