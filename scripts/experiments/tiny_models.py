@@ -33,12 +33,9 @@ FIELDS: tuple[tuple[str, Any], ...] = (
     (r"\w*(n_|num_|attention_|linear_\w+_)?heads?", HEADS),
     (r"(num_|n_)?(hidden_|encoder_|decoder_|text_|speech_)*(layers?|blocks|depth)", 2),
     (r"(num|n|moe_num)_\w*experts|expert_capacity|num_latents|num_query_tokens", 4),
-    (r"\w*(top_?k|experts_per_tok(en)?|moe_k)", 2),
     (r"window_size", 2),
-    (r"n_groups?|topk_group|mamba_n_groups|num_self_attends_per_block|first_k_dense_replace", 1),
     (r"image_size|resolution", 64),
     (r"patch_size|encoder_stride", lambda value: min(value, 8)),
-    (r"rotary_dim", WIDTH // HEADS),
     (r"num_frames|num_mel_bins|input_feat_per_channel", 8),
     (r"\w*(lora_rank|lora_dim|_rank)", 8),
     (
@@ -55,10 +52,7 @@ LISTS: tuple[tuple[str, Any], ...] = (
     ),
 )
 # Fields that some classes leave to be None, although their layers need numbers.
-WITHOUT_DEFAULT = {
-    "head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS, "n_routed_experts": 4, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "vocab_size": 64,
-}  # fmt: skip
+WITHOUT_DEFAULT = {"head_dim": WIDTH // HEADS}
 
 
 # --- models ---------------------------------------------------------------------------------------------------------------
