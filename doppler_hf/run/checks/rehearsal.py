@@ -66,7 +66,9 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         found = own(*args, **kwargs)
         fails = False
         if not isinstance(found, dict):
-            raise ValueError(f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}")
+            raise ValueError(
+                f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}. Return one."
+            )
         return found
 
     def of_rows(count: int) -> dict[str, Any]:
@@ -89,8 +91,9 @@ def _told_as_refusal(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        said = str(error).rstrip(".")
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {error}. No ε is spent. Fix it, or set "
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
             "rehearse=False to skip the rehearsal."
         ) from error
 
