@@ -34,28 +34,19 @@ OVERRIDES: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf audit`."""
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML recipe of a private run")
-    _add_options(parser)
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML recipe of a private run; its fields may follow as flags")
     parser.add_argument("--canaries", type=int, default=1000, metavar="M", help="how many canaries (default: %(default)s)")
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"
     )
+    parser.set_defaults(fields=[])
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, attack, and print the outcome."""
-    # argparse passes on everything after the recipe unparsed, its own options included.
-    options = argparse.ArgumentParser(prog="doppler-hf audit", add_help=False, allow_abbrev=False)
-    _add_options(options)
-    args, flags = options.parse_known_args(args.flags, namespace=args)
-    workload, training_args = parse_recipe([args.recipe, *flags, *OVERRIDES])
+    workload, training_args = parse_recipe([args.recipe, *args.fields, *OVERRIDES])
     output_dir = Path(training_args.output_dir)
+    # Elsewhere: a model with canaries, and its ledger, must not be taken for those of a training.
     with tempfile.TemporaryDirectory() as folder:
         training_args.output_dir = folder
         trainer = AuditTrainer(

@@ -13,13 +13,11 @@ from doppler_hf.filters.closed_loop import ClosedLoop
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
     butterworth,
-    chebyshev1,
-    chebyshev2,
     momentum,
     moving_average,
 )
 from doppler_hf.filters.grammar import parse_name
-from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.filters.optimal_fir import optimal_fir
 from doppler_hf.filters.response import (
@@ -43,8 +41,8 @@ from doppler_hf.filters.spectrum import (
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
     "auto_noise_shape", "autocorrelation",
-    "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
+    "butterworth", "corrected_noise_gain", "corrected_output",
     "estimate_power", "filter_figures", "frequency_response",
     "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
-    "parse_name", "power_spectral_density", "step_response", "write_coefficients",
+    "parse_name", "power_spectral_density", "step_response",
 ]  # fmt: skip

@@ -8,13 +8,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
+from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
     "butterworth": butterworth,
-    "chebyshev1": chebyshev1,
-    "chebyshev2": chebyshev2,
     "momentum": momentum,
     "moving-average": moving_average,
 }
@@ -22,8 +20,6 @@ DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
 # What each word takes behind its colon. The last is chosen by a run, so no fixed filter belongs to it.
 KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
     "butterworth": {"order": int, "cutoff": float},
-    "chebyshev1": {"order": int, "cutoff": float, "ripple_db": float},
-    "chebyshev2": {"order": int, "cutoff": float, "attenuation_db": float},
     "momentum": {"beta": float},
     "moving-average": {"taps": int},
     "auto": {},

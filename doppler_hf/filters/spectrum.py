@@ -16,8 +16,7 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 
-from doppler_hf.filters.design import PAPER_FILTERS
-from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
+from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.response import impulse_response, step_response
 
 
@@ -87,56 +86,23 @@ def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarra
     return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2
 
 
-def estimate_power(
-    square_norms: Float[np.ndarray, " steps"],
-    *,
-    noise_std: float,
-    dimension: int,
-    filter: LowPassFilter = PAPER_FILTERS["none"],
-    first_step: int = 0,
-) -> PowerEstimate:
-    """Estimate the power of the signal in successive noisy gradients, before a filter or after it.
+def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: float) -> PowerEstimate:
+    """Estimate the power of the signal in successive noisy gradients, from how far their squared norms exceed the noise's.
 
-    The standard error is over the noise, with R_τ = Σ_j κ_j κ_{j+τ} and S the estimate, at least 0:
-
-        T Var ≤ 2 d σ⁴ Σ_{|τ|<T} (1 - |τ|/T) R_τ² + 4 σ² S Σ_{|τ|<T} |R_τ|.
-
-    While the filter settles, R_τ is scaled to its noise gain of that step, which overstates the error of the first few.
+    The standard error is over the noise, S the estimate, at least 0: T Var = 2 d σ⁴ + 4 σ² S.
 
     Args:
-        square_norms: ‖g_t‖², or with a filter ‖m̂_t‖², of successive steps, shape (steps,).
-        noise_std: Standard deviation σ of the white noise per coordinate of g.
-        dimension: Number of coordinates d.
-        filter: The filter of m̂; none by default.
-        first_step: Steps that the filter had run before the first of these.
+        series: One row for each step, shape (steps, dimension), before any filter.
+        noise_std: Standard deviation σ of the white noise per coordinate.
     """
-    if square_norms.ndim != 1 or not len(square_norms):
-        raise ValueError(f"square_norms must have one for each step in one row, got shape {square_norms.shape}.")
-    for square in square_norms:
-        if not 0 <= square < math.inf:
-            raise ValueError(f"square_norms must be finite and at least 0, got {square}.")
-    _check_noise(noise_std)
-    if dimension < 1 or first_step < 0:
-        raise ValueError(f"dimension must be at least 1 and first_step at least 0, got {dimension} and {first_step}.")
-    steps = len(square_norms)
-    gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
-    noise = dimension * noise_std**2 * float(gains.mean())
-    signal = float(square_norms.mean()) - noise
-    correlation = _output_correlation(filter, steps)
-    weights = np.where(np.arange(steps) == 0, 1.0, 2.0)
-    of_noise = (
-        2 * dimension * noise_std**4 * float(np.mean(gains**2) * (weights * (1 - np.arange(steps) / steps)) @ correlation**2)
-    )
-    of_both = 4 * noise_std**2 * max(signal, 0.0) * float(gains.mean() * weights @ np.abs(correlation))
-    return PowerEstimate(signal, math.sqrt((of_noise + of_both) / steps), noise)
-
-
-def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray, " lags"]:
-    """Return R_τ / R_0 of white noise after a settled filter, τ = 0 ... lags - 1."""
-    kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
-    power = np.abs(np.fft.rfft(kappa, n=2 * max(len(kappa), lags))) ** 2
-    correlation = np.fft.irfft(power)[:lags]
-    return correlation / correlation[0]
+    if not 0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
+    steps, dimension = _checked(series).shape
+    noise = dimension * noise_std**2
+    signal = float(np.sum(series**2)) / steps - noise
+    # A negative estimate is noise, and has no variance of its own to add.
+    variance = 2 * dimension * noise_std**4 + 4 * noise_std**2 * max(signal, 0.0)
+    return PowerEstimate(signal, math.sqrt(variance / steps), noise)
 
 
 def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
@@ -147,9 +113,3 @@ def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray
     if not np.isfinite(series).all():
         raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
     return series
-
-
-def _check_noise(noise_std: float) -> None:
-    """Refuse anything but a standard deviation."""
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

@@ -134,8 +134,8 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
     weight = tensors.weight
     sizes = np.array([each.weight.numel() for each, _ in steps])
     addresses = np.array([[kernels.address_of(tensor) for tensor in each.of_shape] for each, _ in steps])
-    are_apart = _are_apart(addresses[:, 0], sizes * weight.itemsize)
-    programs = np.where(are_apart, -(-sizes // BLOCK), 0)
+    are_disjoint = _are_disjoint(addresses[:, 0], sizes * weight.itemsize)
+    programs = np.where(are_disjoint, -(-sizes // BLOCK), 0)
     numbers = np.array([(each.step_size, each.decay, each.noise_var, each.floor) for _, each in steps])
     rows = np.column_stack([sizes, np.cumsum(programs) - programs, numbers.view(np.int64), addresses])
     b_and_a = list(zip_longest(*constants.coefficients, fillvalue=0.0))
@@ -158,13 +158,15 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
             num_warps=_WARPS,
         )
         torch.autograd.graph.increment_version([each.weight for each, _ in steps])  # as torch's operators do
-    return [step for step, is_apart in zip(steps, are_apart, strict=True) if not is_apart]
+    return [step for step, is_disjoint in zip(steps, are_disjoint, strict=True) if not is_disjoint]
 
 
-def _are_apart(starts: Int64[np.ndarray, " tensors"], sizes: Int64[np.ndarray, " tensors"]) -> Bool[np.ndarray, " tensors"]:
+def _are_disjoint(
+    starts: Int64[np.ndarray, " tensors"], sizes: Int64[np.ndarray, " tensors"]
+) -> Bool[np.ndarray, " tensors"]:
     """Return of each run of bytes whether it begins after all that begin before it have ended."""
     order = np.argsort(starts, kind="stable")
     ends = np.maximum.accumulate((starts + sizes)[order])
-    apart = np.ones(len(starts), dtype=bool)
-    apart[order[1:]] = starts[order[1:]] >= ends[:-1]
-    return apart
+    disjoint = np.ones(len(starts), dtype=bool)
+    disjoint[order[1:]] = starts[order[1:]] >= ends[:-1]
+    return disjoint

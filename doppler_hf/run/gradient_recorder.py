@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    NoiseShape,
+    corrected_noise_gain,
+    corrected_output,
+    estimate_power,
+    step_response,
+)
 from doppler_hf.run.count_sketch import TABLE_WIDTH, CountSketch
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -155,18 +163,14 @@ class GradientRecorder(TrainerCallback):
         first_step, self._steps_logged = self._steps_logged, len(self._private)
         b, a = self.low_pass_filter.b, self.low_pass_filter.a
         filtered, self._filter_states = scipy.signal.lfilter(b, a, rows, axis=0, zi=self._filter_states)
-        filtered /= step_response(self.low_pass_filter, self._steps_logged)[first_step:, None]
-        before = estimate_power(np.sum(rows**2, axis=1), noise_std=self.noise_std, dimension=self.dimensions)
-        after = estimate_power(
-            np.sum(filtered**2, axis=1),
-            noise_std=self.noise_std,
-            dimension=self.dimensions,
-            filter=self.low_pass_filter,
-            first_step=first_step,
-        )
+        settling = slice(first_step, None)
+        filtered /= step_response(self.low_pass_filter, self._steps_logged)[settling, None]
+        before = estimate_power(rows, noise_std=self.noise_std)
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}
         if self.noise_std:
-            logs |= {"snr_before": before.snr, "snr_after": after.snr}
+            gains = corrected_noise_gain(self.low_pass_filter, self._steps_logged)[settling]
+            after = float(np.mean(filtered**2)) / (self.noise_std**2 * float(gains.mean())) - 1
+            logs |= {"snr_before": before.snr, "snr_after": after}
 
 
 def refuse_other_noise(shape: NoiseShape) -> None:

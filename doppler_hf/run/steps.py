@@ -201,7 +201,6 @@ class Steps:
                 "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
                 "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
             )
-        self.is_released = False
         # Read here, where Transformers reads the loss: within a step nothing waits for the device.
         if self.reports_raw_loss and not self._is_warned and self.num_non_finite:
             self._is_warned = True

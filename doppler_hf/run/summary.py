@@ -11,7 +11,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
-from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
@@ -111,12 +111,15 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
     with contextlib.suppress(ValueError):  # none is whole
         last = whole_checkpoint(True, output_dir=args.output_dir)
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
-    early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+    again = ""
+    if ledger.steps_run > step_of_checkpoint(last if isinstance(last, str) else None):
+        early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+        again = f" Steps after it are made again and count{early}"
     sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
     lines = (
         f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
         of_fixed_length_in_words(ledger),
-        f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count{early}"
+        f"trainer.train(resume_from_checkpoint=True) goes on from {last}." + again
         if isinstance(last, str)
         else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )

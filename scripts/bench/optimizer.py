@@ -102,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each kind."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        works = chosen("--works", args.works, [*WORKS])
+        works = chosen("--works", args.works, WORKS)
     torch.set_num_threads(args.threads)
-    kinds = {name: kind for work in works for name, kind in WORKS.get(work, {}).items()}
-    adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
+    kinds = {name: kind for work in works for name, kind in WORKS[work].items()}
+    adamw_mib = in_fresh_process(peak_memory, None, args)
     for name, kind in kinds.items():
         seconds = kind_seconds(kind, args)
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])

@@ -72,10 +72,10 @@ def arguments(tmp_path, **overrides):
     return DopplerTrainingArguments(**(options | overrides))
 
 
-def audit_of(tmp_path, *, number=200, num_canaries=CANARIES, coin_seed=None, **overrides):
+def audit_of(tmp_path, *, number=200, num_canaries=CANARIES, **overrides):
     return AuditOfLine(
         model=Line(), args=arguments(tmp_path, **overrides), train_dataset=points(number), num_canaries=num_canaries,
-        data_collator=stack, coin_seed=coin_seed,
+        data_collator=stack,
     )  # fmt: skip
 
 

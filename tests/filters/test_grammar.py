@@ -10,8 +10,6 @@ from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
     butterworth,
-    chebyshev1,
-    chebyshev2,
     momentum,
     moving_average,
     parse_name,
@@ -34,8 +32,6 @@ CUTOFFS = st.floats(0.05, 0.9)
 ORDERS = st.integers(1, 4)
 DESIGNED = st.one_of(
     st.builds(butterworth, ORDERS, CUTOFFS),
-    st.builds(chebyshev1, ORDERS, CUTOFFS, st.floats(0.1, 6)),
-    st.builds(chebyshev2, ORDERS, CUTOFFS, st.floats(1, 60)),
     st.builds(momentum, st.floats(0, 0.999)),
     st.builds(moving_average, st.integers(1, 30)),
 )

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceCla
 import doppler_hf
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
-from doppler_hf.workloads.causal_lm import CausalLMArguments
 from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
+from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
-from scripts.scattering import train as scattering
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
 from tests.support.tiers import combined, thorough
 
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "glue": (glue, GlueArguments),
     "image": (image_classification, ImageArguments),
-    "scattering": (scattering, scattering.ScatteringArguments),
     "causal_lm": (causal_lm, CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
@@ -161,8 +159,7 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     assert script is not glue or args.task_name in GLUE_TASKS
     relative = path.relative_to(ROOT)
     header = path.read_text().splitlines()[:3]
-    launched = "-m scripts.scattering.train" if script is scattering else f"scripts/{Path(script.__file__).name}"
-    assert header[0] == f"# Launch:   accelerate launch {launched} {relative}"
+    assert header[0] == f"# Launch:   accelerate launch scripts/{Path(script.__file__).name} {relative}"
     assert header[1].startswith("# Hardware: ")
     assert header[2].startswith("# Metric: ")
     assert f"\noutput_dir: runs/{path.stem}\n" in path.read_text()

@@ -8,10 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses
+from doppler_hf.privacy.autograd_check.plain_autograd import Inputs, Losses, Trial
 from doppler_hf.privacy.clipping.other_layers import has_rows
-
-Inputs = Mapping[str, Any]
 
 _CHANGES: Final = (
     "The {what} of one example changes with the examples beside it, which no noise covers "
@@ -19,37 +17,29 @@ _CHANGES: Final = (
 )
 
 
-def refuse_changed_losses(
-    model: nn.Module,
-    losses_of: Losses,
-    found: Tensor,
-    expected: Sequence[Tensor],
-    *,
-    parts: Sequence[Inputs],
-    together: Inputs,
-    tolerance: float,
-) -> None:
+def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:
     """Refuse losses of a batch, shape (batch,), that are others in the smaller batches into which it was cut."""
     whole = torch.cat(list(expected))
     finite = whole.isfinite()
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise ValueError(_CHANGES.format(what="loss") + _reason(model, losses_of, parts, together))
+    raise ValueError(_CHANGES.format(what="loss") + _reason(trial))
 
 
-def why_gradients_change(model: nn.Module, losses_of: Losses, *, parts: Sequence[Inputs], together: Inputs) -> str | None:
+def why_gradients_change(trial: Trial) -> str | None:
     """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
-    if first_changing_layer(model, losses_of, parts[0], together) is None:
+    if first_changing_layer(trial, trial.together) is None:
         return None
-    return _CHANGES.format(what="gradient") + _reason(model, losses_of, parts, together)
+    return _CHANGES.format(what="gradient") + _reason(trial)
 
 
-def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], together: Inputs) -> str:
-    layer = first_changing_layer(model, losses_of, parts[0], together) or "the loss"
-    number = next((len(value) for value in parts[0].values() if isinstance(value, Tensor) and value.ndim), 1)
-    padded = {name: value[:number] if has_rows(parts[0].get(name), number) else value for name, value in together.items()}
-    if first_changing_layer(model, losses_of, parts[0], padded) is not None:
+def _reason(trial: Trial) -> str:
+    part, together = trial.alone[0], trial.together
+    layer = first_changing_layer(trial, together) or "the loss"
+    number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
+    padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
+    if first_changing_layer(trial, padded) is not None:
         mask = together.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
             return f"{layer} depends on the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
@@ -63,11 +53,11 @@ def _reason(model: nn.Module, losses_of: Losses, parts: Sequence[Inputs], togeth
     )
 
 
-def first_changing_layer(model: nn.Module, losses_of: Losses, part: Inputs, together: Inputs) -> str | None:
-    """Return the first layer whose output for the first example changes with the others, in words; None if there is none."""
-    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
+    """Return the first layer whose output for the first example is another in a batch, in words; None if there is none."""
+    classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
     with torch.no_grad():
-        outputs, alone = (_outputs_of(model, losses_of, inputs) for inputs in (together, part))
+        outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
         found = output[tuple(map(slice, expected.shape))]
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())

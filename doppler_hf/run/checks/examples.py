@@ -21,7 +21,7 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
 from doppler_hf.privacy.autograd_check.explanation import why_gradients_change
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, Trial, gradients_of
 from doppler_hf.privacy.autograd_check.without_randomness import is_random, moved, without_coins, without_dropout
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.refused_layers import listed
@@ -115,10 +115,10 @@ class _Comparison(NamedTuple):
         if place is not None:
             with self.clipped.unwatched():
                 together, each = probe.in_parts(probe.short)
-                raise read_by_others(place, why_gradients_change(model, losses_of, parts=each, together=together))
+                raise read_by_others(place, why_gradients_change(Trial(model, losses_of, each, together)))
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
-        return compare(self.clipped, model, losses_of, alone=each, together=together, tolerance=self.tolerance)
+        return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
 
 
 @contextlib.contextmanager

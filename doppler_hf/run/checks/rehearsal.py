@@ -39,10 +39,10 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
         if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
             which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
+            default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
+            mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
             raise ValueError(
-                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r} (which "
-                "load_best_model_at_end sets to 'loss' if it is left out). Set one that they return"
-                + (", or give eval_dataset labels or compute_metrics." if not known else ".")
+                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
             )
     on_process_0(lambda: _save_small(trainer, metrics))
 
@@ -65,6 +65,10 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         fails = True  # unless it returns
         found = own(*args, **kwargs)
         fails = False
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}. Return one."
+            )
         return found
 
     def of_rows(count: int) -> dict[str, Any]:
@@ -87,8 +91,9 @@ def _told_as_refusal(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        said = str(error).rstrip(".")
         raise ValueError(
-            f"The rehearsal of {what} failed with {type(error).__name__}: {error}. No ε is spent. Fix it, or set "
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
             "rehearse=False to skip the rehearsal."
         ) from error
 

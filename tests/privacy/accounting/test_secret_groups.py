@@ -12,7 +12,7 @@ from doppler_hf.privacy.accounting import Releases, get_noise_multiplier, get_to
 from doppler_hf.privacy.accounting.composition import Rounds, epsilons_of
 from doppler_hf.privacy.accounting.importance_sampling import ORDERS, Addition, Removal
 from doppler_hf.privacy.accounting.secret_groups import Run, epsilon_of_runs
-from scripts.experiments.cut_rounds import simulated_delta
+from tests.support.simulated_delta import simulated_delta
 
 FOUR = NoiseShape.banded(4).c
 

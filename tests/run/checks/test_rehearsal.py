@@ -177,6 +177,13 @@ def test_a_module_with_tied_weights_is_saved_chosen_and_resumed(tmp_path):
     assert resumed.model.head.weight is resumed.model.embedding.weight
 
 
+def test_metrics_that_are_no_dictionary_are_named(tmp_path):
+    trainer = trainer_with(tmp_path, metrics=lambda prediction: None, **EVALUATES)
+    with pytest.raises(ValueError, match="compute_metrics must return a dictionary of numbers, got a NoneType"):
+        trainer.train()
+    assert trainer.privacy.epsilon() == 0.0
+
+
 # --- no false alarm -------------------------------------------------------------------------------------------------------
 
 

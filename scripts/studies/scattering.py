@@ -1,4 +1,4 @@
-"""Wavelet scattering of images: features that nobody trained, and that small networks classify well under noise.
+"""Wavelet scattering of images: features that nobody trained, and that a linear classifier tells apart under noise.
 
     S x = (x * φ,  |x * ψ_jθ| * φ,  ||x * ψ_0θ| * ψ_1θ'| * φ)    sampled in the middle of every four by four pixels
 
@@ -12,21 +12,16 @@ features of the example as its pixels are.
 """
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import ImageClassifierOutput
-
-from doppler_hf.privacy.losses import classification_losses
 
 DIRECTIONS: Final = 8
 STRIDE: Final = 4
-NORM_GROUPS: Final = 8
 PATHS: Final = 1 + 2 * DIRECTIONS + DIRECTIONS**2
 """Coefficients of a channel at a place."""
 # Widths of the Gaussian envelopes and frequencies of the finer wavelet, in pixels; the coarser has twice and half of them.
@@ -117,91 +112,3 @@ def _morlet(side: int, width: float, frequency: float, angle: float) -> np.ndarr
 def _spectrum(wavelet: np.ndarray) -> Tensor:
     # That of a Morlet wavelet is real: its real part is even and its imaginary part odd.
     return torch.tensor(np.fft.fft2(wavelet).real, dtype=torch.float32)
-
-
-def flipped(
-    coefficients: Float[Tensor, "batch coefficients small small"],
-) -> Float[Tensor, "batch coefficients small small"]:
-    """Return the coefficients of the images flipped left to right: those of the opposite angles, flipped."""
-    low, first, second = coefficients.unflatten(1, (-1, PATHS)).flip(-1).split([1, 2 * DIRECTIONS, DIRECTIONS**2], dim=2)
-    # The angle of direction 7, a right angle, is its own opposite.
-    first = first.unflatten(2, (2, DIRECTIONS)).flip(3).roll(-1, 3).flatten(2, 3)
-    second = second.unflatten(2, (DIRECTIONS, DIRECTIONS)).flip(2, 3).roll((-1, -1), (2, 3)).flatten(2, 3)
-    return torch.cat([low, first, second], dim=2).flatten(1, 2)
-
-
-class ScatteringConfig(PreTrainedConfig):
-    """The sizes of a `ScatteringForImageClassification`.
-
-    Args:
-        image_size: Side of the images in pixels, as `Scattering` has it.
-        num_channels: Of the images.
-        num_filters: Of each of two convolutions, a multiple of eight; 0 for a linear classifier.
-        flip_invariant: Whether logits are the mean of those of an image and of it flipped left to right.
-        **kwargs: As in `PreTrainedConfig`, such as `num_labels`.
-
-    Raises:
-        ValueError: If `num_filters` is not a multiple of eight.
-    """
-
-    model_type = "scattering"
-
-    def __init__(
-        self,
-        image_size: int = 32,
-        num_channels: int = 3,
-        num_filters: int = 48,
-        flip_invariant: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        if num_filters < 0 or num_filters % NORM_GROUPS:
-            raise ValueError(f"num_filters must be a multiple of {NORM_GROUPS}, got {num_filters}. Set 0 for none.")
-        self.image_size, self.num_channels = image_size, num_channels
-        self.num_filters, self.flip_invariant = num_filters, flip_invariant
-
-
-class ScatteringForImageClassification(PreTrainedModel):
-    """A classifier of images by their scattering coefficients: linear, or with two convolutions ahead.
-
-    It takes images, or coefficients that `scattering` has computed before: once for a whole training.
-    """
-
-    config_class = ScatteringConfig
-    main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # Transformers would otherwise take **kwargs to mean that the loss is already scaled.
-
-    def __init__(self, config: ScatteringConfig) -> None:
-        super().__init__(config)
-        self.scattering = Scattering(config.image_size)
-        channels, side = PATHS * config.num_channels, config.image_size // STRIDE
-        # Paths differ in size a hundredfold: every three of a channel are brought to one, by each example alone.
-        layers: list[nn.Module] = [nn.GroupNorm(channels // 3, channels, affine=False)]
-        if config.num_filters:
-            for size, before in ((1, channels), (3, config.num_filters)):
-                convolution = nn.Conv2d(before, config.num_filters, size, padding=size // 2)
-                layers += [convolution, nn.GroupNorm(NORM_GROUPS, config.num_filters, affine=False), nn.ReLU()]
-            layers.append(nn.AvgPool2d(2))
-            channels, side = config.num_filters, side // 2
-        self.classifier = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, config.num_labels))
-        self.post_init()
-
-    def forward(
-        self,
-        pixel_values: Float[Tensor, "batch channels side side"] | None = None,
-        coefficients: Float[Tensor, "batch coefficients small small"] | None = None,
-        labels: Tensor | None = None,
-    ) -> ImageClassifierOutput:
-        """Return logits of shape (batch, num_labels), and the mean loss if there are labels."""
-        if (pixel_values is None) == (coefficients is None):
-            raise ValueError("Exactly one of pixel_values and coefficients must be given. Leave the other out.")
-        if coefficients is None:
-            coefficients = self.scattering(pixel_values)
-        logits = self.classifier(coefficients)
-        # Sensitivity: the flipped image is a function of the same example alone.
-        if self.config.flip_invariant:
-            logits = (logits + self.classifier(flipped(coefficients))) / 2
-        loss = None
-        if labels is not None:
-            loss = classification_losses(logits, labels, problem_type=self.config.problem_type).mean()
-        return ImageClassifierOutput(loss=loss, logits=logits)

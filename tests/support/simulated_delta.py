@@ -1,19 +1,12 @@
-"""ε of runs whose last round is cut short: as if every group had the first one's turns, by each group's own, and simulated.
+"""δ of a run with secret groups, by a simulation that shares no code with the package's accounting.
 
-  python -m scripts.experiments.cut_rounds
-
-σ is such that the first costs ε = 3 at δ = N^-1.1. `simulated_delta` shares no code with the package: it estimates δ of
-removal by importance sampling from the densities of outputs that move further than the noise allows them to.
+It estimates δ of removal by importance sampling, from the densities of outputs that move further than the noise allows.
 """
 
 import math
 from typing import Any
 
 import numpy as np
-
-from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy.accounting import Releases, default_delta, get_noise_multiplier, get_total_epsilon, turns_of_round
-from scripts.experiments.sampling_schemes import RUNS
 
 STRETCHES = (1.0, 1.6, 2.4, 3.4, 5.0)
 
@@ -61,34 +54,3 @@ def simulated_delta(
         total, squares = total + values.sum(axis=1), squares + np.square(values).sum(axis=1)
     mean = total / samples
     return mean, np.sqrt((squares / samples - mean**2) / samples)
-
-
-def main() -> None:
-    """Print a table."""
-    print("| run | b | T | left | σ | ε as before | ε | simulated |\n" + "|---" * 8 + "|")
-    for name, (units, batch, epochs) in (RUNS | {"60,000 rows, 1 epoch": (60_000, 1200, 1)}).items():
-        for bands in (4, 8):
-            c, rate, steps, delta = (
-                NoiseShape.banded(bands).c,
-                batch / units,
-                epochs * math.ceil(units / batch),
-                default_delta(units),
-            )
-            filled = bands * math.ceil(steps / bands)
-            sigma = get_noise_multiplier(target_epsilon=3.0, target_delta=delta, sample_rate=rate, steps=filled, strategy=c)
-            before, after = (get_total_epsilon([Releases(sigma, rate, each, c)], delta=delta) for each in (filled, steps))
-            epsilons = after * np.linspace(0.85, 1.02, 35)
-            found, error = simulated_delta(
-                epsilons, c, sigma=sigma, sample_rate=rate, steps=steps, samples=40_000_000 // steps, seed=1
-            )
-            low, high = (
-                float(np.interp(-math.log(delta), -np.log(np.maximum(each, 1e-300)), epsilons))
-                for each in (found - 2 * error, found + 2 * error)
-            )
-            left = steps % (bands * turns_of_round(rate, bands))
-            run = f"| {name} | {bands} | {steps} | {left} | {sigma:.4f}"
-            print(f"{run} | {before:.3f} | {after:.3f} | {low:.3f} to {high:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
