@@ -55,6 +55,7 @@ class LikelihoodRatios:
         matched, squares = self._open.pop(0)
         turn, group = divmod(self._closed, len(self._c))
         self._closed += 1
+        # In logarithms: the ratio of one turn may exceed a float64.
         self._current_round[group] = np.logaddexp(self._current_round[group], matched - squares / 2)
         if (turn + 1) % self._turns_per_round == 0:
             self._end_round(group, turns=self._turns_per_round)

@@ -14,12 +14,10 @@ cannot be held for one example. `privacy.generators` makes all of these follow s
 
 import contextlib
 import copy
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -47,26 +45,25 @@ from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NOT_PRIVATE: Final = "NOT PRIVATE: these figures have no noise and show an example's gradient norm. Do not publish them."
 # Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
 ROUNDING: Final = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class NeighbourResult:
-    """Pairs of neighbouring draws of one trainer.
+    """Pairs of neighbouring draws of one trainer. NOT PRIVATE: without noise, they show an example's gradient norm.
 
     Attributes:
         distances: How far one more unit moves the clipped sum, in units of C, shape (pairs,).
         couplings: How far it moves the others' contributions, in units of C, shape (pairs,).
-        draw_sizes: Units in each draw besides that one, shape (pairs,).
+        draw_size: Units in each draw besides that one.
         expected_batch_size: B of the run, in units.
         tolerance: How far above 1 rounding alone may bring a distance.
     """
 
     distances: Float[np.ndarray, " pairs"]
     couplings: Float[np.ndarray, " pairs"]
-    draw_sizes: Int[np.ndarray, " pairs"]
+    draw_size: int
     expected_batch_size: int
     tolerance: float
 
@@ -78,26 +75,8 @@ class NeighbourResult:
     @property
     def extrapolated(self) -> Float[np.ndarray, " pairs"]:
         """The distances in a batch of B units, if every other one moves as far as these; rounding does not count."""
-        beyond_rounding = np.where(self.couplings > self.tolerance * np.sqrt(self.draw_sizes), self.couplings, 0.0)
-        return self.distances + beyond_rounding * np.maximum(self.expected_batch_size / self.draw_sizes - 1.0, 0.0)
-
-    def save(self, path: str | Path) -> None:
-        """Write everything to a file, which is not private, as JSON. Folders are made."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        values = {
-            "format_version": 1,
-            "privacy": NOT_PRIVATE,
-            "contradicts_claim": self.contradicts_claim,
-            "largest_distance": float(self.distances.max()),
-            "largest_coupling": float(self.couplings.max()),
-            "expected_batch_size": self.expected_batch_size,
-            "tolerance": self.tolerance,
-            "draw_sizes": self.draw_sizes.tolist(),
-            "distances": self.distances.tolist(),
-            "couplings": self.couplings.tolist(),
-        }
-        path.write_text(json.dumps(values) + "\n")
+        beyond_rounding = np.where(self.couplings > self.tolerance * self.draw_size**0.5, self.couplings, 0.0)
+        return self.distances + beyond_rounding * max(self.expected_batch_size / self.draw_size - 1.0, 0.0)
 
 
 def neighbour_distances(
@@ -152,7 +131,7 @@ def neighbour_distances(
     return NeighbourResult(
         distances=distances,
         couplings=couplings,
-        draw_sizes=np.full(pairs, size),
+        draw_size=size,
         expected_batch_size=trainer.private_run.sampler.expected_batch_size,
         tolerance=tolerance,
     )

@@ -39,6 +39,7 @@ class AuditResult:
         "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and
         needs scores that are independent given the coins, as those of a trainer that does what it claims are.
         """
+        # At a large δ only the second shows anything; only the first holds if canaries influence each other.
         methods = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}
         each = 1.0 - (1.0 - self.confidence) / len(methods)  # the error allowed is shared
         return {
@@ -77,5 +78,6 @@ class AuditResult:
             "included": self.included.tolist(),
             "scores": self.scores.tolist(),
         }
+        # With coins and scores, so that others can compute the bound by another method.
         path.write_text(json.dumps(values, ensure_ascii=False) + "\n")
         return path

@@ -95,6 +95,7 @@ class AuditTrainer(DopplerTrainer):
         )
         self._numbers: Tensor | None = None
         self._looked_up: Tensor | None = None
+        # Before the trainer is made: it lists the parameters that get noise, and canaries without it would be no audit.
         self._add_weights_to(model)
         super().__init__(model=model, args=args, train_dataset=training_set, **kwargs)
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
@@ -132,6 +133,7 @@ class AuditTrainer(DopplerTrainer):
         finally:
             self._numbers = None
         assert self._looked_up is not None, "compute_per_sample_loss did not call the model"
+        # Of every row one loss: a canary's contributes to its own weight alone, whatever the row behind it is.
         return torch.where(canaries >= 0, self.stretch * self._looked_up, losses)
 
     def audit(self, *, confidence: float = 0.95) -> AuditResult:
@@ -182,6 +184,7 @@ class _Attacker(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         mechanism, step = self._trainer.private_run.mechanism, state.global_step
         unit = self._contribution / mechanism.expected_batch_size
+        # Of the noise before it is shaped, which may be larger or smaller than that of a step.
         white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm
         seen = self._trainer.model.get_parameter(f"{TABLE}.weight").grad.detach()
         self.ratios.see(seen.flatten().double().cpu().numpy() / unit, sigma=white / unit)

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, attack, and print the outcome."""
     workload, training_args = parse_recipe([args.recipe, *args.fields, *OVERRIDES])
     output_dir = Path(training_args.output_dir)
+    # Elsewhere: a model with canaries, and its ledger, must not be taken for those of a training.
     with tempfile.TemporaryDirectory() as folder:
         training_args.output_dir = folder
         trainer = AuditTrainer(

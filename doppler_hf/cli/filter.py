@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the filters, print them, and draw them."""
     if args.plot is not None:
-        check_picture(args.plot)
+        check_picture(args.plot)  # before the tables, which would hide the message
     console = Console()
+    # By their own names: two spellings of one filter are one row.
     filters = {str(each): each for each in map(LowPassFilter.parse, args.names)} or PAPER_FILTERS
     noise = None if args.noise is None else NoiseShape.parse(args.noise)
     console.print(figures_table(filters, noise=noise or NoiseShape()))

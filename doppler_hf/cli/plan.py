@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
+    # Of the ε asked for, not the one reached: a plan's own is a little below, and would bend the comparison.
     target = Target(facts["target_epsilon"], facts["delta"])
     table = alternatives(request, planned, target)
     title = (
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
+        # Infinity is no JSON, and no plan has it.
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, title=title))
@@ -89,6 +91,7 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
     sigma = planned.noise_multiplier
     releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)
+    # At frequency zero, where the signal is if it changes slowly.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     best = trade_off([releases])

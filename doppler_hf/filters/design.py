@@ -39,6 +39,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
         raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
     name = f"butterworth:order={order},cutoff={float(cutoff)!r}"
     b, a = scipy.signal.butter(order, float(cutoff))
+    # SciPy's gain at frequency zero misses 1 where the cutoff is low.
     low_pass_filter = _named(name, LowPassFilter(b=tuple(b * (math.fsum(a) / math.fsum(b))), a=tuple(a)))
     # Poles near 1 are differences of coefficients that are rounded to float64, and a high power of that distance.
     gain = float(np.abs(scipy.signal.freqz(low_pass_filter.b, a, worN=[cutoff], fs=2)[1][0]))

@@ -27,7 +27,7 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
         >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
     """
-    if not autocorrelation.sum() > 0:
+    if not autocorrelation.sum() > 0:  # NaN neither
         raise ValueError(
             f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
         )

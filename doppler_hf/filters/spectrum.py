@@ -100,6 +100,7 @@ def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: f
     steps, dimension = _checked(series).shape
     noise = dimension * noise_std**2
     signal = float(np.sum(series**2)) / steps - noise
+    # A negative estimate is noise, and has no variance of its own to add.
     variance = 2 * dimension * noise_std**4 + 4 * noise_std**2 * max(signal, 0.0)
     return PowerEstimate(signal, math.sqrt(variance / steps), noise)
 

@@ -22,6 +22,7 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
             return [copied(item, new_item) for item, new_item in zip(value, new, strict=True)]
         if not isinstance(new, Tensor):
             return value
+        # Checkpoints hold whole tensors, so that a run may go on with another number of processes.
         value = rows_here(value, like=parameter) if value.shape != new.shape else value
         refuse_other_parameters([*value.shape], [*new.shape], of="a tensor of shape")
         return value.to(new, copy=True)
@@ -39,6 +40,7 @@ def refuse_other_optimizer(
 ) -> None:
     """Refuse a checkpoint that is not of a `DopplerOptimizer` of this base and filter, with these parameter groups."""
     for saved_group, group in zip(saved["param_groups"], own, strict=False):
+        # Before torch loads anything: what it has loaded of another optimizer cannot be taken back.
         if "rank" not in saved_group:
             raise ValueError(
                 f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint."
@@ -47,6 +49,7 @@ def refuse_other_optimizer(
     refuse_other_parameters(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
     for state in saved["state"].values():
         _refuse_other("base", BASES[state["base"]], base, of_trainer=", in a trainer's arguments base_optimizer")
+        # By the order, without which there would be too few states, or some that nothing reads.
         order = len(state["filter_states"])
         if order != low_pass_filter.order:
             raise ValueError(

@@ -74,6 +74,7 @@ def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
 
 def renew_basis(state: dict[str, Any], grad: Float[Tensor, "m n"], *, rank: int) -> None:
     """Find a parameter's basis anew in its gradient, and rotate its state into it (modified in place)."""
+    # The first basis has no state to rotate, and an old one of zeros would iterate to nothing.
     is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
     state["basis"] = find_basis(grad, rank, previous=None if is_first else old)
     if is_first:
@@ -116,6 +117,7 @@ def rotated(
     if exp_avg_sq is None:
         return moved, None
     shares = change.square()
+    # Clamped, because rounding may bring the shares of a direction inside the old subspace above 1.
     missing = (1 - shares.sum(dim=1)).clamp_(min=0.0)
     v = exp_avg_sq.to(change.dtype)
     dim = 0 if wide else 1

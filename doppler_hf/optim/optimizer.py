@@ -147,10 +147,9 @@ class DopplerOptimizer(Optimizer):
             state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-            if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
+            if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace, which do not decay
                 tensors = self._in_subspace(grad, state, group)
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
-                decay = 1.0
             else:
                 tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v)
             state["step"] += 1

@@ -191,6 +191,7 @@ def taken_by_training(
     The optimizer is Adam, the rate falls linearly, and memory suffices.
     """
     white = WHITE, low_pass_filter or PAPER_FILTERS["none"], run
+    # Without ε no shapes of equal ε; and Poisson sampling may draw a record in every step, which a shape forbids.
     if request.epsilon is None or run.sampling == "poisson":
         return white
 

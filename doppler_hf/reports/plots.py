@@ -41,6 +41,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     """Draw filters in time and frequency: impulse and step response, gain and group delay."""
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
+    # Down to a tenth of the lowest cutoff, where every filter passes all.
     slowest = min(each.cutoff for each in figures)
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
     figure = new_figure(9.0, 6.6)
@@ -51,6 +52,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
         style = ("-", "--", ":", "-.")[index // 10 % 4]
         impulse.plot(impulse_response(low_pass_filter, steps), style, marker=marker, markersize=3, label=label)
         step.plot(step_response(low_pass_filter, steps), style, marker=marker, markersize=3)
+        # A zero of the filter is at minus infinity, which no axis shows.
         decibels = 20 * np.log10(np.maximum(np.abs(frequency_response(low_pass_filter, frequencies)), 1e-9))
         gain.semilogx(frequencies, decibels, style)
         delay.semilogx(frequencies, group_delay(low_pass_filter, frequencies), style)

@@ -172,6 +172,7 @@ def _load(
     if dataset_dir is not None:
         return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), [name for name in splits if name != "train"]))
     with hub_or_folder(hub_name, flag):
+        # Not all that the hub has: GLUE's test splits have no labels.
         return DatasetDict(load_dataset(hub_name, config, split=dict(splits)))
 
 

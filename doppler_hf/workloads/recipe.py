@@ -63,6 +63,7 @@ def _kind_of(argv: Sequence[str]) -> str:
         return all({name, name.removeprefix("no_")} & fields for name in names)  # the flag --no_NAME sets NAME to false
 
     fitting = [kind for kind, (arguments, _) in KINDS.items() if fits(arguments)]
+    # A guess between several could train another model than was meant.
     if len(fitting) != 1:
         found = f"several workloads: {', '.join(fitting)}" if fitting else "no workload"
         raise ValueError(f"Recipe and flags fit {found}. Choose one of {', '.join(KINDS)} with --workload.")
