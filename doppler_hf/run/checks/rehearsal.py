@@ -39,10 +39,10 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
         if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
             which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
+            default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
+            mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
             raise ValueError(
-                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r} (which "
-                "load_best_model_at_end sets to 'loss' if it is left out). Set one that they return"
-                + (", or give eval_dataset labels or compute_metrics." if not known else ".")
+                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
             )
     on_process_0(lambda: _save_small(trainer, metrics))
 
