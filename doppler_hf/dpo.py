@@ -30,7 +30,7 @@ from doppler_hf.privacy.pair_losses import (
     references_of,
     side_by_side,
 )
-from doppler_hf.run.around import with_privacy_section
+from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 from doppler_hf.training_args.checks import with_near_names

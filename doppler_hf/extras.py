@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Final
 
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
-    "recipes": ("datasets", "evaluate", "peft", "PIL", "pyarrow", "sklearn", "yaml"),
+    "recipes": ("datasets", "peft", "PIL", "pyarrow", "sklearn", "yaml"),
     "plot": ("matplotlib",),
     "trl": ("trl",),
 }

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,46 +53,37 @@ def sums_of_bytes(values: Shaped[Tensor, "..."]) -> Int64[Tensor, "2"]:
     return torch.stack([words.view(torch.int64).sum(), flat[whole:].sum(dtype=torch.int64)])
 
 
-@contextlib.contextmanager
-def highest_conv_precision() -> Iterator[None]:
+def highest_conv_precision() -> contextlib.AbstractContextManager[None]:
     """Convolve float32 numbers in float32 on CUDA, where torch lets cuDNN round them to TF32 unless told otherwise."""
     cudnn: Any = torch.backends.cudnn
-    switches = cudnn.conv, cudnn.rnn
+    # Or code that asks for TF32 in the block would be told of a contradiction.
+    return _exact(
+        (cudnn.conv, cudnn.rnn), lambda: cudnn.allow_tf32, lambda allowed: setattr(cudnn, "allow_tf32", allowed), False
+    )
+
+
+def highest_matmul_precision() -> contextlib.AbstractContextManager[None]:
+    """Multiply float32 matrices in float32, even if the user allows TF32 or bfloat16 for the model."""
+    switches = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
+    return _exact(switches, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+
+
+@contextlib.contextmanager
+def _exact(switches: tuple[Any, ...], read: Callable[[], Any], write: Callable[[Any], None], exact: Any) -> Iterator[None]:
+    """Set torch's older switch, which `read` and `write` reach, and those of single backends; put all back afterwards."""
     before = [switch.fp32_precision for switch in switches]
     try:
-        for_all = cudnn.allow_tf32
-    except RuntimeError:  # as below
+        for_all = read()
+    except RuntimeError:  # torch lets it be neither read nor set once the switches of the backends are in use
         for_all = None
     else:
-        cudnn.allow_tf32 = False  # or code that asks for it in the block would be told of a contradiction
+        write(exact)
     for switch in switches:
         switch.fp32_precision = "ieee"
     try:
         yield
     finally:
         if for_all is not None:
-            cudnn.allow_tf32 = for_all
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
-
-
-@contextlib.contextmanager
-def highest_matmul_precision() -> Iterator[None]:
-    """Multiply float32 matrices in float32, even if the user allows TF32 or bfloat16 for the model."""
-    switches = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for_all = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch does not let it be read, nor set, once the switches of the backends are in use
-        for_all = None
-        for switch in switches:
-            switch.fp32_precision = "ieee"
-    else:
-        torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if for_all is not None:
-            torch.set_float32_matmul_precision(for_all)
+            write(for_all)
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
-from doppler_hf.run.around import with_privacy_section
+from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import with_near_names

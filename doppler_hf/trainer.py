@@ -3,8 +3,8 @@
 One training step from top to bottom: `get_train_dataloader` cuts the random batch into
 `gradient_accumulation_steps` pieces, each a list of micro-batches. Each micro-batch's per-sample gradients are clipped and
 summed, and after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary.
-`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates and saves
-(`run.around`).
+`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`) and
+saves (`run.saving`).
 """
 
 import contextlib
@@ -15,31 +15,35 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
 
-from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.run import refusals
-from doppler_hf.run.around import AroundSteps
-from doppler_hf.run.checkpoints import whole_checkpoint
-from doppler_hf.run.data_scan import refuse_values_beyond
+from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
+from doppler_hf.run.checks import data as data_checks
+from doppler_hf.run.checks import trainer as trainer_checks
+from doppler_hf.run.checks.loss import TrainedLoss, refuse_another_loss
+from doppler_hf.run.checks.rehearsal import rehearse
+from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_columns
+from doppler_hf.run.checks.values import refuse_out_of_range
+from doppler_hf.run.digests import note_shards
+from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
-from doppler_hf.run.own_code import told_of_own_step, told_of_removed_columns
-from doppler_hf.run.own_loss import refuse_another_loss
-from doppler_hf.run.parameters import look_again
-from doppler_hf.run.plan import planned_steps
+from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.saving import SavingTrainer
+from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-class DopplerTrainer(AroundSteps):
+class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
@@ -66,14 +70,16 @@ class DopplerTrainer(AroundSteps):
 
     args: DopplerTrainingArguments
     optimizer: Any
+    lr_scheduler: Any
+    model_wrapped: Any
     # What `compute_loss` is unless you override it, which without compute_per_sample_loss has no effect on training.
-    inherited_compute_loss = AroundSteps.compute_loss
+    inherited_compute_loss = EvaluatingTrainer.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refusals.refuse_other_bases(cls)
+        trainer_checks.refuse_other_bases(cls)
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class DopplerTrainer(AroundSteps):
                 "with another, such as Seq2SeqTrainingArguments."
             )
         self._disable_dp = args.disable_dp
-        refusals.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
+        trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
         # Transformers' Seq2SeqTrainer, which may come next, has no such argument.
         optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
         super().__init__(
@@ -110,10 +116,10 @@ class DopplerTrainer(AroundSteps):
         self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None
         # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
-        self._ledger_keeper = PrivacyCallback(lambda: self.private_run)
+        self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
-            refusals.refuse_of_trainer(self)
-            refusals.warn_of_training_data_in_evaluation(self)
+            trainer_checks.refuse_of_trainer(self)
+            data_checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -123,15 +129,19 @@ class DopplerTrainer(AroundSteps):
         self._run = self._run or self._new_run()
         return self._run
 
-    def _new_run(self, *, checkpoint: str | None = None, earlier: PrivacyLedger | None = None) -> PrivateRun:
-        refusals.refuse_a_run_without_data(self.args, self.train_dataset)
+    @property
+    def _steps(self) -> Steps:
+        assert self._run is not None, "a run begins before its steps"
+        assert self._run.steps is not None, "and its engine is attached"
+        return self._run.steps
+
+    def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
+        data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         return PrivateRun(
             self.args,
             self.train_dataset,
-            expected_batch_size=self.get_total_train_batch_size(self.args),
             num_trained=self.get_num_trainable_parameters(),
             recorders=recorders_in(self.callback_handler.callbacks),
-            checkpoint=checkpoint,
             earlier=earlier,
         )
 
@@ -145,18 +155,18 @@ class DopplerTrainer(AroundSteps):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
-        refusals.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
+        trainer_checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
         self._forget_earlier_training()
         self._prepare_model()
-        look_again(self.model.parameters())  # others may have been loaded since they were cut
+        note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
-            earlier = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
+            ledger = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-            self._run = self._new_run(checkpoint=checkpoint, earlier=earlier)
+            self._run = self.privacy.run = self._new_run(earlier=Earlier(checkpoint, step_of_checkpoint(checkpoint), ledger))
             running.enter_context(self._run)
             running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())
@@ -173,17 +183,28 @@ class DopplerTrainer(AroundSteps):
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             values = (*values[:-1], run.statement.steps_planned)
-            run.attach(
-                self.model,
-                losses_of=self._losses,
-                check_loss=self._check_loss,
-                has_own_loss=self._has_own_loss,
-                is_of_class=lambda losses: self._losses_of_class() is losses,
-                loader=dataloader,
-                rows_per_loss=self.rows_per_loss,
-                sharding=self._sharding,
-            )
+            loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
+            run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
+
+    def _forget_earlier_training(self) -> None:
+        """Let Transformers build anew, as after `model_init`, what it keeps of an earlier training.
+
+        The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
+        """
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+            self.optimizer = self.lr_scheduler = None
+        self.model_wrapped = self.model
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if not self.args.disable_dp:
+            trainer_checks.refuse_another_optimizer(self.optimizer.optimizer)
+            trainer_checks.refuse_other_parameters(self.optimizer.optimizer, self.model)
+            if self.args.rehearse:
+                rehearse(self, ignore_keys=self._ignore_keys)
+        return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
@@ -191,9 +212,9 @@ class DopplerTrainer(AroundSteps):
         """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        refusals.refuse_own_generators(self.train_dataset, self.data_collator)
+        data_checks.refuse_own_generators(self.train_dataset, self.data_collator)
         if self.is_in_train:
-            refusals.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
+            data_checks.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -202,7 +223,7 @@ class DopplerTrainer(AroundSteps):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        refuse_values_beyond(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
+        refuse_out_of_range(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
         return self.private_run.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:
@@ -222,11 +243,11 @@ class DopplerTrainer(AroundSteps):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        run = self.private_run
-        run.draws.fill_generators()
+        steps = self._steps
+        steps.fill_generators()
         # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
-        pieces = list(itertools.islice(epoch_iterator, num_batches if run.affordable_steps > 0 else 0))
-        run.draws.begin(pieces, step=self.state.global_step)
+        pieces = list(itertools.islice(epoch_iterator, num_batches if steps.affordable > 0 else 0))
+        steps.begin(pieces, step=self.state.global_step)
         return pieces, None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -259,6 +280,9 @@ class DopplerTrainer(AroundSteps):
         with self.compute_loss_context_manager():
             return self.compute_per_sample_loss(self.model, inputs)
 
+    def _is_of_class(self, losses: Tensor) -> bool:
+        return self._losses_of_class() is losses
+
     @property
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
@@ -279,12 +303,12 @@ class DopplerTrainer(AroundSteps):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        run = self.private_run
-        losses = run.draws.add_piece(inputs)
+        steps = self._steps
+        losses = steps.add_piece(inputs)
         private_loss: Tensor | None = None
-        if run.draws.is_complete:  # accelerate has wrapped the optimizer by now
-            private_loss = run.draws.release(self.optimizer.optimizer, step=self.state.global_step)
-        if len(losses) and run.statement.train_loss == "raw":
+        if steps.is_complete:  # accelerate has wrapped the optimizer by now
+            private_loss = steps.release(self.optimizer.optimizer, step=self.state.global_step)
+        if len(losses) and steps.reports_raw_loss:
             return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
@@ -300,10 +324,19 @@ class DopplerTrainer(AroundSteps):
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         own = self.optimizer
-        refusals.refuse_another_optimizer(own)
+        trainer_checks.refuse_another_optimizer(own)
         own.noise_std = run.settled_noise_std
         rate = first_learning_rate(own)
         self.args.note_learning_rate(rate)
         chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}
         self.args.note_run(run.statement, noise_std=own.noise_std, **chosen)
         return self.optimizer
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
+        return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as Transformers does, without privacy only."""
+        trainer_checks.refuse_search(self.args)
+        return super().hyperparameter_search(*args, **kwargs)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from doppler_hf.run.refusals import refuse_repeats
+from doppler_hf.run.checks.data import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot have it.

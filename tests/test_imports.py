@@ -42,7 +42,7 @@ IMPORTS = {
         "import doppler_hf.reports.plots": TRAINING,
         command("plan --help"): TRAINING,
         command("filter --help"): TRAINING,
-        command("filter show momentum"): TRAINING,
+        command("filter momentum"): TRAINING,
         command("verify --help"): TRAINING,
     },
 }

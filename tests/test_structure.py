@@ -17,7 +17,7 @@ import doppler_hf.filters
 import doppler_hf.optim
 import doppler_hf.privacy
 from doppler_hf.extras import EXTRAS
-from doppler_hf.filters import PAPER_FILTERS, signal_to_noise_ratio
+from doppler_hf.filters import optimal_fir
 from doppler_hf.optim.low_pass import low_pass
 from tests.support.array_types import CHECKED, TOO_BUSY
 
@@ -33,10 +33,10 @@ MAY_IMPORT = {
     "kernels": ("", "numpy jaxtyping torch triton"),
     "disk": ("", ""),
     "shards": ("", "torch"),
-    "optim": ("filters kernels linalg shards", "numpy jaxtyping torch"),
+    "optim": ("filters kernels shards", "jaxtyping torch"),
     "optim/fused_update": ("kernels optim", "numpy jaxtyping torch triton"),
     "privacy": ("kernels linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
-    "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
+    "privacy/batching/columns": ("privacy.batching.fetching", "numpy jaxtyping pyarrow"),
     "privacy/clipping/kernels": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/noise/chacha": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
@@ -49,16 +49,15 @@ MAY_IMPORT = {
     "run": ("disk filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
     "extras": ("", ""),
     "version": ("", ""),
-    "trainer": ("privacy training_args run", "torch jaxtyping transformers"),
-    "trl_checks": ("training_args run.refusals", ""),
-    "sft": ("trainer training_args trl_checks run.around", "transformers trl"),
-    "dpo": ("trainer training_args trl_checks run.around privacy", "transformers trl torch jaxtyping"),
+    "trainer": ("privacy training_args run", "torch jaxtyping transformers accelerate"),
+    "trl_checks": ("training_args run.checks.data", ""),
+    "sft": ("trainer training_args trl_checks run.saving", "transformers trl"),
+    "dpo": ("trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
     "reports": ("extras filters privacy.accounting", "numpy matplotlib"),
-    "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets evaluate sklearn yaml"),
+    "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
-        "extras version filters optim.state privacy training_args trainer run.checkpoints run.estimate audit workloads "
-        "reports",
+        "extras version filters optim.update privacy trainer run.checkpoints run.estimate audit workloads reports",
         "rich numpy",
     ),
     "__main__": ("cli", ""),
@@ -159,9 +158,9 @@ def test_types_of_arrays_are_checked_wherever_they_are_annotated():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones((2, 2))),
-        lambda: signal_to_noise_ratio(PAPER_FILTERS["none"], np.ones(2, dtype=int)),
-        lambda: low_pass(torch.ones(2), [torch.ones(3)], b=(0.5,), a=(1.0, -0.5)),
+        lambda: optimal_fir(np.ones((2, 2))),
+        lambda: optimal_fir(np.ones(2, dtype=int)),
+        lambda: low_pass(torch.ones(2), [torch.ones(3)], ((0.5,), (1.0, -0.5))),
     ],
     ids=["dimensions", "dtype", "sizes"],
 )
@@ -185,13 +184,12 @@ def test_public_names():
     assert sorted(doppler_hf.filters.__all__) == [
         "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
         "auto_noise_shape", "autocorrelation",
-        "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain",
+        "butterworth", "corrected_noise_gain",
         "corrected_output", "estimate_power", "filter_figures", "frequency_response",
-        "from_coefficients", "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average",
-        "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response",
-        "write_coefficients",
+        "group_delay", "impulse_response", "momentum", "moving_average",
+        "noise_gain", "optimal_fir", "parse_name", "power_spectral_density", "step_response",
     ]  # fmt: skip
-    assert doppler_hf.optim.__all__ == ["DopplerOptimizer", "OptimalFIR"]
+    assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [
         "AllocationSampler", "ClippedGradients", "GaussianMechanism", "LEDGER_NAME", "PrivacyLedger",
         "PrivacyStatement", "check_per_sample_gradients", "default_delta",

@@ -4,24 +4,16 @@ A guarantee is an upper bound on ε, proven for the mechanism as it is specified
 Each canary is put into the training set or left out by a secret coin, and the attacker sees what the guarantee covers. An
 attacker who tells the two cases apart better than ε allows has found a defect. Finding none proves nothing.
 
-- trainer: the trainer with canaries in its data
+- trainer: the trainer with canaries in its data, and the attacker
 - canaries: which rows are canaries
-- dirac: canaries that are a gradient coordinate of their own
+- likelihood: the attacker's scores
 - lower_bounds: from an attack's scores to a lower bound on ε
-- neighbours: how far one more record moves the sum that reaches the mechanism
 - result: the outcome of an audit
+- neighbours: how far one more record moves the sum that reaches the mechanism
 """
 
-from doppler_hf.audit.dirac import DiracAuditTrainer
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.audit.result import AuditResult
-from doppler_hf.audit.trainer import AuditTrainer, audit_repeatedly
+from doppler_hf.audit.trainer import AuditTrainer
 
-__all__ = [
-    "AuditResult",
-    "AuditTrainer",
-    "DiracAuditTrainer",
-    "NeighbourResult",
-    "audit_repeatedly",
-    "neighbour_distances",
-]
+__all__ = ["AuditResult", "AuditTrainer", "NeighbourResult", "neighbour_distances"]

@@ -14,12 +14,10 @@ cannot be held for one example. `privacy.generators` makes all of these follow s
 
 import contextlib
 import copy
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -32,8 +30,8 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.autograd_check.as_in_training import is_random, without_coins, without_dropout
 from doppler_hf.privacy.autograd_check.plain_autograd import norm_of
+from doppler_hf.privacy.autograd_check.without_randomness import is_random, without_coins, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.fetching import fetch, fetch_one
@@ -47,26 +45,25 @@ from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NOT_PRIVATE: Final = "NOT PRIVATE: these figures have no noise and show an example's gradient norm. Do not publish them."
 # Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
 ROUNDING: Final = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class NeighbourResult:
-    """Pairs of neighbouring draws of one trainer.
+    """Pairs of neighbouring draws of one trainer. NOT PRIVATE: without noise, they show an example's gradient norm.
 
     Attributes:
         distances: How far one more unit moves the clipped sum, in units of C, shape (pairs,).
         couplings: How far it moves the others' contributions, in units of C, shape (pairs,).
-        draw_sizes: Units in each draw besides that one, shape (pairs,).
+        draw_size: Units in each draw besides that one.
         expected_batch_size: B of the run, in units.
         tolerance: How far above 1 rounding alone may bring a distance.
     """
 
     distances: Float[np.ndarray, " pairs"]
     couplings: Float[np.ndarray, " pairs"]
-    draw_sizes: Int[np.ndarray, " pairs"]
+    draw_size: int
     expected_batch_size: int
     tolerance: float
 
@@ -78,26 +75,8 @@ class NeighbourResult:
     @property
     def extrapolated(self) -> Float[np.ndarray, " pairs"]:
         """The distances in a batch of B units, if every other one moves as far as these; rounding does not count."""
-        beyond_rounding = np.where(self.couplings > self.tolerance * np.sqrt(self.draw_sizes), self.couplings, 0.0)
-        return self.distances + beyond_rounding * np.maximum(self.expected_batch_size / self.draw_sizes - 1.0, 0.0)
-
-    def save(self, path: str | Path) -> None:
-        """Write everything to a file, which is not private, as JSON. Folders are made."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        values = {
-            "format_version": 1,
-            "privacy": NOT_PRIVATE,
-            "contradicts_claim": self.contradicts_claim,
-            "largest_distance": float(self.distances.max()),
-            "largest_coupling": float(self.couplings.max()),
-            "expected_batch_size": self.expected_batch_size,
-            "tolerance": self.tolerance,
-            "draw_sizes": self.draw_sizes.tolist(),
-            "distances": self.distances.tolist(),
-            "couplings": self.couplings.tolist(),
-        }
-        path.write_text(json.dumps(values) + "\n")
+        beyond_rounding = np.where(self.couplings > self.tolerance * self.draw_size**0.5, self.couplings, 0.0)
+        return self.distances + beyond_rounding * max(self.expected_batch_size / self.draw_size - 1.0, 0.0)
 
 
 def neighbour_distances(
@@ -142,6 +121,8 @@ def neighbour_distances(
         trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
         watched = ScriptedRun(trainer, draws, is_held=is_held)
         trainer._new_run = watched.new_run  # type: ignore[method-assign]
+        # A share of error below 1 would hide that a record counts twice.
+        trainer._is_of_class = lambda losses: False  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -150,7 +131,7 @@ def neighbour_distances(
     return NeighbourResult(
         distances=distances,
         couplings=couplings,
-        draw_sizes=np.full(pairs, size),
+        draw_size=size,
         expected_batch_size=trainer.private_run.sampler.expected_batch_size,
         tolerance=tolerance,
     )
@@ -278,9 +259,6 @@ class ScriptedRun:
                 return loader
 
             run.loader = held_loader  # type: ignore[method-assign]
-        # A share of error below 1 would hide that a record counts twice.
-        attach = run.attach
-        run.attach = lambda model, **options: attach(model, **options | {"is_of_class": lambda _: False})  # type: ignore[method-assign]
         run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
         self.witnesses = [witness]
         if run.private_loss is not None:

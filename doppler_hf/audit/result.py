@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -12,32 +13,38 @@ from doppler_hf.audit.lower_bounds import clopper_pearson_epsilon, one_run_epsil
 
 AUDIT_NAME: Final = "privacy_audit.json"
 
-Method = Literal["one run", "independent trials"]
-
 
 @dataclass(frozen=True, eq=False)
 class AuditResult:
-    """An audit of one or several training runs.
+    """An audit of a training.
 
     Attributes:
-        kind: The kind of canaries.
         scores: The canaries' scores, shape (canaries,); higher is more likely in the training set.
         included: The coins, shape (canaries,): whether the canary was in the training set.
-        lower_bounds: A lower bound on ε by each method. All of them hold at once with probability `confidence`.
-        claimed_epsilon: The upper bound on ε that the run's ledger states; the largest over several runs.
+        claimed_epsilon: The upper bound on ε that the run's ledger states.
         delta: δ of the claim and of the bounds.
         confidence: The probability with which the bounds hold.
-        runs: The number of trainings.
     """
 
-    kind: str
     scores: Float[np.ndarray, " canaries"]
     included: Bool[np.ndarray, " canaries"]
-    lower_bounds: dict[Method, float]
     claimed_epsilon: float
     delta: float
     confidence: float
-    runs: int
+
+    @cached_property
+    def lower_bounds(self) -> dict[str, float]:
+        """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
+
+        "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and
+        needs scores that are independent given the coins, as those of a trainer that does what it claims are.
+        """
+        # At a large δ only the second shows anything; only the first holds if canaries influence each other.
+        methods = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}
+        each = 1.0 - (1.0 - self.confidence) / len(methods)  # the error allowed is shared
+        return {
+            name: bound(self.scores, self.included, delta=self.delta, confidence=each) for name, bound in methods.items()
+        }
 
     @property
     def lower_bound(self) -> float:
@@ -58,11 +65,9 @@ class AuditResult:
         """Write everything, scores and coins included, to `privacy_audit.json` in `folder`, and return its path."""
         path = Path(folder) / AUDIT_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        values: dict[str, Any] = {
-            "format_version": 1,
-            "canary_kind": self.kind,
+        values = {
+            "format_version": 2,
             "canaries": len(self.scores),
-            "runs": self.runs,
             "claimed_epsilon": self.claimed_epsilon,
             "delta": self.delta,
             "confidence": self.confidence,
@@ -73,23 +78,6 @@ class AuditResult:
             "included": self.included.tolist(),
             "scores": self.scores.tolist(),
         }
+        # With coins and scores, so that others can compute the bound by another method.
         path.write_text(json.dumps(values, ensure_ascii=False) + "\n")
         return path
-
-
-def lower_bounds(
-    scores: Float[np.ndarray, " canaries"],
-    included: Bool[np.ndarray, " canaries"],
-    *,
-    methods: tuple[Method, ...],
-    delta: float,
-    confidence: float,
-) -> dict[Method, float]:
-    """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
-
-    "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and needs
-    scores that are independent given the coins.
-    """
-    each = 1.0 - (1.0 - confidence) / len(methods)
-    estimators = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}
-    return {method: estimators[method](scores, included, delta=delta, confidence=each) for method in methods}

@@ -1,55 +1,67 @@
 """`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
 
 Canary i is in the training set if coin i says so. Otherwise the run is the audited one: the same sampler, engine, clipping,
-noise, optimizer and accountant, with N the number of training rows. Its loss is the audit's own, so that automatic clipping
-brings every gradient to norm C, whatever the example's error: the worst case. The attacker sees the private gradient of
-every step and all models (or, black-box, the first and the last model only) and gives each canary a score.
+noise, optimizer and accountant, with N the number of training rows.
+
+The canaries are Dirac canaries, the worst case of what an example can reveal: canary i's loss is K·wᵢ with a weight wᵢ of
+its own, added to the model. Its gradient K·eᵢ, with K far above C, is clipped to C′·eᵢ. So coordinate i of the private
+gradient has, in units of C′/B, exactly the pair of distributions that the accountant bounds (`likelihood`). C′ is C for
+vanilla and automatic clipping, and C/√L for each of L layers.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
+from doppler_hf.audit.likelihood import LikelihoodRatios
 from doppler_hf.audit.lower_bounds import check_confidence
-from doppler_hf.audit.result import AuditResult, Method, lower_bounds
+from doppler_hf.audit.result import AuditResult
+from doppler_hf.privacy.clipping.norms import clip_factors
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
+# The name of the canaries' weights in the model.
+TABLE: Final = "audit_canaries"
+# By this factor a canary's gradient exceeds the clip norm, and so does its contribution if clipping is missing.
+STRETCH: Final = 1000.0
 
-class AuditTrainer(DopplerTrainer, ABC):
-    """A `DopplerTrainer` for one audited run; a subclass says what a canary is and how it is scored.
 
-    Listed before your own trainer, it audits that trainer with its loss:
+class AuditTrainer(DopplerTrainer):
+    """A `DopplerTrainer` for one audited run, seen white-box: the strongest attack, and the cheapest.
 
-        class AuditOfMine(DiracAuditTrainer, MyTrainer): ...
+    The canaries are further rows of the training set. Their scores are independent given the coins when the trainer does
+    what it claims, so that one run counts as `num_canaries` trials. Listed before your own trainer, it audits that one:
+
+        class AuditOfMine(AuditTrainer, MyTrainer): ...
 
     Args:
-        model: The model. It is trained on canaries and useless afterwards.
+        model: The model; it gets one weight for each canary, is trained on them, and useless afterwards.
+            `compute_per_sample_loss` must call it.
         args: `DopplerTrainingArguments`, with privacy.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
-        coin_seed: None for coins from the operating system's entropy. An integer makes them reproducible, for tests.
         **kwargs: As `DopplerTrainer`.
 
     Attributes:
         included: The coins, shape (num_canaries,).
-        scores: The attacker's score of each canary, shape (num_canaries,); higher is more likely included.
 
     Raises:
         ValueError: If the run has no noise or several processes, or canaries cannot be put into the training set.
+
+    Example:
+        >>> trainer = AuditTrainer(model=model, args=args, train_dataset=train, num_canaries=1000)
+        >>> trainer.audit().lower_bounds
+        {'one run': 1.1, 'independent trials': 1.9}
     """
 
     data_collator: Any
     label_names: list[str]
-    kind: ClassVar[str]
-    one_run_methods: ClassVar[tuple[Method, ...]]
 
     def __init__(
         self,
@@ -58,7 +70,6 @@ class AuditTrainer(DopplerTrainer, ABC):
         *,
         num_canaries: int,
         train_dataset: Any,
-        coin_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
@@ -72,63 +83,58 @@ class AuditTrainer(DopplerTrainer, ABC):
             raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
         if num_canaries < 1:
             raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
-        coins = np.random.default_rng(coin_seed)
+        coins = np.random.default_rng()  # from the operating system's entropy
         self.included = coins.integers(2, size=num_canaries).astype(bool)
-        self.scores = np.zeros(num_canaries)
-        ordinary, canaries = self.choose_rows(len(train_dataset), coins)
-        numbers = np.arange(num_canaries)
-        self._canary_rows = numbered_rows(
-            train_dataset, rows=canaries, canaries=numbers, unit_column=args.privacy_unit_column
-        )
+        # Of a canary only the number matters: the row behind it may be any.
+        rows = coins.integers(len(train_dataset), size=int(self.included.sum()))
         training_set = numbered_rows(
             train_dataset,
-            rows=np.concatenate([ordinary, canaries[self.included]]),
-            canaries=np.concatenate([np.full(len(ordinary), ORDINARY), numbers[self.included]]),
+            rows=np.concatenate([np.arange(len(train_dataset)), rows]),
+            canaries=np.concatenate([np.full(len(train_dataset), ORDINARY), np.flatnonzero(self.included)]),
             unit_column=args.privacy_unit_column,
         )
-        self.add_canaries_to(model)
+        self._numbers: Tensor | None = None
+        self._looked_up: Tensor | None = None
+        # Before the trainer is made: it lists the parameters that get noise, and canaries without it would be no audit.
+        self._add_weights_to(model)
         super().__init__(model=model, args=args, train_dataset=training_set, **kwargs)
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
         # Transformers keeps the columns that the model's forward names, and labels.
         self.label_names = [*self.label_names, CANARY_COLUMN]
-        self.add_callback(_Watcher(self))
+        self.attacker = _Attacker(self)
+        self.add_callback(self.attacker)
 
-    @abstractmethod
-    def choose_rows(
-        self, num_rows: int, generator: np.random.Generator
-    ) -> tuple[Int[np.ndarray, " ordinary"], Int[np.ndarray, " num_canaries"]]:
-        """Return the ordinary rows of the training set, and the row behind each canary."""
+    def _add_weights_to(self, model: nn.Module) -> None:
+        """Add a weight for each canary, looked up after each forward: the engine, and the checks, then know the batch."""
+        if hasattr(model, TABLE):
+            raise ValueError(f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
+        table = nn.Embedding(len(self.included), 1)
+        nn.init.zeros_(table.weight)
+        model.add_module(TABLE, table)
 
-    @abstractmethod
-    def add_canaries_to(self, model: nn.Module) -> None:
-        """Add to the model what the canaries need."""
+        def look_up(*_: Any) -> None:
+            if self._numbers is not None:
+                self._looked_up = table(self._numbers.clamp(min=0)).squeeze(1)
 
-    @abstractmethod
-    def canary_losses(
-        self, model: nn.Module, inputs: dict[str, Any], canaries: Int[Tensor, " batch"]
-    ) -> Float[Tensor, " batch"]:
-        """Return the loss of each example, where `canaries` has its number or `ORDINARY`."""
+        model.register_forward_hook(look_up)
 
-    @abstractmethod
-    def begin_attack(self) -> None:
-        """Look at the model before the first step."""
-
-    @abstractmethod
-    def see_gradient(self, gradients: Mapping[str, Float[Tensor, "..."]]) -> None:
-        """Look at the private gradient of one step, before the model moves."""
-
-    @abstractmethod
-    def end_attack(self) -> None:
-        """Look at the model after the last step."""
-
-    def task_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return the losses that the audited trainer would use."""
-        return super().compute_per_sample_loss(model, inputs)
+    @property
+    def stretch(self) -> float:
+        """K, the norm of a canary's gradient before it is clipped."""
+        return STRETCH * max(self.args.per_sample_max_grad_norm, 1.0)
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return the loss of each example, canary or not."""
+        """Return K·wᵢ for canary i, and for other examples the loss that the audited trainer would use."""
         others = {name: value for name, value in inputs.items() if name != CANARY_COLUMN}
-        return self.canary_losses(model, others, inputs[CANARY_COLUMN])
+        canaries: Int[Tensor, " batch"] = inputs[CANARY_COLUMN]
+        self._numbers = canaries
+        try:
+            losses = super().compute_per_sample_loss(model, others)
+        finally:
+            self._numbers = None
+        assert self._looked_up is not None, "compute_per_sample_loss did not call the model"
+        # Of every row one loss: a canary's contributes to its own weight alone, whatever the row behind it is.
+        return torch.where(canaries >= 0, self.stretch * self._looked_up, losses)
 
     def audit(self, *, confidence: float = 0.95) -> AuditResult:
         """Train, and return what the attacker can prove.
@@ -141,79 +147,44 @@ class AuditTrainer(DopplerTrainer, ABC):
         """
         check_confidence(confidence)
         self.train()
-        delta = self.private_run.statement.target_delta
-        outcomes = self.scores, self.included, self.one_run_methods, self.privacy.epsilon()
-        return _result(self.kind, *outcomes, delta=delta, confidence=confidence, runs=1)
+        scores = self.attacker.ratios.scores()
+        return AuditResult(
+            # A constant where one is not finite: valid, because it does not depend on the coins.
+            scores=np.where(np.isfinite(scores), scores, 0.0),
+            included=self.included,
+            claimed_epsilon=self.privacy.epsilon(),
+            delta=self.private_run.statement.target_delta,
+            confidence=confidence,
+        )
 
 
-class _Watcher(TrainerCallback):
-    """Passes what the run releases on to the attacker."""
+class _Attacker(TrainerCallback):
+    """Reads every canary's coordinate of the private gradients that a run releases, before the weights move."""
+
+    ratios: LikelihoodRatios
 
     def __init__(self, trainer: AuditTrainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._contribution = trainer, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.begin_attack()
+        """Compute what a canary contributes once it is clipped."""
+        run, model = self._trainer.private_run, self._trainer.model
+        layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+        parts = len(layers) if args.clipping_granularity == "per_layer" else 1
+        norm = torch.tensor([self._trainer.stretch], dtype=torch.float64)
+        bound = args.per_sample_max_grad_norm / parts**0.5
+        self._contribution = float(norm * clip_factors(norm, max_grad_norm=bound, clipping=args.clipping))
+        self.ratios = LikelihoodRatios(
+            len(self._trainer.included),
+            shape=run.mechanism.shape,
+            sample_rate=run.mechanism.shape.bands * run.sampler.sample_rate,
+            turns_per_round=run.sampler.turns_of_round,
+        )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        named = self._trainer.model.named_parameters()
-        self._trainer.see_gradient({name: p.grad.detach() for name, p in named if p.grad is not None})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.end_attack()
-
-
-def audit_repeatedly(make_trainer: Callable[[], AuditTrainer], *, runs: int, confidence: float = 0.95) -> AuditResult:
-    """Train `runs` times with one canary each, and count how often the attacker is right: for small models.
-
-    The runs are independent, so this needs no assumption about how canaries influence each other.
-
-    Args:
-        make_trainer: A function that returns a new trainer with `num_canaries=1`, whose model has its initial weights.
-        runs: R, the number of trainings; a useful bound needs several hundred.
-        confidence: The probability with which the lower bound on ε holds.
-
-    Returns:
-        The audit, with one score and one coin a run.
-
-    Raises:
-        ValueError: If there are fewer than two runs, a trainer has several canaries, or all coins fell on one side.
-
-    Example:
-        >>> result = audit_repeatedly(
-        ...     lambda: DiracAuditTrainer(model=new_model(), args=args, train_dataset=train, num_canaries=1), runs=500
-        ... )
-    """
-    if runs < 2:
-        raise ValueError(f"runs must be at least 2, got {runs}. A useful bound needs several hundred.")
-    check_confidence(confidence)
-    scores, included = np.zeros(runs), np.zeros(runs, dtype=bool)
-    claims, deltas = [], []
-    for run in range(runs):
-        trainer = make_trainer()
-        if len(trainer.included) != 1:
-            raise ValueError(f"num_canaries must be 1 in repeated runs, got {len(trainer.included)}.")
-        trainer.train()
-        scores[run], included[run] = trainer.scores[0], trainer.included[0]
-        claims.append(trainer.privacy.epsilon())
-        deltas.append(trainer.private_run.statement.target_delta)
-    # N differs by one with and without the canary, and the claims hardly: the weakest one holds for all runs.
-    methods: tuple[Method, ...] = ("independent trials",)
-    return _result(trainer.kind, scores, included, methods, max(claims), delta=max(deltas), confidence=confidence, runs=runs)
-
-
-def _result(
-    kind: str,
-    scores: Float[np.ndarray, " canaries"],
-    included: Bool[np.ndarray, " canaries"],
-    methods: tuple[Method, ...],
-    claimed_epsilon: float,
-    *,
-    delta: float,
-    confidence: float,
-    runs: int,
-) -> AuditResult:
-    """Return the outcome, with a score of 0 where one is not finite: valid, because it does not depend on the coins."""
-    scores = np.where(np.isfinite(scores), scores, 0.0)
-    bounds = lower_bounds(scores, included, methods=methods, delta=delta, confidence=confidence)
-    return AuditResult(kind, scores, included, bounds, claimed_epsilon, delta, confidence, runs)
+        mechanism, step = self._trainer.private_run.mechanism, state.global_step
+        unit = self._contribution / mechanism.expected_batch_size
+        # Of the noise before it is shaped, which may be larger or smaller than that of a step.
+        white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm
+        seen = self._trainer.model.get_parameter(f"{TABLE}.weight").grad.detach()
+        self.ratios.see(seen.flatten().double().cpu().numpy() / unit, sigma=white / unit)

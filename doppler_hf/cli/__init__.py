@@ -2,7 +2,8 @@
 
 Each command is a module of this folder with `add_arguments(parser)` and `run(args)`, imported when it is chosen: some need
 torch, and most do not. Its docstring is its own `--help`, and the first line of that is its line in `doppler-hf --help`.
-`run` returns the exit code. `python -m doppler_hf` is the same command.
+`run` returns the exit code. A parser whose defaults have `fields` takes words that are none of its own, the fields of a
+recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify, report: the commands
 """
@@ -19,7 +20,7 @@ from doppler_hf.version import VERSION
 COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
     "estimate": "Estimate a private run's peak memory and time per step before training.",
-    "filter": "Show low-pass filters, or design one: their figures as a table, their responses as a picture.",
+    "filter": "Show low-pass filters: their figures and coefficients as tables, their responses as a picture.",
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
     "check": "Check a training: can one record change an update more than the proof allows?",
     "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",
@@ -62,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(words)
-    if unknown:
+    if "fields" in args:
+        args.fields = unknown
+    elif unknown:
         from doppler_hf.filters.grammar import did_you_mean  # only here: `--help` needs no NumPy
 
         assert chosen is not None, "argparse requires a command"

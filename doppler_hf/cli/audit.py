@@ -5,16 +5,13 @@ on ε, which holds with the given confidence. A bound above the claim shows a de
 proves nothing. The canaries are Dirac canaries, a gradient of their own for each, seen white-box: the strongest attack, for
 any model.
 
-The run uses a temporary folder and writes only privacy_audit.json into the recipe's output_dir. With --runs R there are R
-trainings with one canary each, for small models. After the recipe any of its fields may follow as a flag.
+The run uses a temporary folder and writes only privacy_audit.json into the recipe's output_dir. After the recipe any of its
+fields may follow as a flag.
 
   doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
 """
 
 import argparse
-import contextlib
-import copy
-import os
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -22,10 +19,8 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from doppler_hf.audit import AuditResult, DiracAuditTrainer, audit_repeatedly
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.audit import AuditResult, AuditTrainer
 from doppler_hf.workloads.recipe import parse_recipe
-from doppler_hf.workloads.workload import Workload
 
 # An audited model is discarded: it is neither evaluated nor saved nor reported.
 OVERRIDES: Final = (
@@ -39,63 +34,36 @@ OVERRIDES: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf audit`."""
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML recipe of a private run")
-    _add_options(parser)
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--canaries", type=int, metavar="M", help="how many canaries (default: 1000; 1 with --runs)")
-    parser.add_argument("--runs", type=int, default=1, metavar="R", help="how many trainings (default: %(default)s)")
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML recipe of a private run; its fields may follow as flags")
+    parser.add_argument("--canaries", type=int, default=1000, metavar="M", help="how many canaries (default: %(default)s)")
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"
     )
+    parser.set_defaults(fields=[])
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, attack, and print the outcome."""
-    # argparse passes on everything after the recipe unparsed, its own options included.
-    options = argparse.ArgumentParser(prog="doppler-hf audit", add_help=False, allow_abbrev=False)
-    _add_options(options)
-    args, flags = options.parse_known_args(args.flags, namespace=args)
-    if args.runs < 1:
-        raise ValueError(f"--runs must be at least 1, got {args.runs}.")
-    if args.runs > 1 and args.canaries not in (None, 1):
-        raise ValueError(f"--canaries must be 1 with --runs {args.runs}, got {args.canaries}. Leave it out.")
-    workload, training_args = parse_recipe([args.recipe, *flags, *OVERRIDES])
+    workload, training_args = parse_recipe([args.recipe, *args.fields, *OVERRIDES])
     output_dir = Path(training_args.output_dir)
+    # Elsewhere: a model with canaries, and its ledger, must not be taken for those of a training.
     with tempfile.TemporaryDirectory() as folder:
         training_args.output_dir = folder
-        result = _audited(workload, training_args, args)
+        trainer = AuditTrainer(
+            model=workload.model,
+            args=training_args,
+            num_canaries=args.canaries,
+            train_dataset=workload.train_dataset,
+            data_collator=workload.data_collator,
+            processing_class=workload.processing_class,
+        )
+        result = trainer.audit(confidence=args.confidence)
     path = result.save(output_dir)
     console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
     console.print(f"Scores and coins are in {path}.", markup=False, soft_wrap=True)
     return 1 if result.contradicts_claim else 0
-
-
-def _audited(workload: Workload, training_args: DopplerTrainingArguments, args: argparse.Namespace) -> AuditResult:
-    """Train once, or as often as --runs says with one canary each."""
-
-    def trainer(canaries: int) -> DiracAuditTrainer:
-        return DiracAuditTrainer(
-            model=copy.deepcopy(workload.model),
-            args=training_args,
-            num_canaries=canaries,
-            train_dataset=workload.train_dataset,
-            data_collator=workload.data_collator,
-            processing_class=workload.processing_class,
-        )
-
-    if args.runs == 1:
-        return trainer(1000 if args.canaries is None else args.canaries).audit(confidence=args.confidence)
-    training_args.disable_tqdm = True
-    # Otherwise every run would print its table.
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return audit_repeatedly(lambda: trainer(1), runs=args.runs, confidence=args.confidence)
 
 
 def table_of(result: AuditResult) -> Table:
@@ -106,9 +74,8 @@ def table_of(result: AuditResult) -> Table:
         *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
         ("δ", f"{result.delta:.3g}"),
         ("confidence", f"{result.confidence:g}"),
-        ("canaries", f"{canaries:,} {result.kind}, {int(result.included.sum()):,} of them in"),
+        ("canaries", f"{canaries:,}, {int(result.included.sum()):,} of them in"),
         ("guessed right", f"{result.right_guesses:,}, {result.right_guesses / canaries:.1%}"),
-        ("trainings", f"{result.runs:,}"),
     )
     table = Table(title="Privacy audit", show_header=False)
     for row in rows:

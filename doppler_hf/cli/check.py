@@ -6,9 +6,9 @@ loss and accumulation. The sums that reach the mechanism are compared. The exit 
 others move with that record. No weight moves and no privacy is spent. Dropout is off, and the collator must not be random.
 
 The distances are not private: with automatic clipping they show an example's gradient norm. They are printed, and written
-only where --save and --plot say, never into the training's folder, which may be published.
+nowhere.
 
-  doppler-hf check recipes/image/digits-eps8.yaml --pairs 32 --plot distances.png
+  doppler-hf check recipes/image/digits-eps8.yaml --pairs 32
   doppler-hf check --pairs 32 --script my_train.py --learning_rate 1e-3
 
 Options come before --script, and the script's own arguments after it. The check replaces its `DopplerTrainer.train()`.
@@ -27,63 +27,44 @@ from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_neighbours
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.workloads.recipe import parse_recipe
 
-_OPTIONS: Final = ("--pairs", "--draw-size", "--save", "--plot")
+_OPTIONS: Final = ("--pairs", "--draw-size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf check`."""
-    _add_options(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
-    )
-    source.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run")
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="...", help="the options above, and fields of the recipe as flags"
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=16, metavar="N", help="pairs of batches (default: %(default)s)")
     parser.add_argument(
         "--draw-size", type=int, metavar="N", help="records in a batch besides the tested one (default: up to 32)"
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the distances, which are not private, as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances, as " + ", ".join(PICTURE_ENDINGS))
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
+    )
+    source.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run; its fields may follow as flags"
+    )
+    parser.set_defaults(fields=[])
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the pairs, compare them, and print the outcome."""
-    # argparse passes on everything after the recipe unparsed, its own options included.
-    options = argparse.ArgumentParser(prog="doppler-hf check", add_help=False, allow_abbrev=False)
-    _add_options(options)
-    args, flags = options.parse_known_args(args.flags, namespace=args)
-    if args.plot is not None:
-        check_picture(args.plot)
 
     def check(trainer: DopplerTrainer) -> NeighbourResult:
-        for option, path in (("--save", args.save), ("--plot", args.plot)):
-            refuse_published(option, path, output_dir=trainer.args.output_dir)
         return neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
 
     if args.script is None:
-        workload, training_args = parse_recipe([args.recipe, *flags])
+        workload, training_args = parse_recipe([args.recipe, *args.fields])
         result = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
     else:
         result = checked_script(args.script, check)
     console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    if args.save is not None:
-        result.save(args.save)
-        console.print(f"The distances, which are not private, are in {args.save}.", markup=False, soft_wrap=True)
-    if args.plot is not None:
-        plot_neighbours(result.distances, result.couplings, args.plot)
-        console.print(f"The picture, which is not private, is in {args.plot}.", markup=False, soft_wrap=True)
+    # Privacy: on the screen, and in no file, since distances and couplings are computed from examples, without noise.
+    console.print("These figures are not private: do not publish them.")
     return 1 if result.contradicts_claim else 0
 
 
@@ -92,13 +73,6 @@ class _Checked(BaseException):
 
     def __init__(self, outcome: NeighbourResult) -> None:
         self.outcome = outcome
-
-
-def refuse_published(option: str, path: Path | None, *, output_dir: str) -> None:
-    """Refuse a file in the folder of the training, which Transformers pushes to the hub as a whole."""
-    # Privacy: distances and couplings are computed from examples, without noise.
-    if path is not None and path.resolve().is_relative_to(Path(output_dir).resolve()):
-        raise ValueError(f"{option} must lie outside of output_dir, which may be published, got {path}. Write it elsewhere.")
 
 
 def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
@@ -143,7 +117,7 @@ def table_of(result: NeighbourResult) -> Table:
         ("pairs of batches", f"{len(result.distances):,}"),
         (
             "records in a batch",
-            f"{int(result.draw_sizes.max()):,} and one more, of a batch of {result.expected_batch_size:,}",
+            f"{result.draw_size:,} and one more, of a batch of {result.expected_batch_size:,}",
         ),
         ("one record moves the sum by", f"{result.distances.max():.6f} C at most"),
         ("it moves the others by", f"{result.couplings.max():.2g} C at most"),

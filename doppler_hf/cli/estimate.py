@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.optim.state import BASES
+from doppler_hf.optim.update import BASES
 from doppler_hf.privacy.clipping.clipped_gradients import Engine
 from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
 from doppler_hf.workloads.lora import LoraArguments

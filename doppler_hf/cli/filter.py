@@ -1,11 +1,11 @@
-"""Show low-pass filters, or design one: their figures as a table, their responses as a picture.
+"""Show low-pass filters: their figures and coefficients as tables, their responses as a picture.
 
-A filter is named as in low_pass_filter: a preset, a design, or its coefficients. Without names, `show` takes the paper's
-eleven filters, and its picture has the paper's four panels.
+A filter is named as in low_pass_filter: a preset, a design, or its coefficients. Without names, the paper's eleven filters
+are shown.
 
-  doppler-hf filter show momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
-  doppler-hf filter show none first-order-v1 --noise banded:bands=8 --plot noise.png
-  doppler-hf filter design --type butterworth --order 2 --cutoff 0.1
+  doppler-hf filter momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
+  doppler-hf filter butterworth:order=2,cutoff=0.1
+  doppler-hf filter none first-order-v1 --noise banded:bands=8 --plot noise.png
 """
 
 import argparse
@@ -17,19 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain, write_coefficients
-from doppler_hf.filters.grammar import DESIGNS
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise, plot_paper_filters
-
-# The parameters of a design beside its type: flag, type, meaning.
-PARAMETERS: Final = {
-    "order": (int, "number of poles"),
-    "cutoff": (float, "as a fraction of Nyquist, in (0, 1)"),
-    "ripple_db": (float, "depth of chebyshev1's ripple in the passband"),
-    "attenuation_db": (float, "of chebyshev2's stopband"),
-    "beta": (float, "momentum's decay"),
-    "taps": (int, "length of the moving-average"),
-}
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise
 
 READING: Final = (
     "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
@@ -40,48 +29,28 @@ READING: Final = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf filter`."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="compare filters by name", allow_abbrev=False)
-    show.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    show.add_argument("--noise", metavar="SHAPE", help="as banded:bands=8: show what the filters leave of such noise")
-    design = actions.add_parser("design", help="design a filter and print its coefficients", allow_abbrev=False)
-    design.add_argument("--type", required=True, choices=DESIGNS)
-    for name, (kind, meaning) in PARAMETERS.items():
-        design.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=meaning)
-    for action in (show, design):
-        action.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
+    parser.add_argument("--noise", metavar="SHAPE", help="as banded:bands=8: show what the filters leave of such noise")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read or design the filters, print them, and draw them."""
+    """Read the filters, print them, and draw them."""
     if args.plot is not None:
-        check_picture(args.plot)
+        check_picture(args.plot)  # before the tables, which would hide the message
     console = Console()
-    names = [_designed_name(args)] if args.action == "design" else args.names
-    filters = {str(low_pass_filter): low_pass_filter for low_pass_filter in map(LowPassFilter.parse, names)} or PAPER_FILTERS
-    if args.action == "design":
-        for name, low_pass_filter in filters.items():
-            # To be copied into a recipe: each on one line, however wide the terminal.
-            print(name, write_coefficients(low_pass_filter), sep="\n")
-    noise = None if args.action == "design" or args.noise is None else NoiseShape.parse(args.noise)
-    console.print(figures_table(filters, noise=NoiseShape() if noise is None else noise))
-    if args.action == "show":
-        console.print(coefficients_table(filters))
+    # By their own names: two spellings of one filter are one row.
+    filters = {str(each): each for each in map(LowPassFilter.parse, args.names)} or PAPER_FILTERS
+    noise = None if args.noise is None else NoiseShape.parse(args.noise)
+    console.print(figures_table(filters, noise=noise or NoiseShape()))
+    console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        if noise is not None:
-            plot_noise(filters, noise, args.plot)
-        elif names:
+        if noise is None:
             plot_filters(filters, args.plot)
         else:
-            plot_paper_filters(args.plot)
+            plot_noise(filters, noise, args.plot)
     return 0
-
-
-def _designed_name(args: argparse.Namespace) -> str:
-    """Return the design's name in the grammar, whose parser then says what is missing or does not belong."""
-    given = {name: vars(args)[name] for name in PARAMETERS if vars(args)[name] is not None}
-    return args.type + ":" + ",".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def figures_table(filters: Mapping[str, LowPassFilter], *, noise: NoiseShape) -> Table:

@@ -1,18 +1,16 @@
 """Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.
 
-Give three of epsilon, noise multiplier, length (epochs or steps) and batch size. The fourth is solved for: the least noise,
-the longest run or the largest batch within epsilon. The table that follows keeps epsilon and shows other lengths and batch
-sizes. Nothing is trained and no data is read.
+Give batch size, length (epochs or steps), and either epsilon or the noise multiplier, of which the other follows. The table
+below keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
-  doppler-hf plan --num-examples 67349 --epochs 3 --epsilon 3 --noise-multiplier 1 --low-pass-filter first-order-v1
+  doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --noise-multiplier 1 --low-pass-filter first-order-v1
 """
 
 import argparse
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -20,12 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, group_delay, noise_gain
+from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
-from doppler_hf.reports.planned_noise import taken_by_training
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_planned_runs
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
@@ -41,12 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-examples", type=int, required=True, metavar="N", help="size of the training set; of users, their number"
     )
-    solvable = parser.add_argument_group("three of these four (--epochs and --max-steps count as one)")
-    solvable.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
-    solvable.add_argument("--noise-multiplier", type=float, metavar="σ", help="noise, in units of the clip norm")
-    solvable.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
-    solvable.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
-    solvable.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
+    parser.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
+    parser.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
+    parser.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
+    parser.add_argument(
+        "--noise-multiplier", type=float, metavar="σ", help="in units of the clip norm, in place of --epsilon"
+    )
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
     parser.add_argument(
         "--sampling", choices=get_args(Sampling), default="allocation", help="as in training (default: %(default)s)"
@@ -54,65 +51,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table, as " + ", ".join(PICTURE_ENDINGS))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solve for the unknown, compare with other runs, and print."""
-    if args.plot is not None:
-        check_picture(args.plot)
+    """Compute what follows, compare with other runs, and print."""
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
-    low_pass_filter = named or PAPER_FILTERS["none"]
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
-    epochs = planned.epochs if args.epochs is None else args.epochs
-    facts, best = describe(request, planned, epochs, named)
+    facts, best = describe(request, planned, named)
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
+    # Of the ε asked for, not the one reached: a plan's own is a little below, and would bend the comparison.
     target = Target(facts["target_epsilon"], facts["delta"])
-    table = alternatives(planned, target, epochs=epochs)
+    table = alternatives(request, planned, target)
     title = (
         f"Runs of equal ε = {target.epsilon:.4g}, δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
         f"C = {planned.max_grad_norm:g}"
     )
     if args.json:
-        cells = [cell(other, length, low_pass_filter) for length, others in table.items() for other in others]
-        print(json.dumps({**facts, "alternatives": cells}, indent=2, ensure_ascii=False, allow_nan=False))
+        runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
+        # Infinity is no JSON, and no plan has it.
+        print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         console.print(alternatives_table(table, planned, title=title))
         console.print(READING)
-    if args.plot is not None:
-        plot_planned_runs(table, planned, args.plot, title=title)
     return 0
 
 
-def describe(
-    request: PlanRequest, planned: PlannedRun, epochs: float, named: LowPassFilter | None
-) -> tuple[dict[str, Any], TradeOff]:
+def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | None) -> tuple[dict[str, Any], TradeOff]:
     """Return every number of the plan by name, the JSON object without its alternatives, and the best attack.
 
     Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
     """
     delta = request.target_delta
-    target = None
-    if request.epsilon is not None and request.noise_multiplier is None:
-        target = Target(request.epsilon, delta)
-    keeps_steps = request.max_steps is not None
-    shape, low_pass_filter, planned = taken_by_training(planned, target, named, keeps_steps=keeps_steps)
+    shape, low_pass_filter, planned = taken_by_training(request, planned, named)
     sigma = planned.noise_multiplier
     releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)
+    # At frequency zero, where the signal is if it changes slowly.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     best = trade_off([releases])
     facts = {
-        "solved_for": request.unknown,
+        "solved_for": "epsilon" if request.epsilon is None else "noise_multiplier",
         "num_examples": planned.num_examples,
         "max_grad_norm": planned.max_grad_norm,
-        **cell(planned, epochs, low_pass_filter),
+        "epochs": epochs_of(request, planned),
+        "batch_size": planned.expected_batch_size,
+        "sample_rate": planned.sample_rate,
+        "steps": planned.steps,
+        "examples_processed": planned.examples_processed,
         "noise_multiplier": sigma,
         "noise_std": of_sigma * shape.std(planned.steps),
         "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
@@ -133,21 +124,6 @@ def describe(
         "sampling": planned.sampling,
     }
     return facts, best
-
-
-def cell(planned: PlannedRun, epochs: float, low_pass_filter: LowPassFilter) -> dict[str, float]:
-    """Return the numbers of one run of the table. `epochs` is the length that Transformers rounds up to whole steps."""
-    return {
-        "epochs": epochs,
-        "batch_size": planned.expected_batch_size,
-        "sample_rate": planned.sample_rate,
-        "steps": planned.steps,
-        "noise_multiplier": planned.noise_multiplier,
-        "noise_std": planned.noise_std,
-        "filtered_noise_std": planned.filtered_noise_std(low_pass_filter),
-        "average_noise_std": planned.average_noise_std,
-        "examples_processed": planned.examples_processed,
-    }
 
 
 def facts_table(facts: dict[str, Any]) -> Table:

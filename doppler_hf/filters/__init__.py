@@ -4,8 +4,7 @@
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
-- snr: a filter's signal-to-noise ratio
-- spectrum, fir: measured autocorrelations and spectra, and taps from gradients
+- spectrum, optimal_fir: measured autocorrelations and spectra, and the filter that they call for
 - closed_loop, auto: the loss that noise costs, and the choice with the least
 """
 
@@ -14,16 +13,13 @@ from doppler_hf.filters.closed_loop import ClosedLoop
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
     butterworth,
-    chebyshev1,
-    chebyshev2,
-    from_coefficients,
     momentum,
     moving_average,
 )
-from doppler_hf.filters.fir import optimal_fir
 from doppler_hf.filters.grammar import parse_name
-from doppler_hf.filters.low_pass_filter import LowPassFilter, write_coefficients
+from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import NoiseShape
+from doppler_hf.filters.optimal_fir import optimal_fir
 from doppler_hf.filters.response import (
     FilterFigures,
     filter_figures,
@@ -33,22 +29,20 @@ from doppler_hf.filters.response import (
     noise_gain,
     step_response,
 )
-from doppler_hf.filters.snr import signal_to_noise_ratio
 from doppler_hf.filters.spectrum import (
     PowerEstimate,
     autocorrelation,
     corrected_noise_gain,
     corrected_output,
     estimate_power,
-    measure_noise_gain,
     power_spectral_density,
 )
 
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
     "auto_noise_shape", "autocorrelation",
-    "butterworth", "chebyshev1", "chebyshev2", "corrected_noise_gain", "corrected_output",
-    "estimate_power", "filter_figures", "frequency_response", "from_coefficients",
-    "group_delay", "impulse_response", "measure_noise_gain", "momentum", "moving_average", "noise_gain", "optimal_fir",
-    "parse_name", "power_spectral_density", "signal_to_noise_ratio", "step_response", "write_coefficients",
+    "butterworth", "corrected_noise_gain", "corrected_output",
+    "estimate_power", "filter_figures", "frequency_response",
+    "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
+    "parse_name", "power_spectral_density", "step_response",
 ]  # fmt: skip

@@ -1,16 +1,13 @@
-"""Classical designs, and the paper's presets (its two coefficient tables).
+"""A classical design, averages, and the paper's presets (its two coefficient tables).
 
 Each design has unit gain at frequency zero and prints as it was made, as `butterworth:order=2,cutoff=0.1`.
-
-`LowPassFilter` refuses a step response that rings down to zero. Butterworth and Chebyshev II never do, nor does Chebyshev I
-up to order 8 with ripples up to 10 dB. With 20 dB some filters fail from order 6 on, with 40 dB from order 4.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import scipy.signal
@@ -37,31 +34,21 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
         >>> print(butterworth(2, 0.1))
         butterworth:order=2,cutoff=0.1
     """
-    return _designed("butterworth", scipy.signal.butter, order, cutoff)
-
-
-def chebyshev1(order: int, cutoff: float, ripple_db: float) -> LowPassFilter:
-    """Design a Chebyshev filter of type I: steeper than Butterworth, with a rippled passband.
-
-    Args:
-        order: Number of poles, at least 1.
-        cutoff: End of the passband, as a fraction of Nyquist (1 is half a cycle per optimizer step).
-        ripple_db: Depth of the ripple in the passband, in decibels; the gain is 1 at frequency zero.
-    """
-    ripple_db = _decibels("ripple_db", ripple_db, "Use butterworth for no ripple")
-    return _designed("chebyshev1", scipy.signal.cheby1, order, cutoff, ripple_db=ripple_db)
-
-
-def chebyshev2(order: int, cutoff: float, attenuation_db: float) -> LowPassFilter:
-    """Design a Chebyshev filter of type II: a flat passband, and a stopband that ripples below a given level.
-
-    Args:
-        order: Number of poles, at least 1.
-        cutoff: Start of the stopband, at which the attenuation is reached, as a fraction of Nyquist.
-        attenuation_db: Least attenuation of the stopband, in decibels.
-    """
-    attenuation_db = _decibels("attenuation_db", attenuation_db, "Give 20 for a tenth of the amplitude")
-    return _designed("chebyshev2", scipy.signal.cheby2, order, cutoff, attenuation_db=attenuation_db)
+    order = positive_integer("order", order)
+    if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
+        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
+    name = f"butterworth:order={order},cutoff={float(cutoff)!r}"
+    b, a = scipy.signal.butter(order, float(cutoff))
+    # SciPy's gain at frequency zero misses 1 where the cutoff is low.
+    low_pass_filter = _named(name, LowPassFilter(b=tuple(b * (math.fsum(a) / math.fsum(b))), a=tuple(a)))
+    # Poles near 1 are differences of coefficients that are rounded to float64, and a high power of that distance.
+    gain = float(np.abs(scipy.signal.freqz(low_pass_filter.b, a, worN=[cutoff], fs=2)[1][0]))
+    if abs(gain - 0.5**0.5) > CUTOFF_GAIN_ATOL:
+        raise ValueError(
+            f"The coefficients of {name} must have the gain 0.7071 at the cutoff, got {gain:.4g}: float64 cannot hold its "
+            "poles. Lower the order or raise the cutoff."
+        )
+    return low_pass_filter
 
 
 def momentum(beta: float) -> LowPassFilter:
@@ -78,29 +65,6 @@ def moving_average(taps: int) -> LowPassFilter:
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
 
-def from_coefficients(b: Sequence[float], a: Sequence[float] = (1.0,)) -> LowPassFilter:
-    """Make a filter from coefficients of any scale, as other tools print them: H becomes H / H(0), with ``a[0] = 1``.
-
-    Args:
-        b: Feed-forward coefficients.
-        a: Feedback coefficients, the leading one included.
-
-    Example:
-        >>> from_coefficients([1, 1])
-        LowPassFilter(b=(0.5, 0.5), a=(1.0,))
-    """
-    if len(a) and a[0] == 0:
-        raise ValueError(
-            f"a[0], the coefficient of the output itself, must not be 0, got a={tuple(a)}. Leave out leading zeros of a."
-        )
-    # What is not a finite real number, or sums to zero, is refused by the filter itself, with its place.
-    if any(np.iscomplexobj(value) or not math.isfinite(value) for value in (*b, *a)) or not math.fsum(b) or not math.fsum(a):
-        return LowPassFilter(b=tuple(b), a=tuple(a))
-    # Divided before it is multiplied: coefficients may be so small that the inverse of their sum is infinite.
-    sum_b, sum_a = math.fsum(b), math.fsum(a) / float(a[0])
-    return LowPassFilter(b=tuple(float(value) / sum_b * sum_a for value in b), a=tuple(value / a[0] for value in a))
-
-
 def positive_integer(name: str, value: int) -> int:
     """Return a number that must be one."""
     if not isinstance(value, Integral) or value < 1:
@@ -108,36 +72,8 @@ def positive_integer(name: str, value: int) -> int:
     return int(value)
 
 
-def _decibels(name: str, value: float, hint: str) -> float:
-    if not (isinstance(value, Real) and 0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number of decibels, got {value}. {hint}.")
-    return float(value)
-
-
 def _named(name: str, low_pass_filter: LowPassFilter) -> LowPassFilter:
     object.__setattr__(low_pass_filter, "design", name)
-    return low_pass_filter
-
-
-def _designed(kind: str, design: Callable[..., Any], order: int, cutoff: float, **decibels: float) -> LowPassFilter:
-    """Design with SciPy, at unit gain at frequency zero, and refuse coefficients that no longer have the design's shape."""
-    order = positive_integer("order", order)
-    if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
-    zpk = design(order, *decibels.values(), float(cutoff), output="zpk")
-    values = {"order": order, "cutoff": float(cutoff), **decibels}
-    name = f"{kind}:{','.join(f'{key}={value!r}' for key, value in values.items())}"
-    b, a = scipy.signal.zpk2tf(*zpk)
-    b = b * (math.fsum(a) / math.fsum(b))
-    low_pass_filter = _named(name, LowPassFilter(b=tuple(b), a=tuple(a)))
-    # Poles near 1 are differences of coefficients that are rounded to float64, and a high power of that distance.
-    at_zero, at_cutoff = np.abs(scipy.signal.freqz_zpk(*zpk, worN=[0.0, cutoff], fs=2)[1])
-    gain, wanted = abs(scipy.signal.freqz(b, a, worN=[cutoff], fs=2)[1][0]), at_cutoff / at_zero
-    if abs(gain - wanted) > CUTOFF_GAIN_ATOL:
-        raise ValueError(
-            f"The coefficients of {name} must have the design's gain of {wanted:.6g} at the cutoff, got {gain:.6g}: float64 "
-            "cannot hold its poles. Lower the order or raise the cutoff."
-        )
     return low_pass_filter
 
 

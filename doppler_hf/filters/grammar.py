@@ -1,6 +1,6 @@
-"""One grammar for filters, in recipes, flags and messages: presets, designs, coefficients, and filters that a run chooses.
+"""One grammar for filters, in recipes, flags and messages: presets, designs, coefficients, and `auto`, which a run chooses.
 
-first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    optimal-fir:taps=8    auto
+first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    auto
 """
 
 import difflib
@@ -8,29 +8,22 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from doppler_hf.filters.design import PAPER_FILTERS, butterworth, chebyshev1, chebyshev2, momentum, moving_average
+from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
     "butterworth": butterworth,
-    "chebyshev1": chebyshev1,
-    "chebyshev2": chebyshev2,
     "momentum": momentum,
     "moving-average": moving_average,
 }
 
-# What each word takes behind its colon. The last two are chosen by a run, so no fixed filter belongs to them.
+# What each word takes behind its colon. The last is chosen by a run, so no fixed filter belongs to it.
 KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
     "butterworth": {"order": int, "cutoff": float},
-    "chebyshev1": {"order": int, "cutoff": float, "ripple_db": float},
-    "chebyshev2": {"order": int, "cutoff": float, "attenuation_db": float},
     "momentum": {"beta": float},
     "moving-average": {"taps": int},
-    "optimal-fir": {"taps": int},
     "auto": {},
 }
-# What may be left out.
-OPTIONAL_KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {"optimal-fir": {"update_gap": int}}
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
@@ -53,13 +46,12 @@ def parse_name(text: str) -> tuple[str, dict[str, float]]:
     if word not in KEYS:
         raise _unreadable(text)
     keys = KEYS[word]
-    known = {**keys, **OPTIONAL_KEYS.get(word, {})}
     pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
     given = [key for key, _, _ in pairs]
-    if len(set(given)) < len(given) or not set(keys) <= set(given) <= set(known):
-        found = ", ".join(repr(key) + did_you_mean(key, known) for key in given) or "nothing"
+    if sorted(given) != sorted(keys):
+        found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
         raise ValueError(f"{text!r} must have the form {_form(word)!r}, got {found} after {word!r}.")
-    return word, {key: _number(text, key, value, known[key]) for key, _, value in pairs}
+    return word, {key: _number(text, key, value, keys[key]) for key, _, value in pairs}
 
 
 def parse_filter(text: str) -> LowPassFilter:
@@ -112,8 +104,7 @@ def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> f
 
 
 def _form(word: str) -> str:
-    may_follow = "".join(f"[,{key}=...]" for key in OPTIONAL_KEYS.get(word, {}))
-    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}{may_follow}" if KEYS[word] else word
+    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}" if KEYS[word] else word
 
 
 def _unreadable(text: str) -> ValueError:

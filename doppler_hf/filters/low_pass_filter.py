@@ -66,14 +66,9 @@ class LowPassFilter:
         return max(len(self.b), len(self.a)) - 1
 
     def __str__(self) -> str:
-        """Return the name in the grammar: what the filter was made as, or its coefficients."""
-        return self.design or write_coefficients(self)
-
-
-def write_coefficients(low_pass_filter: LowPassFilter) -> str:
-    """Return a filter as its coefficients, each float in full: ``b=0.5,0.5;a=1.0``."""
-    b, a = (",".join(map(repr, coefficients)) for coefficients in (low_pass_filter.b, low_pass_filter.a))
-    return f"b={b};a={a}"
+        """Return the name in the grammar: what the filter was made as, or its coefficients, each float in full."""
+        b, a = (",".join(map(repr, coefficients)) for coefficients in (self.b, self.a))
+        return self.design or f"b={b};a={a}"
 
 
 def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:

@@ -10,17 +10,14 @@ Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 
-from doppler_hf.filters.design import PAPER_FILTERS
-from doppler_hf.filters.low_pass_filter import LowPassFilter, impulse_blocks
+from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.response import impulse_response, step_response
-
-Method = Literal["welch", "autocorrelation"]
 
 
 class PowerEstimate(NamedTuple):
@@ -36,58 +33,40 @@ class PowerEstimate(NamedTuple):
         return self.signal / self.noise if self.noise else math.inf
 
 
-def autocorrelation(
-    series: Float[np.ndarray, "steps dimension"], max_lag: int | None = None
-) -> Float64[np.ndarray, " lags"]:
+def autocorrelation(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, " lags"]:
     """Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
 
     The division is by T at every lag: the biased estimate, whose spectrum is never negative.
 
     Args:
         series: One row for each step, shape (steps, dimension).
-        max_lag: The greatest lag, from 0 to steps - 1, which is the default.
 
     Returns:
-        φ_0 ... φ_{max_lag}, shape (max_lag + 1,), in squared units of the series.
+        φ_0 ... φ_{steps-1}, shape (steps,), in squared units of the series.
     """
     series = _checked(series)
     steps = len(series)
-    max_lag = steps - 1 if max_lag is None else max_lag
-    if not isinstance(max_lag, int | np.integer) or not 0 <= max_lag < steps:
-        raise ValueError(f"max_lag must be an integer from 0 to {steps - 1}, one less than the steps, got {max_lag}.")
     # Padded, so that no product wraps around the end.
     power = np.abs(np.fft.rfft(series, n=2 * steps, axis=0)) ** 2
-    return np.fft.irfft(power.mean(axis=1), n=2 * steps)[: max_lag + 1] / steps
+    return np.fft.irfft(power.mean(axis=1), n=2 * steps)[:steps] / steps
 
 
 def power_spectral_density(
-    series: Float[np.ndarray, "steps dimension"], method: Method = "welch", *, segment: int | None = None
+    series: Float[np.ndarray, "steps dimension"],
 ) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
-    """Return the distribution of a series' power over frequency, as a mean over its coordinates.
+    """Return the distribution of a series' power over frequency, as a mean over its coordinates, by Welch's method.
+
+    The spectra of eight half overlapping segments under a Hann window are averaged. The paper transforms `autocorrelation`,
+    with an error as large as the value in each coordinate.
 
     Args:
         series: One row for each step, shape (steps, dimension).
-        method: ``"welch"`` averages the spectra of half overlapping segments under a Hann window. ``"autocorrelation"``, the
-            paper's, transforms `autocorrelation` at all lags, with an error as large as the value in each coordinate.
-        segment: Length of Welch's segments, from 2 to steps; by default 2/9 of the steps, which makes eight of them.
 
     Returns:
         Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series.
     """
     series = _checked(series)
-    steps = len(series)
-    if method == "autocorrelation":
-        if segment is not None:
-            raise ValueError(f"segment must be left out for the autocorrelation, which takes all lags, got {segment}.")
-        lags = autocorrelation(series)
-        # Both signs of τ: twice the real part, less the lag 0 that both contain.
-        density = 2 * np.fft.rfft(lags, n=2 * steps).real - lags[0]
-        return np.arange(steps + 1) / steps, density
-    if method != "welch":
-        raise ValueError(f"method must be one of welch, autocorrelation, got {method!r}.")
-    segment = max(2, 2 * steps // 9) if segment is None else segment
-    if not isinstance(segment, int | np.integer) or not 2 <= segment <= steps:
-        raise ValueError(f"segment must be an integer from 2 to the {steps} steps, got {segment}.")
+    segment = max(2, 2 * len(series) // 9)
     # Two-sided: SciPy's one-sided density doubles all frequencies but 0 and Nyquist, where noise would then not be flat.
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
     frequencies = np.arange(segment // 2 + 1) * 2 / segment
@@ -107,78 +86,23 @@ def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarra
     return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2
 
 
-def estimate_power(
-    square_norms: Float[np.ndarray, " steps"],
-    *,
-    noise_std: float,
-    dimension: int,
-    filter: LowPassFilter = PAPER_FILTERS["none"],
-    first_step: int = 0,
-) -> PowerEstimate:
-    """Estimate the power of the signal in successive noisy gradients, before a filter or after it.
+def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: float) -> PowerEstimate:
+    """Estimate the power of the signal in successive noisy gradients, from how far their squared norms exceed the noise's.
 
-    The standard error is over the noise, with R_τ = Σ_j κ_j κ_{j+τ} and S the estimate, at least 0:
-
-        T Var ≤ 2 d σ⁴ Σ_{|τ|<T} (1 - |τ|/T) R_τ² + 4 σ² S Σ_{|τ|<T} |R_τ|.
-
-    While the filter settles, R_τ is scaled to its noise gain of that step, which overstates the error of the first few.
+    The standard error is over the noise, S the estimate, at least 0: T Var = 2 d σ⁴ + 4 σ² S.
 
     Args:
-        square_norms: ‖g_t‖², or with a filter ‖m̂_t‖², of successive steps, shape (steps,).
-        noise_std: Standard deviation σ of the white noise per coordinate of g.
-        dimension: Number of coordinates d.
-        filter: The filter of m̂; none by default.
-        first_step: Steps that the filter had run before the first of these.
+        series: One row for each step, shape (steps, dimension), before any filter.
+        noise_std: Standard deviation σ of the white noise per coordinate.
     """
-    if square_norms.ndim != 1 or not len(square_norms):
-        raise ValueError(f"square_norms must have one for each step in one row, got shape {square_norms.shape}.")
-    for square in square_norms:
-        if not 0 <= square < math.inf:
-            raise ValueError(f"square_norms must be finite and at least 0, got {square}.")
-    _check_noise(noise_std)
-    if dimension < 1 or first_step < 0:
-        raise ValueError(f"dimension must be at least 1 and first_step at least 0, got {dimension} and {first_step}.")
-    steps = len(square_norms)
-    gains = corrected_noise_gain(filter, first_step + steps)[first_step:]
-    noise = dimension * noise_std**2 * float(gains.mean())
-    signal = float(square_norms.mean()) - noise
-    correlation = _output_correlation(filter, steps)
-    weights = np.where(np.arange(steps) == 0, 1.0, 2.0)
-    of_noise = (
-        2 * dimension * noise_std**4 * float(np.mean(gains**2) * (weights * (1 - np.arange(steps) / steps)) @ correlation**2)
-    )
-    of_both = 4 * noise_std**2 * max(signal, 0.0) * float(gains.mean() * weights @ np.abs(correlation))
-    return PowerEstimate(signal, math.sqrt((of_noise + of_both) / steps), noise)
-
-
-def measure_noise_gain(
-    noise: Float[np.ndarray, "steps dimension"], filtered: Float[np.ndarray, "steps dimension"]
-) -> tuple[float, float]:
-    """Return the noise gain Σ‖w̃_t‖² / Σ‖w_t‖² of any filter applied to noise, and its standard error.
-
-    With A_i, B_i the sums of coordinate i and r the ratio, the error is √(Σ(A_i - r B_i)² d/(d-1)) / ΣB_i.
-
-    Args:
-        noise: The noise w, shape (steps, dimension), of at least two independent coordinates.
-        filtered: The same noise after the settled filter, shape (steps, dimension).
-    """
-    after, before = (np.sum(_checked(series) ** 2, axis=0) for series in (filtered, noise))
-    if len(before) < 2 or not before.any():
-        raise ValueError(
-            f"noise must have power in two coordinates or more, got shape {noise.shape} and power {before.sum()}."
-        )
-    gain = float(after.sum() / before.sum())
-    dimension = len(before)
-    error = math.sqrt(float(np.sum((after - gain * before) ** 2)) * dimension / (dimension - 1)) / float(before.sum())
-    return gain, error
-
-
-def _output_correlation(filter: LowPassFilter, lags: int) -> Float64[np.ndarray, " lags"]:
-    """Return R_τ / R_0 of white noise after a settled filter, τ = 0 ... lags - 1."""
-    kappa = np.concatenate(list(impulse_blocks(filter.b, filter.a)))
-    power = np.abs(np.fft.rfft(kappa, n=2 * max(len(kappa), lags))) ** 2
-    correlation = np.fft.irfft(power)[:lags]
-    return correlation / correlation[0]
+    if not 0 <= noise_std < math.inf:
+        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
+    steps, dimension = _checked(series).shape
+    noise = dimension * noise_std**2
+    signal = float(np.sum(series**2)) / steps - noise
+    # A negative estimate is noise, and has no variance of its own to add.
+    variance = 2 * dimension * noise_std**4 + 4 * noise_std**2 * max(signal, 0.0)
+    return PowerEstimate(signal, math.sqrt(variance / steps), noise)
 
 
 def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:
@@ -189,9 +113,3 @@ def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray
     if not np.isfinite(series).all():
         raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
     return series
-
-
-def _check_noise(noise_std: float) -> None:
-    """Refuse anything but a standard deviation."""
-    if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")

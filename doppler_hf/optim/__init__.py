@@ -2,13 +2,11 @@
 
 - optimizer, update: Algorithm 3: `step` for all parameters, and for one
 - fused_update: for all on a GPU, in one kernel
-- checks: the ranges of its arguments
-- low_pass, adaptive_fir: a fixed filter, and one that follows the gradients
+- low_pass: the filter
 - galore: its subspaces
-- state: checkpoints without loss
+- checkpoint: states are loaded without loss
 """
 
-from doppler_hf.optim.adaptive_fir import OptimalFIR
 from doppler_hf.optim.optimizer import DopplerOptimizer
 
-__all__ = ["DopplerOptimizer", "OptimalFIR"]
+__all__ = ["DopplerOptimizer"]

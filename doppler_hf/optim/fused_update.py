@@ -24,9 +24,7 @@ import triton.language as tl
 from jaxtyping import Bool, Int64
 
 from doppler_hf import kernels
-from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.state import full_dtype
-from doppler_hf.optim.update import ParameterTensors, Step, StepConstants
+from doppler_hf.optim.update import ParameterTensors, Step, StepConstants, full_dtype
 
 BLOCK: Final = 2048
 _WARPS: Final = 8  # a lane has 8 numbers, the 16 bytes of a vector in half precision
@@ -105,8 +103,8 @@ def fused_update(steps: Sequence[Step]) -> list[Step]:
     """Make the steps of the parameters that the kernel takes (all but the gradients modified in place).
 
     Returns:
-        The steps that are left: on other devices, of tensors that are not contiguous, of filters whose taps follow the
-        gradients, and of weights that overlap others in memory, as where PEFT ties adapters: one launch would lose a step.
+        The steps that are left: on other devices, of tensors that are not contiguous, and of weights that overlap others in
+        memory, as where PEFT ties adapters: one launch would lose a step.
     """
     kinds: dict[Any, list[Step]] = {}
     for step in steps:
@@ -121,7 +119,7 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
     """Return what the steps of a launch have in common; None of a step that is not for the kernel."""
     weight, grad, v = tensors.weight, tensors.grad, tensors.exp_avg_sq
     device, dtype = weight.device, full_dtype(weight)
-    if not (constants.advance is FixedFilter.advance and weight.is_contiguous() and grad.is_contiguous()):
+    if not (weight.is_contiguous() and grad.is_contiguous()):
         return None
     for state in tensors.filter_states if v is None else (*tensors.filter_states, v):
         if not (state.is_contiguous() and state.device == device and state.dtype == dtype):
@@ -136,8 +134,8 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
     weight = tensors.weight
     sizes = np.array([each.weight.numel() for each, _ in steps])
     addresses = np.array([[kernels.address_of(tensor) for tensor in each.of_shape] for each, _ in steps])
-    are_apart = _are_apart(addresses[:, 0], sizes * weight.itemsize)
-    programs = np.where(are_apart, -(-sizes // BLOCK), 0)
+    are_disjoint = _are_disjoint(addresses[:, 0], sizes * weight.itemsize)
+    programs = np.where(are_disjoint, -(-sizes // BLOCK), 0)
     numbers = np.array([(each.step_size, each.decay, each.noise_var, each.floor) for _, each in steps])
     rows = np.column_stack([sizes, np.cumsum(programs) - programs, numbers.view(np.int64), addresses])
     b_and_a = list(zip_longest(*constants.coefficients, fillvalue=0.0))
@@ -160,13 +158,15 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
             num_warps=_WARPS,
         )
         torch.autograd.graph.increment_version([each.weight for each, _ in steps])  # as torch's operators do
-    return [step for step, is_apart in zip(steps, are_apart, strict=True) if not is_apart]
+    return [step for step, is_disjoint in zip(steps, are_disjoint, strict=True) if not is_disjoint]
 
 
-def _are_apart(starts: Int64[np.ndarray, " tensors"], sizes: Int64[np.ndarray, " tensors"]) -> Bool[np.ndarray, " tensors"]:
+def _are_disjoint(
+    starts: Int64[np.ndarray, " tensors"], sizes: Int64[np.ndarray, " tensors"]
+) -> Bool[np.ndarray, " tensors"]:
     """Return of each run of bytes whether it begins after all that begin before it have ended."""
     order = np.argsort(starts, kind="stable")
     ends = np.maximum.accumulate((starts + sizes)[order])
-    apart = np.ones(len(starts), dtype=bool)
-    apart[order[1:]] = starts[order[1:]] >= ends[:-1]
-    return apart
+    disjoint = np.ones(len(starts), dtype=bool)
+    disjoint[order[1:]] = starts[order[1:]] >= ends[:-1]
+    return disjoint

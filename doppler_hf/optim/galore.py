@@ -10,30 +10,14 @@ When P is renewed, with Q = P_newᵀ P_old, a state s becomes Q s and the second
 coordinates. The part of a new direction outside the old subspace, 1 - Σ_j Q_ij², gets the mean of v.
 """
 
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.optim.update import Coefficients
-
-Projector = Literal["svd", "randomized", "warm"]
-ProjectorSource = Literal["gradient", "filtered"]
-BasisChange = Literal["rotate", "reset", "keep"]
-PROJECTORS: Final[tuple[Projector, ...]] = get_args(Projector)
-PROJECTOR_SOURCES: Final[tuple[ProjectorSource, ...]] = get_args(ProjectorSource)
-BASIS_CHANGES: Final[tuple[BasisChange, ...]] = get_args(BasisChange)
-
 # Columns that the randomized range finder takes beyond the rank, as Halko et al. advise (Section 4.2).
 OVERSAMPLING: Final = 8
-# b and a of a filter whose only state is m_t itself, where the filter has run ahead of the projection: m_t = s_1 + 0 g_t.
-ALREADY_FILTERED: Final[Coefficients] = ((0.0, 0.0), (1.0, 0.0))
-
-
-def has_projected(group: dict[str, Any]) -> bool:
-    """Return whether any parameter of a group is projected."""
-    return any(is_projected(p, group) for p in group["params"])
 
 
 def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
@@ -61,18 +45,15 @@ def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) ->
 
 
 def find_basis(
-    matrix: Float[Tensor, "m n"], rank: int, *, projector: Projector, previous: Float[Tensor, "short r"] | None = None
+    matrix: Float[Tensor, "m n"], rank: int, *, previous: Float[Tensor, "short r"] | None = None
 ) -> Float[Tensor, "short r"]:
     """Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
 
-    ``"svd"`` takes the best, by a full SVD (Zhao et al. 2024). ``"randomized"`` finds them up to chance in the range of a
-    random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1). ``"warm"`` makes one step of subspace
-    iteration from `previous`, and is ``"randomized"`` without it.
+    It makes one step of subspace iteration from `previous`. Without it, it finds the best up to chance in the range of a
+    random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1).
     """
     short = matrix if is_wide(matrix) else matrix.T
-    if projector == "svd":
-        return torch.linalg.svd(short, full_matrices=False).U[:, :rank].contiguous()
-    if projector == "warm" and previous is not None:
+    if previous is not None:
         return _orthonormal(short @ (short.T @ previous))
     columns = min(rank + OVERSAMPLING, short.shape[0])
     # The same ones at every refresh: they need to be independent of the matrix, not of each other.
@@ -91,29 +72,15 @@ def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
     return torch.linalg.qr(matrix).Q
 
 
-def renew_basis(
-    state: dict[str, Any],
-    source: Float[Tensor, "m n"],
-    *,
-    rank: int,
-    projector: Projector,
-    projector_source: ProjectorSource,
-    basis_change: BasisChange,
-) -> None:
-    """Find a parameter's basis anew in `source`, and change its state as `basis_change` says (modified in place)."""
+def renew_basis(state: dict[str, Any], grad: Float[Tensor, "m n"], *, rank: int) -> None:
+    """Find a parameter's basis anew in its gradient, and rotate its state into it (modified in place)."""
+    # The first basis has no state to rotate, and an old one of zeros would iterate to nothing.
     is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
-    state["basis"] = find_basis(source, rank, projector=projector, previous=None if is_first else old)
-    if is_first or basis_change == "keep":
+    state["basis"] = find_basis(grad, rank, previous=None if is_first else old)
+    if is_first:
         return
-    states = [] if projector_source == "filtered" else state["filter_states"]
-    if basis_change == "reset":
-        for tensor in (*states, *(() if v is None else (v,))):
-            tensor.zero_()
-        state["step"], state["noise_power"] = 0, 0.0
-        state["bias_states"] = state["bias_states"] if not states else [0.0] * len(states)
-        return
-    moved, moved_v = rotated(states, v, old=old, new=state["basis"], wide=is_wide(source))
-    state |= ({"filter_states": moved} if states else {}) | ({"exp_avg_sq": moved_v} if v is not None else {})
+    states, moved_v = rotated(state["filter_states"], v, old=old, new=state["basis"], wide=is_wide(grad))
+    state |= {"filter_states": states} | ({} if v is None else {"exp_avg_sq": moved_v})
 
 
 def add_lifted(
@@ -150,6 +117,7 @@ def rotated(
     if exp_avg_sq is None:
         return moved, None
     shares = change.square()
+    # Clamped, because rounding may bring the shares of a direction inside the old subspace above 1.
     missing = (1 - shares.sum(dim=1)).clamp_(min=0.0)
     v = exp_avg_sq.to(change.dtype)
     dim = 0 if wide else 1

@@ -9,22 +9,22 @@ Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.optim.update import Coefficients, ParameterTensors
+
+Coefficients = tuple[tuple[float, ...], tuple[float, ...]]  # b and a, the latter with order + 1 numbers
 
 
 def low_pass(
-    grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], *, b: Sequence[float], a: Sequence[float]
+    grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], coefficients: Coefficients
 ) -> Float[Tensor, "*shape"]:
     """Advance the filter by one step and return m_t, a new tensor (the ``order`` states modified in place)."""
+    b, a = coefficients
     m = torch.add(states[0], grad, alpha=b[0]) if states else grad * b[0]
     for i, (s_i, later) in enumerate(zip_longest(states, states[1:]), start=1):
         if later is None:
@@ -50,45 +50,3 @@ def padded_coefficients(low_pass_filter: LowPassFilter) -> Coefficients:
     """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients."""
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))
-
-
-@final
-class FixedFilter:
-    """A `LowPassFilter` with the interface that `DopplerOptimizer` needs; `OptimalFIR` has the same.
-
-    It keeps its states with each parameter's. `begin` begins a step of a parameter and returns c_t, `advance` turns g_t
-    into m_t, whole or slice by slice, and `end` ends the step of a group.
-    """
-
-    def __init__(self, low_pass_filter: LowPassFilter) -> None:
-        self.order = low_pass_filter.order
-        self._name = str(low_pass_filter)
-        self._coefficients = padded_coefficients(low_pass_filter)
-
-    def new_group(self) -> dict[str, Any]:
-        """Return its name, by which a checkpoint tells its filter, for the options of a parameter group."""
-        return {"low_pass_filter": self._name}
-
-    def new_state(self, zeros: Callable[[], Tensor]) -> dict[str, Any]:
-        """Return the states of filter and step response; both per parameter, since one may begin later than others."""
-        return {"filter_states": [zeros() for _ in range(self.order)], "bias_states": [0.0] * self.order}
-
-    def coefficients(self, group: dict[str, Any]) -> Coefficients:
-        """Return the last argument of `advance` for the parameters of a group: (b, a)."""
-        return self._coefficients
-
-    def begin(self, state: dict[str, Any], group: dict[str, Any], *, noise_std: float) -> float:
-        """Begin a step of one parameter (state modified in place), and return c_t."""
-        c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), self._coefficients)
-        return c
-
-    @staticmethod
-    def advance(
-        grad: Float[Tensor, "*shape"], tensors: ParameterTensors, coefficients: Coefficients
-    ) -> Float[Tensor, "*shape"]:
-        """Return m_t from g_t, in float32 at least (the states modified in place)."""
-        b, a = coefficients
-        return low_pass(grad, tensors.filter_states, b=b, a=a)
-
-    def end(self, group: dict[str, Any], states: Iterable[dict[str, Any]], *, noise_std: float) -> None:
-        """End a step of a group: nothing is left to do."""

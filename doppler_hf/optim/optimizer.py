@@ -24,55 +24,34 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf import kernels
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
-from doppler_hf.optim.adaptive_fir import OptimalFIR
-from doppler_hf.optim.checks import RANK_WITHOUT_EFFECT, check_constants, check_group
-from doppler_hf.optim.galore import (
-    ALREADY_FILTERED,
-    PROJECTOR_SOURCES,
-    BasisChange,
-    Projector,
-    ProjectorSource,
-    add_lifted,
-    has_projected,
-    is_projected,
-    is_wide,
-    project,
-    renew_basis,
-)
-from doppler_hf.optim.low_pass import FixedFilter
-from doppler_hf.optim.state import (
-    BASES,
-    Base,
-    dense,
-    filter_name_of,
-    full_dtype,
-    loaded,
-    refuse_other_group,
-    refuse_other_parameters,
-    refuse_other_state,
-)
-from doppler_hf.optim.update import Coefficients, ParameterTensors, Step, StepConstants, slices, update
+from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
+from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
+from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
+from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, slices, update
 from doppler_hf.shards import part_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
 # of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
+GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
 
 
 @final
 class DopplerOptimizer(Optimizer):
     """SGD, Adam or DP-AdamBC on the low-pass filtered gradient, with decoupled weight decay, in a subspace if wanted.
 
-    Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. ``lr``, ``weight_decay``,
-    ``rank``, ``update_proj_gap`` and ``scale`` may differ between parameter groups. Each parameter holds
-    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases. With ``rank`` the matrices of a group whose
-    shorter side is longer are updated by GaLore, and hold their state at this rank.
+    Momentum is a filter of first order (``PAPER_FILTERS["momentum"]``), so there is no β₁. Each parameter holds
+    ``low_pass_filter.order`` tensors of state, and one more for the Adam bases.
+
+    Parameter groups may have an ``lr`` and a ``weight_decay`` of their own. As in GaLore's own optimizers (Zhao et al.
+    2024), the subspace is a matter of groups alone: with ``rank`` (r, at least 1) the matrices of a group whose shorter side
+    is longer hold their state at this rank. Their basis is found anew every ``update_proj_gap`` steps (200), and their
+    updates are multiplied by ``scale`` (1.0).
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
-        low_pass_filter: The filter along the steps; or an `OptimalFIR`, whose taps are estimated from the gradients, without
-            GaLore.
+        low_pass_filter: The filter along the steps.
         base: The update from the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC, which
             subtracts the noise from the second moment; Tang et al. 2024).
         beta2: Decay of the second moment, in [0, 1).
@@ -80,16 +59,8 @@ class DopplerOptimizer(Optimizer):
         floor: Least squared denominator of ``"adam_bc"`` (the γ′ of Tang et al.), positive, in units of the squared
             gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``; it matters as much as ``lr``.
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
-            ``"adam_bc"`` and by an `OptimalFIR`.
+            ``"adam_bc"``.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
-        rank: r of GaLore (Zhao et al. 2024), or None for none.
-        update_proj_gap: After how many steps GaLore's basis is found anew.
-        scale: Factor of GaLore's updates.
-        basis_change: How filter and second moment follow a new basis: ``"rotate"`` rotates them, ``"reset"`` begins anew,
-            ``"keep"`` leaves the numbers unchanged, as the first implementation did.
-        projector: How a basis is found; see `galore.find_basis`.
-        projector_source: The matrix for the basis: the step's ``"gradient"``, or the less noisy ``"filtered"`` one, for
-            which the filter keeps its states in full size.
 
     Raises:
         ValueError: If an argument lies outside its range, or would have no effect.
@@ -108,53 +79,51 @@ class DopplerOptimizer(Optimizer):
         params: ParamsT,
         lr: float,
         *,
-        low_pass_filter: LowPassFilter | OptimalFIR = PAPER_FILTERS["none"],
+        low_pass_filter: LowPassFilter = PAPER_FILTERS["none"],
         base: Base = "sgd",
         beta2: float = 0.999,
         eps: float = 1e-8,
         floor: float | None = None,
         noise_std: float = 0.0,
         weight_decay: float = 0.0,
-        rank: int | None = None,
-        update_proj_gap: int = 200,
-        scale: float = 1.0,
-        basis_change: BasisChange = "rotate",
-        projector: Projector = "warm",
-        projector_source: ProjectorSource = "gradient",
     ) -> None:
-        self._filter = FixedFilter(low_pass_filter) if isinstance(low_pass_filter, LowPassFilter) else low_pass_filter
         # Attributes, not group options: load_state_dict would put back an earlier run's noise_std with its groups.
         self.low_pass_filter = low_pass_filter
-        self.basis_change: BasisChange = basis_change
-        self.projector: Projector = projector
-        self.projector_source: ProjectorSource = projector_source
         self.base: Base = base
-        self.beta2 = beta2
-        self.noise_std = noise_std
-        self.eps = eps
-        self._floor = floor
-        check_constants(self, floor=floor)
+        self.beta2, self.eps, self._floor, self.noise_std = beta2, eps, floor, noise_std
+        self._check_constants()
         options = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(params, options | {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale})
-        if rank is not None and not any(has_projected(group) for group in self.param_groups):
-            raise ValueError(RANK_WITHOUT_EFFECT.format(rank))
+        super().__init__(params, options | {"rank": None, "update_proj_gap": 200, "scale": 1.0})
 
     @property
     def floor(self) -> float:
         """The smallest corrected second moment of "adam_bc"."""
         return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
+    def _check_constants(self) -> None:
+        if self.base not in BASES:
+            raise ValueError(f"base must be one of {', '.join(BASES)}, got {self.base!r}.")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
+        _check_finite("eps", self.eps, above_0=True)
+        _check_finite("noise_std", self.noise_std)
+        if self._floor is None:
+            return
+        if self.base != "adam_bc":
+            raise ValueError(f"floor must be None for base {self.base!r}, which has none, got {self._floor}. Leave it out.")
+        _check_finite("floor", self._floor, above_0=True)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with options of `checks.GROUP_OPTIONS`, as every torch optimizer does."""
+        """Add a group of parameters with options of `GROUP_OPTIONS`, as every torch optimizer does."""
         own = set(param_group)  # torch adds the defaults to the dict itself
         super().add_param_group(param_group)
         added = self.param_groups[-1]  # only now are its parameters a list, and the defaults in it
         try:
-            check_group(self, added, own=own)
+            _check_group(added, own=own)
         except ValueError:
             del self.param_groups[-1]
             raise
-        added.update(self._filter.new_group())
+        added["low_pass_filter"] = str(self.low_pass_filter)  # by which a checkpoint tells its filter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -163,7 +132,7 @@ class DopplerOptimizer(Optimizer):
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
         stepped = [
-            (p, part_here(dense(p.grad)), group)
+            (p, part_here(_dense(p.grad)), group)
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None
@@ -171,71 +140,44 @@ class DopplerOptimizer(Optimizer):
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
         noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
 
-        @functools.cache  # most parameters share the constants of a step
-        def constants_of(coefficients: Coefficients, c: float, k: float, n: float, lr: float, decay: float) -> StepConstants:
-            return StepConstants(self._filter.advance, coefficients, self.beta2, lr / c * math.sqrt(k), decay, n, k * floor)
-
+        coefficients = padded_coefficients(self.low_pass_filter)
         steps: list[Step] = []
         lifted = []
         for p, grad, group in stepped:
             state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
-            coefficients = self._filter.coefficients(group)
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-            if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace
-                tensors, coefficients = self._in_subspace(p, grad, state, group)
+            if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace, which do not decay
+                tensors = self._in_subspace(grad, state, group)
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
-                decay = 1.0
             else:
-                tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v, state.get("products"))
+                tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v)
             state["step"] += 1
-            c = self._filter.begin(state, group, noise_std=self.noise_std)  # c_t
+            c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), coefficients)  # c_t
             k, n = 1.0, 0.0  # k_t and n_t
             if v is not None:
                 # The noise may differ from step to step, and its mean square is weighted as that of the gradients.
                 k = 1 - self.beta2 ** state["step"]
                 n = state["noise_power"] = self.beta2 * state["noise_power"] + (1 - self.beta2) * noise_var
-            steps.append((tensors, constants_of(coefficients, c, k, n, lr, decay)))
-        make(steps)
+            step_size = lr / c * math.sqrt(k)
+            steps.append((tensors, StepConstants(coefficients, self.beta2, step_size, decay, n, k * floor)))
+        update_all(steps)
         for p, d, basis, scale, decay in lifted:
             add_lifted(p, d, basis, scale=scale, decay=decay)  # X ← decay·X + scale·P d
-        for group in self.param_groups:
-            states = (self.state[p] for p in group["params"] if p in self.state)
-            self._filter.end(group, states, noise_std=self.noise_std)
 
-    def _in_subspace(
-        self, p: Float[Tensor, "m n"], grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]
-    ) -> tuple[ParameterTensors, Coefficients]:
-        """Return the tensors of a step in the subspace, and its filter's coefficients; now and then renew the basis."""
-        grad = source = grad.to(state["basis"].dtype)
-        coefficients = self._filter.coefficients(group)
-        if self.projector_source == "filtered":
-            tensors = ParameterTensors(p.detach(), grad, state["filter_states"])
-            source = self._filter.advance(grad, tensors, coefficients)
+    def _in_subspace(self, grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]) -> ParameterTensors:
+        """Return the tensors of a step in the subspace; now and then renew its basis (state modified in place)."""
+        grad = grad.to(state["basis"].dtype)
         if state["steps_in_basis"] % group["update_proj_gap"] == 0:
-            renew_basis(
-                state,
-                source,
-                rank=group["rank"],
-                projector=self.projector,
-                projector_source=self.projector_source,
-                basis_change=self.basis_change,
-            )
+            renew_basis(state, grad, rank=group["rank"])
         state["steps_in_basis"] += 1
         low_rank = project(grad, state["basis"])
-        states = state["filter_states"]
-        if self.projector_source == "filtered":
-            states, coefficients = [project(source, state["basis"])], ALREADY_FILTERED
-        return ParameterTensors(torch.zeros_like(low_rank), low_rank, states, state.get("exp_avg_sq")), coefficients
+        return ParameterTensors(torch.zeros_like(low_rank), low_rank, state["filter_states"], state.get("exp_avg_sq"))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint's state, learning rates and weight decays; refuse another optimizer's, base, rank or filter."""
         saved_states, own = state_dict["state"], [dict(group) for group in self.param_groups]
-        for saved_group, group in zip(state_dict["param_groups"], own, strict=False):
-            refuse_other_group(saved_group, group)
-        refuse_other_parameters(*([len(group["params"]) for group in each] for each in (state_dict["param_groups"], own)))
-        for saved_state in saved_states.values():
-            refuse_other_state(saved_state, self, saved_filter_name=filter_name_of(state_dict))
+        refuse_other_optimizer(state_dict, own, base=self.base, low_pass_filter=self.low_pass_filter)
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, own, strict=True):
             group.update({name: before[name] for name in ("update_proj_gap", "scale", "low_pass_filter") if name in before})
@@ -248,31 +190,62 @@ class DopplerOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and copying; torch's own method would leave the attributes out."""
-        names = ("low_pass_filter", "_filter", "base", "beta2", "noise_std", "eps", "_floor", "basis_change", "projector")
-        return super().__getstate__() | {name: getattr(self, name) for name in (*names, "projector_source")}
+        names = ("low_pass_filter", "base", "beta2", "noise_std", "eps", "_floor")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
         dtype = full_dtype(p)
-        zeros = zeros_in_full = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)
+        zeros = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)
         if is_projected(p, group):
             rank = group["rank"]
             shape = (rank, p.shape[1]) if is_wide(p) else (p.shape[0], rank)
             zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=p.device)
             state["steps_in_basis"] = 0
-            state["projector_source"] = PROJECTOR_SOURCES.index(self.projector_source)
             state["basis"] = torch.zeros(min(p.shape), rank, dtype=dtype, device=p.device)
-        state |= self._filter.new_state(zeros_in_full if self.projector_source == "filtered" else zeros)
+        # Both per parameter, since one may begin later than others.
+        order = self.low_pass_filter.order
+        state |= {"filter_states": [zeros() for _ in range(order)], "bias_states": [0.0] * order}
         return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}
 
 
-def make(steps: Sequence[Step]) -> None:
+def update_all(steps: Sequence[Step]) -> None:
     """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
-    if any(map(kernels.are_usable, {tensors.weight.device for tensors, _ in steps})):
+    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
         from doppler_hf.optim.fused_update import fused_update  # imports Triton
 
         steps = fused_update(steps)
     for tensors, constants in steps:
         for part in slices(tensors):
             update(part, constants)
+
+
+def _dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the gradient itself, and refuse a sparse one."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"A gradient must be dense, as the noise in it is, got {grad.layout}. Build the embedding with sparse=False."
+        )
+    return grad
+
+
+def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
+    """Refuse a parameter group with options out of range or without effect; `own` are the options given to it."""
+    for name in ("lr", "weight_decay", "scale"):
+        _check_finite(name, group[name], above_0=name == "scale")
+    rank = group["rank"]
+    if rank is not None and not (isinstance(rank, int) and rank >= 1):
+        raise ValueError(f"rank must be a whole number of at least 1, got {rank}. Leave it out for no projection.")
+    if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
+        raise ValueError(f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}.")
+    # A scheduler that was there before the group has put its own mark on the others.
+    for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
+        raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
+    if rank is not None and not any(is_projected(p, group) for p in group["params"]):
+        raise ValueError(f"rank must be below the shorter side of some matrix, got {rank} and no such matrix. Lower it.")
+
+
+def _check_finite(name: str, value: float, *, above_0: bool = False) -> None:
+    if not (value > 0 if above_0 else value >= 0) or value == math.inf:
+        raise ValueError(f"{name} must be a finite number {'> 0' if above_0 else '≥ 0'}, got {value}.")

@@ -4,28 +4,30 @@
 makes one pass of them, for all tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
-from jaxtyping import Float, Float64
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.linalg import in_float32
+from doppler_hf.optim.low_pass import Coefficients, low_pass
 
+Base = Literal["sgd", "adam", "adam_bc"]
+BASES: Final[tuple[Base, ...]] = get_args(Base)
 CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
 DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
 
 
 @dataclass(slots=True)
 class ParameterTensors:
-    """What a step of one parameter reads and writes: x_t, g_t, filter states, v_{t-1} if any, and an `OptimalFIR`'s sums."""
+    """What a step of one parameter reads and writes: x_t, g_t, the filter's states, and v_{t-1} if there is one."""
 
     weight: Float[Tensor, "*shape"]
     grad: Float[Tensor, "*shape"]
     filter_states: list[Float[Tensor, "*shape"]]
     exp_avg_sq: Float[Tensor, "*shape"] | None = None
-    products: Float64[Tensor, " taps"] | None = None
 
     @property
     def of_shape(self) -> list[Float[Tensor, "*shape"]]:
@@ -34,16 +36,11 @@ class ParameterTensors:
         return [self.weight, self.grad, *self.filter_states, *(() if v is None else (v,))]
 
 
-Coefficients = tuple[tuple[float, ...], ...]
-Advance = Callable[[Tensor, ParameterTensors, Coefficients], Tensor]
-
-
 @dataclass(slots=True)
 class StepConstants:
     """The constants of a step, with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
 
-    advance: Advance  # of the filter; see `low_pass.FixedFilter`
-    coefficients: Coefficients = ()  # of the filter, and the last argument of `advance`
+    coefficients: Coefficients  # of the filter
     beta2: float = 0.0
     step_size: float = 0.0  # lr / c_t, times √k_t where there is a second moment
     decay: float = 1.0  # 1 - lr·weight_decay
@@ -52,6 +49,11 @@ class StepConstants:
 
 
 Step = tuple[ParameterTensors, StepConstants]
+
+
+def full_dtype(p: Tensor) -> torch.dtype:
+    """Return the parameter's dtype, or float32 for one of half precision."""
+    return torch.float32 if p.itemsize < 4 else p.dtype
 
 
 def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
@@ -63,7 +65,7 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
         return
     for weight, grad, *states in zip(*(tensor.view(-1).split(size) for tensor in of_shape), strict=True):
         v = None if tensors.exp_avg_sq is None else states.pop()
-        yield ParameterTensors(weight, grad, states, v, tensors.products)
+        yield ParameterTensors(weight, grad, states, v)
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
@@ -73,9 +75,8 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
     from it (Tang et al. 2024); the paper's listing leaves that out. The corrections c_t and k_t are in the constants:
     √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
     """
-    x, g = in_float32(tensors.weight), in_float32(tensors.grad)
-    # Of a fixed filter, m_t = s_1 + b_0 g_t and s_i ← s_{i+1} + b_i g_t - a_i m_t; see `low_pass`.
-    m = constants.advance(g, tensors, constants.coefficients)
+    x, g = tensors.weight.to(full_dtype(tensors.weight)), tensors.grad.to(full_dtype(tensors.grad))
+    m = low_pass(g, tensors.filter_states, constants.coefficients)
     # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
     if constants.decay != 1.0:
         x.mul_(constants.decay)

@@ -10,7 +10,7 @@
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
-- bits: secret random words, for draws and noise
+- random_words: secret random words, for draws and noise
 - generators: the global generators, for dropout and random collators
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from doppler_hf.privacy.bits import bit_stream
+from doppler_hf.privacy.random_words import bit_stream
 
 # MT19937 in each of the three: 624 words of 32 bits. Python's and NumPy's own seeding spreads a key of 256 bits over them;
 # torch's keeps 32 bits of a seed on the CPU, which can be tried out, so that its words are filled.

@@ -9,6 +9,7 @@ The model determines the loss. As Transformers does, this file finds it by `loss
 (`PreTrainedModel.__init__`, `loss/loss_utils.py`), and for older names by the tables of auto classes.
 """
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
@@ -151,8 +152,11 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if task is not None and labels is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
     of_next = labels if task == "causal_lm" else None
+    chunked: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
+    if of_next is not None:
+        chunked = head_in_chunks(base_model, of_next)
     try:
-        with head_in_chunks(base_model, of_next) as in_chunks:
+        with chunked as in_chunks:
             outputs = model(**inputs)
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:

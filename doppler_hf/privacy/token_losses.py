@@ -87,18 +87,18 @@ def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "b
 
 @contextlib.contextmanager
 def head_in_chunks(
-    base_model: PreTrainedModel, labels: Int[Tensor, "batch length"] | None
+    base_model: PreTrainedModel, labels: Int[Tensor, "batch length"]
 ) -> Iterator[list[Float[Tensor, "batch length"]]]:
     """Let a causal model, if its logits are many, compute in the block what it yields.
 
     The model's body is called as ever, and its head on the first place alone. The head's own forward, with all that it does
-    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without labels, or a
-    known number of classes, nothing changes.
+    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without a known number
+    of classes, nothing changes.
 
     Sensitivity: the body reads whole examples, as before; a chunk has the same places of each, and no loss another's.
     """
     found: list[Float[Tensor, "batch length"]] = []
-    if labels is None or not hasattr(base_model.config.get_text_config(), "vocab_size"):
+    if not hasattr(base_model.config.get_text_config(), "vocab_size"):
         yield found
         return
     body, length = base_model.base_model, labels.shape[-1]

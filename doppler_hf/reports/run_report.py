@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from doppler_hf.filters import LowPassFilter, NoiseShape, frequency_response
+from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.privacy.accounting.attack import TradeOff, percent
-from doppler_hf.reports.plots import new_figure
+from doppler_hf.reports.plots import draw_noise, new_figure
 
 # Of what Transformers logs: quantities of the training, and of evaluations all but how long they took.
 _SHOWN: Final = ("loss", "learning_rate", "grad_norm")
@@ -127,17 +127,8 @@ def draw_run(logs: Sequence[Mapping[str, Any]]) -> str:
 
 def draw_noise_over_frequency(shape: NoiseShape, low_pass_filter: LowPassFilter | None) -> str:
     """Draw the spectrum of the noise, white noise of the same σ, and the gain of the filter, and return it as SVG."""
-    frequencies = np.geomspace(1e-3, 1, 1000)
     figure = new_figure(6.8, 3.0)
-    axes = figure.subplots()
-    axes.loglog(frequencies, NoiseShape().spectrum(frequencies), "--", color="grey", label="white noise of the same σ")
-    axes.loglog(frequencies, shape.spectrum(frequencies), color="black", label="the noise")
-    if low_pass_filter is not None:
-        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
-        axes.loglog(frequencies, power, ":", color="C0", label="|H|² of the filter")
-        axes.loglog(frequencies, power * shape.spectrum(frequencies), color="C3", label="what the optimizer sees of it")
-    axes.set(xlabel="frequency (fraction of Nyquist)", ylabel="power density", ylim=(1e-3, None))
-    axes.legend(fontsize="small")
+    draw_noise(figure.subplots(), shape, {} if low_pass_filter is None else {"the filter": low_pass_filter})
     return _svg(figure)
 
 

@@ -1,34 +1,26 @@
 """One private run of transformers' Trainer: its parts, its callbacks and its outputs.
 
-- around: what the trainer does around its steps
+- evaluation: evaluations, with the user's loss and a baseline
+- saving: models, checkpoints, cards and logs
 - private_run: the run, whose parts are opened and closed together
-- draws: what it does in every step
-- refusals: refusals of trainer, data and checkpoint
-- data_scan: numbers of the training set that the model cannot take
-- model_limits: the range of numbers that the model takes
-- choices: the filter and the shape of the noise, as named or chosen
+- steps: what it does in every step
+- checks: all that is checked before the first step
+- filter_and_noise: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none
 - plan: every number of the mechanism, computed once
-- mechanisms: what a step releases, each beneath its noise
 - estimate: time and memory of a step, before there is one
 - memory: the bytes that a pass has in use, on tensors without memory
 - sharding: weights in shards on several processes
 - sharded_states: saving and loading them
-- replicas: the same terms, weights and outcomes on every process
-- refused_models: models that are refused before the engine is attached
-- start_check: the engine and the losses of a few examples, checked before the first step
-- unreached: trained parameters that no loss reaches
-- rehearsal: a small evaluation and checkpoint before anything is spent
-- own_code: errors of the user's own code, with their reason
-- own_loss: whether the model's own loss is the one that is trained
+- processes: the same terms, weights and outcomes on every process
 - optimizer: the optimizer of the arguments
 - checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
-- parameters: a digest of the parameters, by which the ledger knows the model
+- digests: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
 - gradient_recorder: a small image of every private gradient
-- projection: the map from a gradient to its image
+- count_sketch: the map from a gradient to its image
 - model_card: the model card's section on privacy
 """

@@ -20,7 +20,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.optim.state import filter_name_of
+from doppler_hf.optim.checkpoint import filter_name_of
 from doppler_hf.privacy import PrivacyLedger
 
 _INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file that is cut off"

@@ -14,7 +14,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.plans import Spent
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.record import ModelDigests
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run.digests import parameters_digest
 
 _SPENT: Final[dict[str, Spent]] = {}  # by the digests of the parameters that private trainings of this process have left
 

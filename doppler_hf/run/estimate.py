@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.optim.state import Base
+from doppler_hf.optim.update import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.clipping.clipped_gradients import Engine
 from doppler_hf.run.memory import bytes_of_pass

@@ -1,4 +1,4 @@
-"""`GradientRecorder`: a small image of each step's gradient (`projection.Projection`), to measure its spectrum.
+"""`GradientRecorder`: a small image of each step's gradient (`count_sketch.CountSketch`), to measure its spectrum.
 
 Images of `p.grad` are post-processing of the private gradients. Those of `record_raw` have no noise, and void the guarantee.
 """
@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, corrected_output, estimate_power, step_response
-from doppler_hf.run.projection import TABLE_WIDTH, Projection
+from doppler_hf.filters import (
+    PAPER_FILTERS,
+    LowPassFilter,
+    NoiseShape,
+    corrected_noise_gain,
+    corrected_output,
+    estimate_power,
+    step_response,
+)
+from doppler_hf.run.count_sketch import TABLE_WIDTH, CountSketch
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -49,7 +57,7 @@ class GradientRecorder(TrainerCallback):
         self._steps_logged = 0
         # Of the run, from its beginning on.
         self._parameters: dict[str, Tensor] = {}
-        self._projection: Projection | None = None
+        self._sketch: CountSketch | None = None
         self._filter_states = np.zeros((0, dimensions))
 
     @property
@@ -113,8 +121,6 @@ class GradientRecorder(TrainerCallback):
             raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        if not isinstance(optimizer.low_pass_filter, LowPassFilter):
-            raise ValueError(f"The recorded filter must be fixed, got {optimizer.low_pass_filter}. Set another one.")
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise ValueError(
@@ -124,7 +130,7 @@ class GradientRecorder(TrainerCallback):
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
             raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")
-        self._projection = Projection(number, dimensions=self.dimensions, seed=self.seed)
+        self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter
         self._private, self._raw, self._steps_logged = [], [], 0
@@ -133,16 +139,16 @@ class GradientRecorder(TrainerCallback):
     def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
         """Record the mean of a step from its clipped sums, before noise is added; only if `record_raw` is set."""
         # No noise: this is why the ledger of such a run states that it is not private.
-        assert self._projection is not None, "the recorder is not part of a run"
-        self._raw.append(self._projection([sums[name] for name in self._parameters]) / expected_batch_size)
+        assert self._sketch is not None, "the recorder is not part of a run"
+        self._raw.append(self._sketch([sums[name] for name in self._parameters]) / expected_batch_size)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Record the private gradient, just before the optimizer reads it."""
         if state.is_world_process_zero:
             gradients = [p.grad for p in self._parameters.values()]
             assert all(gradient is not None for gradient in gradients), "a trained parameter has no private gradient"
-            assert self._projection is not None
-            self._private.append(self._projection([gradient for gradient in gradients if gradient is not None]))
+            assert self._sketch is not None
+            self._private.append(self._sketch([gradient for gradient in gradients if gradient is not None]))
 
     def add_estimates(self, logs: dict[str, float]) -> None:
         """Add the power of signal and noise since the last training log to a new one (modified in place).
@@ -157,18 +163,14 @@ class GradientRecorder(TrainerCallback):
         first_step, self._steps_logged = self._steps_logged, len(self._private)
         b, a = self.low_pass_filter.b, self.low_pass_filter.a
         filtered, self._filter_states = scipy.signal.lfilter(b, a, rows, axis=0, zi=self._filter_states)
-        filtered /= step_response(self.low_pass_filter, self._steps_logged)[first_step:, None]
-        before = estimate_power(np.sum(rows**2, axis=1), noise_std=self.noise_std, dimension=self.dimensions)
-        after = estimate_power(
-            np.sum(filtered**2, axis=1),
-            noise_std=self.noise_std,
-            dimension=self.dimensions,
-            filter=self.low_pass_filter,
-            first_step=first_step,
-        )
+        settling = slice(first_step, None)
+        filtered /= step_response(self.low_pass_filter, self._steps_logged)[settling, None]
+        before = estimate_power(rows, noise_std=self.noise_std)
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}
         if self.noise_std:
-            logs |= {"snr_before": before.snr, "snr_after": after.snr}
+            gains = corrected_noise_gain(self.low_pass_filter, self._steps_logged)[settling]
+            after = float(np.mean(filtered**2)) / (self.noise_std**2 * float(gains.mean())) - 1
+            logs |= {"snr_before": before.snr, "snr_after": after}
 
 
 def refuse_other_noise(shape: NoiseShape) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from doppler_hf.privacy import PrivacyStatement
-from doppler_hf.run.choices import learning_rates_of
+from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import without_rate_rule
 
@@ -50,8 +50,8 @@ _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # With so many adapters the bound on their walks was found.
 FEW_ADAPTERS: Final = 2
-# Rates that were tuned lay within a factor of 5 of the rule's; a rate that is smaller than the rule's by more is told of.
-FAR_BELOW: Final = 10.0
+# Rates that were tuned lay within a factor of 5 of the rule's; a rate that differs from it by more is told of.
+FAR: Final = 10.0
 
 
 def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
@@ -59,17 +59,18 @@ def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyState
     return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
 
 
-def told_of_small_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return a warning about a given rate far below the rule's, such as one from a training without noise."""
+def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
+    """Return a warning about a given rate far from the rule's, such as one from a training without noise."""
     given = args.given_learning_rate
-    if not given or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
+    if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
+    if given == 0.0:
+        return "learning_rate=0 moves no weight: leave it out for one that fits"
     rule = rate_by_rule(args, statement, model=model)
-    if rule < FAR_BELOW * given:
+    if rule / FAR < given < FAR * rule:
         return ""
-    return (
-        f"learning_rate={given:g} is {rule / given:,.0f} times below the {rule:.3g} that this run would choose: leave it out"
-    )
+    far = f"{rule / given:,.0f} times below" if given < rule else f"{given / rule:,.0f} times above"
+    return f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose: leave it out"
 
 
 def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:

@@ -8,7 +8,7 @@ at a time writes that of a folder.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
+from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
-from doppler_hf.run.learning_rate import told_of_small_rate
+from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
-from doppler_hf.run.parameters import digests_of, look_again_at_what_is_trained, untrained_digest
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.replicas import COMPARED_EVERY, on_process_0, refuse_different_replicas
+from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
+from doppler_hf.run.steps import Steps
 from doppler_hf.run.summary import print_end, print_if_not_learnt, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -36,15 +37,21 @@ from doppler_hf.training_args import DopplerTrainingArguments
 class PrivacyCallback(TrainerCallback):
     """Keeps the ledger of a run, prints its summary, and stops it at the end of its budget."""
 
-    def __init__(self, current_run: Callable[[], PrivateRun]) -> None:
-        self._current_run = current_run
+    def __init__(self) -> None:
+        self.run: PrivateRun | None = None  # the current one, which the trainer sets
         self._locks: dict[Path, WriterLock] = {}
-        self._filter_words = self._rate_words = ""
+        self._words: dict[str, str] = {}
         self.ledger: PrivacyLedger | None = None
         self._is_running = False
         self._untrained: str | None = None
         self._trained: weakref.ref[nn.Module] | None = None
         self._begun_with: str | None = None  # the digest of its parameters
+
+    @property
+    def _steps(self) -> Steps:
+        assert self.run is not None, "a run begins before its steps"
+        assert self.run.steps is not None, "and its engine is attached"
+        return self.run.steps
 
     def epsilon(self) -> float:
         """Return the ε that holds for what was trained, wherever it ends: that of the plan. 0 before the first step."""
@@ -75,16 +82,17 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
-        run, step = self._current_run(), state.global_step
+        run, step = self.run, state.global_step
+        assert run is not None
         digests = digests_of(kwargs["model"])
         ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        self._filter_words = filter_in_words(args, optimizer.low_pass_filter)
-        self._rate_words = learning_rate_in_words(args, optimizer)
+        rate, low_pass_filter = learning_rate_in_words(args, optimizer), filter_in_words(args, optimizer.low_pass_filter)
+        self._words = {"rate": rate, "filter": low_pass_filter}
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
-        small = told_of_small_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
+        rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
@@ -104,39 +112,38 @@ class PrivacyCallback(TrainerCallback):
             remaining = run.statement.steps_planned - step
             add_up = "If it used the same data, its ε and that of this run add up."
             notes = {
-                small: small,
+                rate_note: rate_note,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
                 f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                f"The budget allows {run.affordable_steps} of the {remaining} steps left, since earlier ones count. "
-                "Training will stop there.": run.affordable_steps < remaining,
+                f"The budget allows {self._steps.affordable} of the {remaining} steps left, since earlier ones count. "
+                "Training will stop there.": self._steps.affordable < remaining,
             }
             print_start(
                 run,
                 args,
                 model=kwargs["model"],
-                first_step=step,
-                rate_words=self._rate_words,
-                filter_words=self._filter_words,
+                words=self._words,
                 notes=[note for note, is_due in notes.items() if is_due],
             )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler at which step its next draw is."""
-        self._current_run().begin_epoch(step=state.global_step)
+        assert self.run is not None
+        self.run.begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
-        ledger = self._current_run().count_ahead()
+        ledger = self._steps.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient, which callbacks can read from here on."""
-        self._current_run().count_release()
+        self._steps.count_release()
 
     def writer_lock(self, folder: str | Path) -> WriterLock:
         """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
@@ -210,14 +217,13 @@ class PrivacyCallback(TrainerCallback):
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
-            words = {"rate_words": self._rate_words, "filter_words": self._filter_words}
-            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, **words)
+            complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, words=self._words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
-        if self._current_run().affordable_steps <= 0 and state.global_step < state.max_steps:
+        if self._steps.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
             # As Transformers does after the last step of its plan.
             control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step
@@ -229,7 +235,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
-        look_again_at_what_is_trained(kwargs["model"])
+        note_trained_shards(kwargs["model"])
         if self.speaks_for(kwargs["model"]):
             self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:

@@ -5,6 +5,7 @@ hyper-parameters. Transformers writes a card when it is asked to, PEFT whenever 
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,14 +58,12 @@ def renew_section(path: Path, ledger: PrivacyLedger | None) -> None:
         path.write_text(kept if ledger is None else f"{kept}\n{privacy_section(ledger)}", "utf-8")
 
 
-def complete_card(
-    path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, rate_words: str, filter_words: str
-) -> None:
+def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, words: Mapping[str, str]) -> None:
     """Complete a card that Transformers has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
-    optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {filter_words}"
+    optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {words['filter']}"
     # In the place of what Transformers' own arguments name.
     text = path.read_text("utf-8")
-    for line in (f"- learning_rate: {rate_words}", f"- optimizer: {optimizer}"):
+    for line in (f"- learning_rate: {words['rate']}", f"- optimizer: {optimizer}"):
         text = "\n".join(line if each.startswith(line[: line.index(":") + 1]) else each for each in text.split("\n"))
     # Transformers' table of evaluations heads a column by what follows the first "_" in its name, and "epsilon" has none.
     text = re.sub(r"^(\| Training Loss \|.*\| ) ", r"\1ε", text, flags=re.MULTILINE)

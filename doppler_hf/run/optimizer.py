@@ -3,11 +3,10 @@
 from collections.abc import Collection
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import LowPassFilter
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.run.choices import chosen_filter
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.run.filter_and_noise import chosen_filter
 from doppler_hf.run.learning_rate import chosen_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -48,17 +47,12 @@ def optimizer_of(
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.checkpoint)
-    if isinstance(low_pass_filter, OptimalFIR) and any(isinstance(p, DTensor) for _, p in named):
-        raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} cannot be used with trained weights in shards (FSDP): its taps "
-            "follow whole gradients. Take a fixed filter, or recipes/accelerate/ddp.yaml."
-        )
+    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.earlier.checkpoint)
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
             "weight_decay": args.weight_decay if decays else 0.0,
-            **({"rank": galore.rank} if is_projected else {}),
+            **(vars(galore) if is_projected else {}),
         }
         for is_projected in (True, False)
         for decays in (True, False)
@@ -72,12 +66,9 @@ def optimizer_of(
         eps=args.adam_epsilon,
         floor=args.adam_bc_floor,
         noise_std=run.settled_noise_std,
-        **{name: value for name, value in vars(galore).items() if name != "rank"},  # which some groups have
     )
 
 
-def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter | OptimalFIR) -> str:
-    """Return the filter, and whether it was chosen or follows the gradients."""
-    if isinstance(low_pass_filter, OptimalFIR):
-        return f"{low_pass_filter}, taps from the private gradients every {low_pass_filter.update_gap} steps"
+def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter) -> str:
+    """Return the filter, and whether it was chosen."""
     return f"{low_pass_filter} (auto)" if args.low_pass_filter == "auto" else str(low_pass_filter)

@@ -1,4 +1,4 @@
-"""The numbers of a private run, computed once, before its first step: the noise, and the statement of the ledger.
+"""The numbers of a private run, computed once, before its first step: noise, the statement of the ledger, mechanisms.
 
 With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
 clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
@@ -6,12 +6,21 @@ clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with
 """
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement, default_delta, get_noise_multiplier
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy import (
+    AllocationSampler,
+    GaussianMechanism,
+    PrivacyLedger,
+    PrivacyStatement,
+    default_delta,
+    get_noise_multiplier,
+)
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
+from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
@@ -19,6 +28,17 @@ _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
+
+
+class Earlier(NamedTuple):
+    """What a run goes on from."""
+
+    checkpoint: str | None = None  # a folder
+    step: int = 0  # at which it was written
+    ledger: PrivacyLedger | None = None  # which the run continues
+
+
+NOTHING: Final = Earlier()
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
@@ -67,22 +87,22 @@ def planned_statement(
     *,
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
-    noise_source: str,
     records_raw: bool = False,
-    earlier: PrivacyLedger | None = None,
-    first_step: int = 0,
+    earlier: Earlier = NOTHING,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
-    A run that continues an `earlier` ledger keeps its mechanism. With another target or length it is another plan, with what
+    A run that continues a ledger keeps its mechanism. With another target or length it is another plan, with what
     the plans so far leave of the target.
     """
     steps, delta = planned_steps(args, sampler, groups=noise_shape.bands), planned_delta(args, sampler)
-    if earlier is not None and earlier.statement.steps_planned == (theirs := planned_steps(args, sampler)):
+    continued = earlier.ledger
+    if continued is not None and continued.statement.steps_planned == (theirs := planned_steps(args, sampler)):
         steps = theirs  # as before 0.3
     of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
     of_gradient = 1.0 - of_loss
     column = args.privacy_unit_column
+    source = noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed)
 
     def under(noise_multiplier: float) -> PrivacyStatement:
         return PrivacyStatement(
@@ -106,7 +126,7 @@ def planned_statement(
             accountant="pld",
             steps_planned=steps,
             private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
-            noise_source=noise_source,
+            noise_source=source,
             sampling=args.sampling,
         )
 
@@ -114,17 +134,17 @@ def planned_statement(
         return under(args.noise_multiplier)
     assert args.target_epsilon is not None
     target, ahead, share_of_delta = args.target_epsilon, steps, delta
-    if earlier is not None:
-        again = under(earlier.statement.noise_multiplier)
+    if continued is not None:
+        again = under(continued.statement.noise_multiplier)
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
-        if all(vars(again)[term] == vars(earlier.statement)[term] for term in _CALIBRATED_FOR):
+        if all(vars(again)[term] == vars(continued.statement)[term] for term in _CALIBRATED_FOR):
             return again
-        if steps > first_step and earlier.plans:
-            ahead, share_of_delta = steps - first_step, delta / (1 + len(earlier.plans))
-            target -= get_epsilon_of_plans(earlier.plans, delta=delta - share_of_delta)
+        if steps > earlier.step and continued.plans:
+            ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
+            target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
             if target < 0.01 * args.target_epsilon:
-                raise budget_spent(earlier.epsilon(), args)
+                raise budget_spent(continued.epsilon(), args)
     joint = get_noise_multiplier(
         target_epsilon=target,
         target_delta=share_of_delta,
@@ -134,6 +154,42 @@ def planned_statement(
         sampling=args.sampling,
     )
     return under(joint / math.sqrt(of_gradient))
+
+
+def mechanisms_of(
+    args: DopplerTrainingArguments,
+    statement: PrivacyStatement,
+    *,
+    shape: NoiseShape,
+    first_step: int,
+) -> tuple[Mechanism, PrivateLoss | None]:
+    """Return what turns clipped sums into private gradients, and the private training loss if there is one.
+
+    Args:
+        args: The arguments.
+        statement: The run's statement, with the size of each noise.
+        shape: The shape of the gradient's noise.
+        first_step: The step at which the run begins.
+    """
+
+    def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
+        return GaussianMechanism(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_norm,
+            expected_batch_size=statement.expected_batch_size,
+            shape=shape,
+            first_step=first_step,
+            device=args.device,
+            floating_point_safe=args.floating_point_safe,
+            seed=args.noise_seed,
+        )
+
+    of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
+    loss: PrivateLoss | None = None
+    if statement.loss_noise_multiplier is not None:
+        assert args.per_sample_max_loss is not None
+        loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
+    return of_gradient, loss
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:

@@ -8,35 +8,30 @@ import contextlib
 import functools
 import secrets
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.plans import Spent
-from doppler_hf.privacy.autograd_check.as_in_training import without_coins
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
-from doppler_hf.privacy.batching.probe import SHORT, Probe
+from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.same_data import digest_of_data
 from doppler_hf.privacy.generators import fill_in_worker, filled_generators
 from doppler_hf.privacy.losses import has_one_label, without_adapters
-from doppler_hf.privacy.noise import noise_source
-from doppler_hf.run.checkpoints import step_of_checkpoint
-from doppler_hf.run.choices import chosen_noise_shape
-from doppler_hf.run.draws import Draws
+from doppler_hf.run.checks.examples import check_examples
+from doppler_hf.run.checks.loss import TrainedLoss
+from doppler_hf.run.checks.model import refuse_model
+from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
-from doppler_hf.run.mechanisms import mechanisms_of
-from doppler_hf.run.plan import budget_spent, planned_statement
-from doppler_hf.run.refusals import warn_of_non_finite
-from doppler_hf.run.refused_models import computes_in_bf16, refuse_model
-from doppler_hf.run.replicas import (
+from doppler_hf.run.plan import NOTHING, Earlier, budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.processes import (
     compare_terms,
     give_all_the_weights_of_process_0,
     on_all_processes,
@@ -45,12 +40,8 @@ from doppler_hf.run.replicas import (
 )
 from doppler_hf.run.round_secrets import RoundSecret
 from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.start_check import ROUNDING, ROUNDING_BF16, check_before_training
-from doppler_hf.run.unreached import refuse_unreached
+from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
-
-# Refuses a model whose own loss of a batch is another one, by more than a share of it.
-CheckLoss = Callable[[dict[str, Any], float], None]
 
 
 @final
@@ -58,26 +49,23 @@ class PrivateRun:
     """Statement, sampler, mechanism, engine and ledger of one private training.
 
     In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
-    epoch, and in every step what is in `draws`. A `with` statement around it all detaches the engine and ends the mechanism.
+    epoch, and in every step what is in `steps`. A `with` statement around it all detaches the engine and ends the mechanism.
 
     Args:
         args: The arguments.
         train_dataset: The private examples.
-        expected_batch_size: B, over all processes.
         num_trained: The number of weights that are trained.
         recorders: The callbacks that record gradients.
-        checkpoint: The folder from which the run is resumed, or None.
-        earlier: The ledger that it continues, or None.
+        earlier: What the run goes on from.
 
     Attributes:
-        checkpoint: As given.
-        train_dataset: As given.
+        train_dataset, earlier: As given.
         statement: Every public number of the run, as in its ledger.
         sampler: The sampler of the examples.
         mechanism: The mechanism that turns clipped sums into private gradients.
         private_loss: The private training loss; None if there is none.
+        steps: What the run does in every step; None before `attach`, and after the run.
         ledger: The record of what was spent; None before `begin`.
-        affordable_steps: The number of further steps that the budget allows.
 
     Raises:
         ValueError: If no noise reaches the target, or the budget is spent.
@@ -88,23 +76,20 @@ class PrivateRun:
         args: DopplerTrainingArguments,
         train_dataset: Any,
         *,
-        expected_batch_size: int,
         num_trained: int,
         recorders: Sequence[GradientRecorder] = (),
-        checkpoint: str | None = None,
-        earlier: PrivacyLedger | None = None,
+        earlier: Earlier = NOTHING,
     ) -> None:
-        self._args, self._earlier, self.checkpoint, self.train_dataset = args, earlier, checkpoint, train_dataset
+        self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
         self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
-        self._draws: Draws | None = None
+        self.steps: Steps | None = None
         self._loader: PrivateLoader | None = None
-        self._is_warned = False
-        self._first_step = step_of_checkpoint(checkpoint)
+        self._first_step = earlier.step
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
             num_examples=len(train_dataset),
-            expected_batch_size=expected_batch_size,
+            expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             micro_batches=args.gradient_accumulation_steps,
             micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
@@ -118,7 +103,7 @@ class PrivateRun:
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
-        resumed = earlier.statement if checkpoint is not None and earlier is not None else None
+        resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         if recorders:
             refuse_other_noise(shape)
@@ -127,19 +112,16 @@ class PrivateRun:
             args,
             sampler=self.sampler,
             noise_shape=shape,
-            noise_source=noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed),
             records_raw=bool(self._raw_recorders),
             earlier=earlier,
-            first_step=self._first_step,
         )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._continues_rounds = self._take_up_rounds()
         self.ledger: PrivacyLedger | None = None
-        self.affordable_steps = 0
 
     def _take_up_rounds(self) -> bool:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
-        earlier = self._earlier
+        earlier = self.earlier.ledger
         # A step of Poisson sampling is a round of its own, with coins of its own.
         if self.sampler.sampling == "poisson":
             return False
@@ -173,8 +155,8 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        self._draws = None
-        if self.ledger is not None and self.affordable_steps <= 0:
+        steps, self.steps = self.steps, None
+        if self.ledger is not None and steps is not None and steps.affordable <= 0:
             self._round_secret(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
@@ -199,28 +181,13 @@ class PrivateRun:
         )
         return self._loader
 
-    def attach(
-        self,
-        model: nn.Module,
-        *,
-        losses_of: Losses,
-        check_loss: CheckLoss,
-        has_own_loss: bool,
-        is_of_class: Callable[[Tensor], bool],
-        loader: Any,
-        rows_per_loss: int,
-        sharding: Sharding,
-    ) -> None:
+    def attach(self, model: nn.Module, loss: TrainedLoss, *, loader: Any, sharding: Sharding) -> None:
         """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
 
         Args:
             model: The model to be trained.
-            losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-            check_loss: A function that refuses a model whose own loss of a micro-batch is another one.
-            has_own_loss: Whether code of the user's own computes losses, which may count labels that no other loss does.
-            is_of_class: A function that tells whether losses are those of the rule for the model's class.
+            loss: The trainer's loss of each example.
             loader: The private loader, of whose examples some are used for the check.
-            rows_per_loss: As in `ClippedGradients`.
             sharding: Where the weights lie.
 
         Raises:
@@ -238,7 +205,7 @@ class PrivateRun:
             compare_terms(statement, args, model, data=digest_of_data(loader.examples, self.sampler))
             give_all_the_weights_of_process_0(model)
         probe = Probe(loader)
-        if not has_own_loss:
+        if not loss.is_own:
             probe.refuse_ignored_labels()
         refuse_model(model, args, probe)
         base = without_adapters(model)
@@ -252,41 +219,33 @@ class PrivateRun:
             clipping=statement.clipping,
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
-            rows_per_loss=rows_per_loss,
+            rows_per_loss=loss.rows_each,
         )
         self._resources.enter_context(clipped)
         has_odds = has_one_label(base, dummy.inputs.get("labels"))
-        self._draws = Draws(
+        self.steps = Steps(
             args=args,
             sampler=self.sampler,
             clipped=clipped,
-            losses_of=losses_of,
-            is_cross_entropy=lambda losses: has_odds and is_of_class(losses),
+            loss=loss,
+            has_odds=has_odds,
             mechanism=self.mechanism,
             private_loss=self.private_loss,
             raw_recorders=self._raw_recorders,
             sharding=sharding,
             dummy=dummy,
+            reports_raw_loss=statement.train_loss == "raw",
         )
-        in_bf16 = computes_in_bf16(model, args)
-        if args.grad_sample_self_check:
-            number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if has_own_loss else SHORT
-            reached = check_before_training(clipped, model, losses_of, probe, number=number, in_bf16=in_bf16)
-            unreached = clipped.parameters.keys() - reached
-            if unreached and not args.train_unreached_parameters:
-                with clipped.unwatched():
-                    refuse_unreached(model, losses_of, probe, unreached=unreached)
-        with without_coins(model), clipped.unwatched():
-            check_loss(probe.collated(probe.short[:2]), (ROUNDING_BF16 if in_bf16 else ROUNDING) / 10)
+        check_examples(clipped, model, loss, probe, args)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
-        return contextlib.nullcontext() if self._draws is None else self._draws.clipped.unwatched()
+        return contextlib.nullcontext() if self.steps is None else self.steps.clipped.unwatched()
 
     @property
     def fallbacks(self) -> Mapping[str, str]:
         """Layers without a rule in the engine, by name, with the way in which their gradient is computed."""
-        return {} if self._draws is None else self._draws.clipped.fallbacks
+        return {} if self.steps is None else self.steps.clipped.fallbacks
 
     @property
     def settled_noise_std(self) -> float:
@@ -305,7 +264,7 @@ class PrivateRun:
         return of_gradient._replace(noise_multiplier=joint)
 
     def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
-        """Open the ledger, or continue the earlier one from this step on, and count the steps that the budget allows.
+        """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
 
         Args:
             step: Optimizer step, counted from 0.
@@ -315,7 +274,8 @@ class PrivateRun:
             ValueError: If the budget does not allow a single step, or is overrun. The run has no ledger then.
         """
         assert self.ledger is None, "a run begins once"
-        statement, earlier = self.statement, self._earlier
+        assert self.steps is not None, "a run begins once its engine is attached"
+        statement, earlier = self.statement, self.earlier.ledger
         # The statement and the account must describe what the sampler and the mechanism do.
         assert statement.noise_source == self.mechanism.describe()
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
@@ -337,42 +297,9 @@ class PrivateRun:
             self._round_secret(ledger).keep(self.sampler.secret)
         if earlier is not None:
             self._round_secret(earlier).forget()
-        self.ledger, self.affordable_steps = ledger, affordable
+        self.ledger = self.steps.ledger = ledger
+        self.steps.affordable = affordable
         return ledger
-
-    def count_ahead(self) -> PrivacyLedger | None:
-        """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
-        assert self.ledger is not None
-        if self._draws is not None:
-            self._draws.clipped.refuse_other_parameters()  # which a callback may have frozen: before a step is counted
-        return self.ledger if self.ledger.reserve(at_most=self.affordable_steps) else None
-
-    def count_release(self) -> None:
-        """Count one step as released.
-
-        Raises:
-            RuntimeError: If the gradient of this step is not the mechanism's.
-        """
-        assert self.ledger is not None
-        draws = self._draws
-        if draws is None or not draws.is_released:
-            raise RuntimeError(
-                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
-                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
-            )
-        draws.is_released = False
-        # Read here, where Transformers reads the loss: within a step nothing waits for the device.
-        if self.statement.train_loss == "raw" and not self._is_warned and draws.num_non_finite:
-            self._is_warned = True
-            warn_of_non_finite()
-        self.ledger.record_step()
-        self.affordable_steps -= 1
-
-    @property
-    def draws(self) -> Draws:
-        """What the run does in every step, from `attach` on."""
-        assert self._draws is not None, "a run draws once its engine is attached"
-        return self._draws
 
     def begin_epoch(self, *, step: int) -> None:
         """Tell the sampler at which step its next draw is; a resumed run drops those before the checkpoint."""

@@ -6,7 +6,7 @@ each process gets its rows of the noisy total. FSDP reduces no gradient itself, 
 means that the backward pass averages gradients.
 
 All processes must gather equally often. Before a step they agree on the most passes of one, and that is all: the others make
-up for it with passes of weight 0 (`PrivateRun.release`), and the gatherings are FSDP2's own.
+up for it with passes of weight 0 (`Steps.release`), and the gatherings are FSDP2's own.
 
 Sensitivity: a gathered weight has the same bits as before it was cut, and contains nothing of an example.
 """
@@ -25,11 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from doppler_hf.privacy.losses import without_adapters
-from doppler_hf.run.parameters import look_again
-from doppler_hf.run.replicas import give_all_the_weights_of_process_0
+from doppler_hf.run.digests import note_shards
+from doppler_hf.run.processes import give_all_the_weights_of_process_0
 from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
 from doppler_hf.shards import remember_keeper
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -157,7 +157,7 @@ class Sharding:
         for group in groups_of(model):
             for keeper in group.fsdp_params:
                 remember_keeper(keeper.sharded_param, keeper)
-        look_again(model.parameters())
+        note_shards(model.parameters())
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
         if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
             register_fsdp_forward_method(model, "generate")
@@ -184,6 +184,30 @@ class Sharding:
             device=self._device,
             is_main_process=dist.get_rank() == 0,
         )
+
+
+class ShardedTrainer(Trainer):
+    """`Trainer` whose model lies where `Sharding` says."""
+
+    args: DopplerTrainingArguments
+    _sharding: Sharding
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make Transformers' accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
+        with contextlib.nullcontext() if self.args.disable_dp else hidden_from_trainer(self.args) as plugin:
+            super().create_accelerator_and_postprocess()
+        self._sharding = Sharding(plugin, device=self.args.device)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self._sharding.is_asked_for:  # otherwise it may not fit there as a whole
+            super()._move_model_to_device(model, device)
+
+    def _prepare_model(self) -> None:
+        self._sharding.cut(self.model)
+        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
+        # discarded. `prepare` does not change a model that has been prepared.
+        placement = False if self._sharding.is_asked_for else None
+        self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
 
 
 def is_much_trained(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
-from doppler_hf.run.checkpoints import whole_checkpoint
+from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
@@ -19,6 +19,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # See recipes/results/few-examples.md.
 DROWNED: Final = 0.005
+# At ε = 10 an attack with 1 % false positives may be right of every record, as far as the theorem goes.
+LARGEST_EPSILON: Final = 10.0
 _LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
@@ -28,24 +30,22 @@ def print_start(
     args: DopplerTrainingArguments,
     *,
     model: Any,
-    first_step: int,
-    rate_words: str,
-    filter_words: str,
+    words: Mapping[str, str],
     notes: Sequence[str],
 ) -> None:
-    """Print what a run from `first_step` on guarantees, takes and trains, and what to watch for."""
+    """Print what a run guarantees, takes and trains, and what to watch for; `words` are of its "rate" and "filter"."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
-    resumed = f"; resumed at step {first_step:,}" if first_step else ""
+    resumed = f"; resumed at step {run.earlier.step:,}" if run.earlier.step else ""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
     adapters = f"; adapters: {', '.join(sorted(kinds))}" if kinds else ""
     noise_shape, steps = NoiseShape.parse(statement.noise_shape), statement.steps_planned
-    batch = statement.expected_batch_size
+    batch, sigma = statement.expected_batch_size, statement.effective_noise_multiplier
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
     watched = [*drowned(noise, num_trained=trained), *notes]
     whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
@@ -54,26 +54,27 @@ def print_start(
     if args.privacy_unit_column is None:
         columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
         watched += [f"ε is for one row: if {name!r} says whose it is, set privacy_unit_column={name!r}" for name in columns]
+    if ledger.private and ledger.planned_epsilon > LARGEST_EPSILON:
+        watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
+    if args.get_warmup_steps(steps) >= steps:
+        watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
-        (
-            "noise",
-            f"noise multiplier {statement.effective_noise_multiplier:.4g}; shape: {shape}{chosen}; filter: {filter_words}",
-        ),
-        ("learning rate", f"{rate_words}; optimizer: {optimizer_in_words(args)}"),
+        ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {words['filter']}"),
+        ("learning rate", f"{words['rate']}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
     # The first line may hold Transformers' progress bar.
-    print("", *(f"{name:<14} {words}" for name, words in lines), sep="\n")
+    print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
         noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))
         one_of_each = {how: name for name, how in run.fallbacks.items()}
         slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
-        print(*(f"{name}: {words}" for name, words in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
+        print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
@@ -110,12 +111,15 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
     with contextlib.suppress(ValueError):  # none is whole
         last = whole_checkpoint(True, output_dir=args.output_dir)
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
-    early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+    again = ""
+    if ledger.steps_run > step_of_checkpoint(last if isinstance(last, str) else None):
+        early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
+        again = f" Steps after it are made again and count{early}"
     sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
     lines = (
         f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
         of_fixed_length_in_words(ledger),
-        f"trainer.train(resume_from_checkpoint=True) goes on from {last}. Steps after it are made again and count{early}"
+        f"trainer.train(resume_from_checkpoint=True) goes on from {last}." + again
         if isinstance(last, str)
         else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )

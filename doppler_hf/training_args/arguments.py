@@ -13,12 +13,11 @@ from transformers.hf_argparser import HfArg
 from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
-from doppler_hf.optim import OptimalFIR
-from doppler_hf.optim.state import Base
+from doppler_hf.optim.update import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.clipping.clip_factors import Clipping
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
+from doppler_hf.privacy.clipping.norms import Clipping
 from doppler_hf.training_args import checks, galore
 
 # The defaults of a private training loss: its share of the privacy budget (of 1/σ²), and its bound. A share of a hundredth
@@ -117,13 +116,13 @@ class DopplerTrainingArguments(TrainingArguments):
         default="auto",
         help="Noise over the steps. white: independent in each step. banded:bands=4: takes back part of the noise of the "
         "three steps before, and keeps bands - 1 gradients in memory. auto: the shape with the least expected loss "
-        "within 2 GiB; white with noise_multiplier, GaLore, an optimal-fir filter or Poisson sampling.",
+        "within 2 GiB; white with noise_multiplier, GaLore or Poisson sampling.",
     )
     low_pass_filter: str = HfArg(
         default="auto",
         help="Filter over time on the private gradient. It costs no privacy. One of none, momentum, first-order-v1, "
         "first-order-v2, second-order, f1 … f6; a design such as butterworth:order=2,cutoff=0.1; coefficients such as "
-        "'b=0.1,0.1;a=1,-0.8'; optimal-fir:taps=8, whose taps follow the private gradients; or auto, which is none for "
+        "'b=0.1,0.1;a=1,-0.8'; or auto, which is none for "
         "Adam with white noise.",
     )
     base_optimizer: Base = HfArg(
@@ -235,4 +234,4 @@ def canonical(low_pass_filter: str) -> str:
     word, _ = parse_name(low_pass_filter)
     if word == "auto":
         return word
-    return str((OptimalFIR if word == "optimal-fir" else LowPassFilter).parse(low_pass_filter))
+    return str(LowPassFilter.parse(low_pass_filter))

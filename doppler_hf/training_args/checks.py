@@ -240,11 +240,6 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             raise ValueError(
                 f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}."
             )
-    if args.noise_shape not in ("auto", "white") and args.low_pass_filter.startswith("optimal-fir"):
-        raise ValueError(
-            f"low_pass_filter={args.low_pass_filter!r} cannot be used with noise_shape={args.noise_shape!r}: its taps are "
-            "estimated for white noise. Leave one of them out."
-        )
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
         raise ValueError(
             f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}: shaped noise protects records that "

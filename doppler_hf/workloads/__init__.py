@@ -4,8 +4,7 @@
 - arguments: a recipe and the flags after it, read into dataclasses
 - workload: what all kinds have in common
 - launch: train, save, evaluate
-- glue, causal_lm, images: the kinds
-- language_model: what causal_lm and the scripts of TRL have in common
+- glue, language_model, images: the kinds, the second for TRL too
 - data_sources: the data, from the hub, a package or a folder
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from transformers import HfArgumentParser
 
@@ -76,7 +76,6 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         recipe = Path(flags.pop(0))
         scalars, structured = read_recipe(recipe)
         _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
-        _refuse_null([name for name, value in structured.items() if value is None], dataclass_types, recipe=recipe)
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
     while True:
         try:
@@ -120,21 +119,11 @@ def _parse(
     return parsed
 
 
-def _refuse_null(names: Sequence[str], dataclass_types: Sequence[type], *, recipe: Path) -> None:
-    """Refuse fields without a value that must have one; Transformers would compare it with a number."""
-    kinds = {name: kind for types in dataclass_types for name, kind in get_type_hints(types).items()}
-    for name in names:
-        # `Any`, of fields that take several forms, has no parts.
-        if kinds[name] is not Any and type(None) not in get_args(kinds[name]):
-            kind = getattr(kinds[name], "__name__", kinds[name])
-            raise ValueError(f"{name} in the recipe {recipe} must be a value of type {kind}, got null. Leave it out.")
-
-
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read the scalars of a flat YAML file, each as it is written, and the rest (lists, mappings and `null`) as YAML does.
+    """Read the scalars of a flat YAML file, each as it is written, and lists and mappings as YAML does.
 
     Raises:
-        ValueError: If there is no such file, or it is not a YAML mapping from names to values.
+        ValueError: If there is no such file, it is not a YAML mapping from names to values, or a name has none.
     """
     import yaml
 
@@ -154,11 +143,10 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         kind = type(resolved).__name__
         raise ValueError(f"The recipe {path} must be a mapping, got {kind}. Write one 'name: value' on each line.")
     for key, value in resolved.items():
-        if value in ("None", "null"):
-            raise ValueError(
-                f"{key} in the recipe {path} must be null, without quotes, got {value!r}. Write null, or leave it out."
-            )
-    structured = {str(key): value for key, value in resolved.items() if value is None or isinstance(value, dict | list)}
+        # A parser would take the word for a string, and Transformers compare no value with a number.
+        if value in (None, "None", "null"):
+            raise ValueError(f"{key} in the recipe {path} must have a value, got {value!r}. Leave it out.")
+    structured = {str(key): value for key, value in resolved.items() if isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
 
 

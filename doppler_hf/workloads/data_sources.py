@@ -94,7 +94,8 @@ def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--
         ValueError: If the task, a file or a column is missing, the labels are another task's, or the hub cannot be reached.
     """
     task = glue_task(task_name)
-    splits = _load(GLUE_HUB_NAME, task_name, dataset_dir=dataset_dir, evaluation_splits=task.validation_splits, flag=flag)
+    names = {split: split for split in ("train", *task.validation_splits)}
+    splits = _load(GLUE_HUB_NAME, task_name, splits=names, dataset_dir=dataset_dir, flag=flag)
     from datasets import Value
 
     _require_columns(splits, (*task.text_columns, "label"))
@@ -139,7 +140,8 @@ def load_images(
             "folder with --dataset_dir."
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
-    return _as_images(_load(hub_name, dataset_dir=dataset_dir, evaluation_splits=("test",), flag=flag), unit_column)
+    names = {"train": "train", "test": "test"}
+    return _as_images(_load(hub_name, None, splits=names, dataset_dir=dataset_dir, flag=flag), unit_column)
 
 
 def load_rows(
@@ -156,27 +158,22 @@ def load_rows(
     Raises:
         ValueError: If the data set, a split or a file is missing, or the hub cannot be reached.
     """
-    split = {"train": "train", "validation": validation_split}
-    return _load(dataset_name, dataset_config, dataset_dir=dataset_dir, evaluation_splits=("validation",), split=split)
+    names = {"train": "train", "validation": validation_split}
+    return _load(dataset_name, dataset_config, splits=names, dataset_dir=dataset_dir, flag="--dataset_dir")
 
 
 def _load(
-    hub_name: str,
-    *config: str | None,
-    dataset_dir: str | None,
-    evaluation_splits: Sequence[str],
-    flag: str = "--dataset_dir",
-    **options: Any,
+    hub_name: str, config: str | None, *, splits: Mapping[str, str], dataset_dir: str | None, flag: str
 ) -> "DatasetDict":
-    """Load `train` and `evaluation_splits` from the hub, or those of the latter that a folder has: at least one."""
+    """Load splits from the hub, our name → the hub's, or those that a folder has: `train`, and one of the others or more."""
     require("recipes")
     from datasets import DatasetDict, load_dataset
 
     if dataset_dir is not None:
-        return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), evaluation_splits))
+        return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), [name for name in splits if name != "train"]))
     with hub_or_folder(hub_name, flag):
-        splits = load_dataset(hub_name, *config, **options)
-    return DatasetDict({name: splits[name] for name in ("train", *evaluation_splits)})
+        # Not all that the hub has: GLUE's test splits have no labels.
+        return DatasetDict(load_dataset(hub_name, config, split=dict(splits)))
 
 
 def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[str]]:

@@ -1,8 +1,6 @@
 """Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers import (
@@ -10,7 +8,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     set_seed,
 )
 from transformers.hf_argparser import HfArg
@@ -61,40 +58,26 @@ def config_entries(args: GlueArguments) -> dict[str, Any]:
     return of_task | found
 
 
-def load_model(
-    args: GlueArguments, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Callable[..., Mapping[str, Any]], PreTrainedModel]:
-    """Return what makes tokens of sentences, and the model.
+def load_model(args: GlueArguments) -> PreTrainedModel:
+    """Load the model, with a new head.
 
     Raises:
         ValueError: If the model is not pretrained.
     """
     # A checkpoint of another task has another head, which is replaced by a new one.
     entries = {**config_entries(args), "ignore_mismatched_sizes": True}
-    to_tokens = partial(tokenizer, truncation=True, max_length=min(args.max_seq_length, tokenizer.model_max_length))
     if args.pooling == "mean":
-        return to_tokens, MeanPoolingForSequenceClassification.from_encoder(args.model_name_or_path, **entries)
+        return MeanPoolingForSequenceClassification.from_encoder(args.model_name_or_path, **entries)
     model, found = AutoModelForSequenceClassification.from_pretrained(
         args.model_name_or_path, output_loading_info=True, **entries
     )
     refuse_new_layers(found["missing_keys"], args.model_name_or_path, prefix=f"{model.base_model_prefix}.")
-    return to_tokens, model
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
-def build(
-    args: GlueArguments,
-    lora_args: LoraArguments,
-    training_args: DopplerTrainingArguments,
-    *,
-    load: Callable[..., tuple[Callable[..., Mapping[str, Any]], PreTrainedModel]] = load_model,
-) -> Workload:
+def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
     """Load the data and the model, and tokenize: the first process does, and the others read its cache.
-
-    Args:
-        args: The task and the model.
-        lora_args: The adapters.
-        training_args: The trainer's arguments.
-        load: As `load_model`, which gives the model a new head.
 
     Raises:
         ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.
@@ -108,7 +91,7 @@ def build(
     splits = load_glue(args.task_name, args.dataset_dir)
     with hub_or_folder(args.model_name_or_path, "--model_name_or_path"):
         tokenizer = load_tokenizer(args.model_name_or_path)
-        to_tokens, model = load(args, tokenizer)
+        model = load_model(args)
     model.config.pad_token_id = tokenizer.pad_token_id
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):
@@ -116,10 +99,11 @@ def build(
     model = add_lora(model, lora_args, task_type="SEQ_CLS")
 
     kept = ("label", training_args.privacy_unit_column)
+    max_length = min(args.max_seq_length, tokenizer.model_max_length)
     # No padding here: the trainer sorts the examples of a step by length, and the collator pads each micro-batch.
     with training_args.main_process_first(desc="tokenize"):
         tokenized = splits.map(
-            lambda rows: to_tokens(*(rows[column] for column in task.text_columns)),
+            lambda rows: tokenizer(*(rows[name] for name in task.text_columns), truncation=True, max_length=max_length),
             batched=True,
             remove_columns=[name for name in splits["train"].column_names if name not in kept],
         )

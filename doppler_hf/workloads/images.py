@@ -88,14 +88,9 @@ def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) ->
         num_attention_heads=args.num_heads,
         num_labels=num_labels,
     )
-    return ViTForImageClassification(config), processor_without_statistics(args.image_size, num_channels)
-
-
-def processor_without_statistics(image_size: int, num_channels: int) -> Any:
-    """Return a processor of images that knows nothing of the training set."""
     # Constants, not the training set's own mean and deviation: those would be released without noise.
-    half = [0.5] * num_channels
-    return ViTImageProcessorPil(size={"height": image_size, "width": image_size}, image_mean=half, image_std=half)
+    half, size = [0.5] * num_channels, {"height": args.image_size, "width": args.image_size}
+    return ViTForImageClassification(config), ViTImageProcessorPil(size=size, image_mean=half, image_std=half)
 
 
 def model_inputs(processor: Any, num_channels: int) -> Callable[[dict[str, list[Any]]], dict[str, Any]]:

@@ -1,42 +1,16 @@
-"""GLUE's own metric of each task, as an `evaluate.Metric` that needs no network: `evaluate.load` downloads code first."""
+"""GLUE's own scores of each task, by scikit-learn and SciPy: `evaluate.load` would download code first."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import EvalPrediction
 
 from doppler_hf.workloads.data_sources import glue_task
 
-if TYPE_CHECKING:
-    from evaluate import Metric, MetricInfo
-
-
-def glue_metric(task_name: str) -> "Metric":
-    """Make the metric of a GLUE task, with the names and values of `evaluate.load("glue", task_name)`.
-
-    Raises:
-        ValueError: If `task_name` is no GLUE task.
-    """
-    import evaluate
-    from datasets import Features, Value
-
-    task = glue_task(task_name)
-    value = Value("float32" if task.is_regression else "int64")  # an integer would round the similarities of stsb
-
-    class GlueMetric(evaluate.Metric):
-        def _info(self) -> "MetricInfo":
-            features = Features({"predictions": value, "references": value})
-            return evaluate.MetricInfo(description=", ".join(task.metrics), citation="", features=features)
-
-        def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-            return {name: _score(name, predictions, references) for name in task.metrics}
-
-    return GlueMetric(task_name)
-
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the `compute_metrics` of a `Trainer` on one GLUE task.
+    """Return the `compute_metrics` of a `Trainer` on one GLUE task, with the names and values of `evaluate`'s.
 
     Args:
         task_name: One of the nine GLUE tasks.
@@ -47,13 +21,12 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     Raises:
         ValueError: If `task_name` is no GLUE task.
     """
-    metric, is_regression = glue_metric(task_name), glue_task(task_name).is_regression
+    task = glue_task(task_name)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)
-        predicted = logits[:, 0] if is_regression else logits.argmax(axis=-1)
-        scores: dict[str, float] = metric.compute(predictions=predicted, references=prediction.label_ids)
-        return scores
+        predicted = logits[:, 0] if task.is_regression else logits.argmax(axis=-1)
+        return {name: _score(name, predicted, prediction.label_ids) for name in task.metrics}
 
     return compute_metrics
 
@@ -73,11 +46,11 @@ def _score(name: str, predictions: Any, references: Any) -> float:
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-    scores: dict[str, Callable[[], float]] = {
-        "accuracy": lambda: accuracy_score(references, predictions),
-        "f1": lambda: f1_score(references, predictions),
-        "matthews_correlation": lambda: matthews_corrcoef(references, predictions),
-        "pearson": lambda: pearsonr(predictions, references)[0],
-        "spearmanr": lambda: spearmanr(predictions, references)[0],
+    scores: dict[str, Callable[[Any, Any], Any]] = {
+        "accuracy": accuracy_score,
+        "f1": f1_score,
+        "matthews_correlation": matthews_corrcoef,
+        "pearson": lambda *pair: pearsonr(*pair)[0],
+        "spearmanr": lambda *pair: spearmanr(*pair)[0],
     }
-    return float(scores[name]())
+    return float(scores[name](references, predictions))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.workloads import causal_lm, glue, images
+from doppler_hf.workloads import glue, images, language_model
 from doppler_hf.workloads.arguments import parse_args, read_recipe
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.workload import Workload
@@ -19,9 +19,10 @@ from doppler_hf.workloads.workload import Workload
 Kind = tuple[type, Callable[[Any, LoraArguments, DopplerTrainingArguments], Workload]]
 KINDS: dict[str, Kind] = {
     "glue": (glue.GlueArguments, glue.build),
-    "causal_lm": (causal_lm.CausalLMArguments, causal_lm.build),
+    "causal_lm": (language_model.CausalLMArguments, language_model.build),
     "images": (images.ImageArguments, images.build),
 }
+COMMON = (LoraArguments, DopplerTrainingArguments)
 
 
 def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArguments]:
@@ -46,7 +47,7 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
 def build(kind: Kind, *, argv: Sequence[str] | None) -> tuple[Workload, DopplerTrainingArguments]:
     """Read and build as `parse_recipe` does, for one kind. The default of `argv` is that of the running program."""
     arguments, build_kind = kind
-    args, lora_args, training_args = parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=argv)
+    args, lora_args, training_args = parse_args(arguments, *COMMON, argv=argv)
     return build_kind(args, lora_args, training_args), training_args
 
 
@@ -57,16 +58,13 @@ def _kind_of(argv: Sequence[str]) -> str:
         scalars, structured = read_recipe(Path(argv[0]))
         names = [*scalars, *structured, *names]
 
-    lacks: dict[str, list[str]] = {}
-    for kind, (arguments, _) in KINDS.items():
-        types = (arguments, LoraArguments, DopplerTrainingArguments)
-        fields = {field.name for each in types for field in dataclasses.fields(each)}
-        # The flag --no_NAME sets NAME to false.
-        lacks[kind] = [name for name in names if not {name, name.removeprefix("no_")} & fields]
-    fitting = [kind for kind in KINDS if not lacks[kind]]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        raise ValueError(f"Recipe and flags fit several workloads: {', '.join(fitting)}. Choose one with --workload.")
-    missing = ", ".join(f"{kind} lacks {' and '.join(dict.fromkeys(names))}" for kind, names in lacks.items())
-    raise ValueError(f"Recipe and flags fit no workload: {missing}. Correct the names, or choose one with --workload.")
+    def fits(arguments: type) -> bool:
+        fields = {field.name for each in (arguments, *COMMON) for field in dataclasses.fields(each)}
+        return all({name, name.removeprefix("no_")} & fields for name in names)  # the flag --no_NAME sets NAME to false
+
+    fitting = [kind for kind, (arguments, _) in KINDS.items() if fits(arguments)]
+    # A guess between several could train another model than was meant.
+    if len(fitting) != 1:
+        found = f"several workloads: {', '.join(fitting)}" if fitting else "no workload"
+        raise ValueError(f"Recipe and flags fit {found}. Choose one of {', '.join(KINDS)} with --workload.")
+    return fitting[0]

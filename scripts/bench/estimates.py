@@ -7,20 +7,18 @@ Each setting is estimated in one child of the process, and trained for a few ste
 length, all of which are drawn in each step (of shaped noise those of the step's group, about as many). The constants come
 from half a micro-batch and a whole one; the steps have several of these, and noise and optimizer of all weights. On a CPU
 seconds are the processor's, and memory is what is resident at most in the steps behind the first, above what was resident
-after the training of a tiny model: libraries. Of several processes both are those of the one with the most, and what passes
-between them in a second of a processor is measured before. The two variables let glibc give back what is freed, such as that
-of the check before the first step.
+after the training of a tiny model: libraries. The two variables let glibc give back what is freed, such as that of the check
+before the first step.
 """
 
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, TrainerCallback, default_data_collator, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -29,8 +27,7 @@ from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import RandomModel
-from scripts.bench.measure import MIB, append_json_line, chosen, in_child, in_children, memory_now, memory_peak
-from scripts.bench.processes import forget_peak
+from scripts.bench.measure import MIB, append_json_line, chosen, forget_peak, in_child, memory_now, memory_peak
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Point:
     base: str = "adam_bc"
     low_pass_filter: str = "momentum"
     noise_shape: str = "white"
-    processes: int = 1
 
 
 BERT = {"vocab_size": 8000, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -62,7 +58,6 @@ POINTS = {
     "bert-lora": Point("bert", TEXT, BERT, 64, 64, 16, lora_r=8),
     "gpt2": Point("gpt2", LM, GPT2, 64, 32, 8),
     "vit": Point("vit", IMAGE, VIT, None, 64, 16),
-    "bert-two": Point("bert", TEXT, BERT | {"hidden_size": 384, "num_attention_heads": 6}, 64, 64, 8, processes=2),
 }
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 # With the libraries of each.
@@ -107,23 +102,11 @@ def made(point: Point, folder: str, device: str) -> RandomModel:
     return RandomModel(folder, task=point.task, length=point.length, lora=lora, device=device)
 
 
-def bandwidth() -> float:
-    """Return how many bytes a second of its processor this process sends and takes in, when all add up theirs."""
-    dist.init_process_group("gloo")
-    values, seconds, processes = torch.zeros(8 << 20), [], dist.get_world_size()
-    for _ in range(6):
-        start = time.process_time()
-        dist.all_reduce(values)
-        seconds.append(time.process_time() - start)
-    dist.destroy_process_group()
-    return values.nbytes * 2 * (processes - 1) / processes / float(np.median(seconds[1:]))
-
-
-def estimated(point: Point, args: BenchArguments, between: float | None) -> tuple[float, float]:
-    """Return the seconds and bytes that are estimated, if so many bytes a second pass between processes."""
+def estimated(point: Point, args: BenchArguments) -> tuple[float, float]:
+    """Return the seconds and bytes that are estimated."""
     torch.set_num_threads(args.threads)
     setting = Setting(
-        batch_size=point.batch_size, micro_batch=point.micro_batch, processes=point.processes, bandwidth=between,
+        batch_size=point.batch_size, micro_batch=point.micro_batch, processes=1, bandwidth=None,
         engine="book_keeping", base=point.base, low_pass_filter=LowPassFilter.parse(point.low_pass_filter),
         noise_shape=NoiseShape.parse(point.noise_shape),
     )  # fmt: skip
@@ -143,7 +126,7 @@ def estimated(point: Point, args: BenchArguments, between: float | None) -> tupl
 def trained(point: Point, args: BenchArguments) -> tuple[float, float]:
     """Return the seconds and bytes of steps of the trainer."""
     torch.set_num_threads(args.threads)
-    train(replace(TINY[point.model_type], processes=point.processes), args)
+    train(TINY[point.model_type], args)
     before = memory_now(args.device)
     clock = train(point, args)
     return float(np.median(np.diff(clock.marks[1:]))), memory_peak(args.device) - before
@@ -161,7 +144,7 @@ def train(point: Point, args: BenchArguments) -> Clock:
             args=DopplerTrainingArguments(
                 output_dir=folder, noise_multiplier=1.0, max_steps=args.steps + 2, learning_rate=1e-3,
                 per_device_train_batch_size=point.micro_batch,
-                gradient_accumulation_steps=point.batch_size // point.micro_batch // point.processes,
+                gradient_accumulation_steps=point.batch_size // point.micro_batch,
                 base_optimizer=point.base,
                 low_pass_filter=point.low_pass_filter, noise_shape=point.noise_shape, use_cpu=args.device == "cpu",
                 report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
@@ -180,14 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(BenchArguments, argv=argv)
         points = chosen("--points", args.points, POINTS)
     for name in points:
-        point, between = POINTS[name], None
-        if point.processes == 1:
-            real = [in_child(trained, point, args)]
-        else:
-            between = min(in_children(bandwidth, point.processes))
-            real = in_children(trained, point.processes, point, args)
-        seconds, most = in_child(estimated, point, args, between)
-        real_seconds, real_most = (max(found) for found in zip(*real, strict=True))
+        point = POINTS[name]
+        seconds, most = in_child(estimated, point, args)
+        real_seconds, real_most = in_child(trained, point, args)
         print(
             f"{name:18} step {seconds:7.3f} s of {real_seconds:7.3f} s ({seconds / real_seconds - 1:+.0%})  memory "
             f"{most / MIB:6.0f} of {real_most / MIB:6.0f} MiB ({most / real_most - 1:+.0%})",

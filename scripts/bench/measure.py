@@ -7,7 +7,6 @@ with its quartiles.
 import ctypes
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
@@ -85,6 +83,14 @@ def memory_peak(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")
 
 
+def forget_peak(device: str) -> None:
+    """Let the most memory that was ever in use be what is in use now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def resident_bytes(name: str) -> int:
     """Read VmRSS (now) or VmHWM (the highest) of this process; `getrusage` would give the parent's if that is higher."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
@@ -122,22 +128,6 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a child of this process, which has imported what it needs; not for CUDA once it is in use."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, arguments)
-
-
-def in_children(function: Callable[..., Any], processes: int, *arguments: Any) -> list[Any]:
-    """Call a function in several children at once, with the environment that torchrun gives; return what each returns."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
-    calls = [(rank, processes, store.port, function, arguments) for rank in range(processes)]
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        return pool.starmap(_as_rank, calls, chunksize=1)
-
-
-def _as_rank(rank: int, processes: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": str(rank),
-        "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-    }  # fmt: skip
-    return function(*arguments)
 
 
 def chosen(flag: str, names: str, known: Collection[str]) -> list[str]:

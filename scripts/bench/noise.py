@@ -2,11 +2,9 @@
 
     python -m scripts.bench.noise --results out/noise.jsonl
     python -m scripts.bench.noise --count 10000000 --threads 1 --ways "white,banded"
-    torchrun --nproc_per_node 2 -m scripts.bench.noise --count 36000000 --tensors 140 --threads 1 --ways white
 
 `torch.Tensor.normal_` and a `privatize` of ours make a pair; the result is the median of the pairs' ratios, with its
-quartiles. Ours also adds the noise to a sum and divides it by the batch size. Several processes also reduce the sums, and
-the seconds are those of the first.
+quartiles. Ours also adds the noise to a sum and divides it by the batch size.
 """
 
 import itertools
@@ -16,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.bench.measure import append_json_line, chosen, quartiles, seconds_of, settings
+from scripts.bench.measure import append_json_line, chosen, quartiles, seconds_in_turn, settings
 
 # Name → arguments of GaussianMechanism.
 WAYS: dict[str, dict[str, Any]] = {
@@ -29,7 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "white safe": {"floating_point_safe": True},
     "banded": {"shape": NoiseShape.banded(4)},
 }
-WARM_UP = 3  # by which time four bands remember three steps
 
 
 @dataclass
@@ -56,12 +52,7 @@ def draws(way: dict[str, Any], args: BenchArguments) -> tuple[Callable[[], Any],
 
 def paired_seconds(way: dict[str, Any], args: BenchArguments) -> np.ndarray:
     """Return the seconds of torch's normals and of ours, made in turn, shape (pairs, 2)."""
-    both, seconds = draws(way, args), []
-    for _ in range(WARM_UP + args.pairs):
-        if dist.is_initialized():
-            dist.barrier()
-        seconds.append([seconds_of(draw, device=args.device) for draw in both])
-    return np.array(seconds[WARM_UP:])
+    return seconds_in_turn(*draws(way, args), pairs=args.pairs, device=args.device)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,12 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args,) = parse_args(BenchArguments, argv=argv)
         ways = chosen("--ways", args.ways, WAYS)
     torch.set_num_threads(args.threads)
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     for name in ways:
         seconds = paired_seconds(WAYS[name], args)
-        if dist.is_initialized() and dist.get_rank() > 0:
-            continue
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
         torch_s, ours_s = np.median(seconds, axis=0).tolist()
         print(
@@ -85,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "torch_s": torch_s, "ours_s": ours_s}
         append_json_line(result | settings(args), args.results)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

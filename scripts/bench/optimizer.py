@@ -6,12 +6,9 @@
 The parameters have the shapes of RoBERTa-base's encoder, 85 million in 192 tensors, and gradients that stay the same; noise
 is not drawn. A step of AdamW and one of ours make a pair; the result is the median of the pairs' ratios, with its quartiles.
 Memory is the most that three steps add to parameters and gradients, in a fresh process for each. `galore` is the same in a
-subspace of rank 64, between refreshes; `adaptive` has taps that follow the gradients. `projectors` compares the algorithms
-for a basis of rank 64 of a 768 × 3072 matrix with torch's full SVD, in time and in the energy ‖PᵀG‖² that the basis
-captures, for singular values falling as 1/i and for a matrix whose signal is a tenth of its noise.
+subspace of rank 64, between refreshes.
 """
 
-import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR
-from doppler_hf.optim.galore import PROJECTORS, find_basis
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import (
     MIB,
@@ -45,8 +41,7 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
         "first-order-v1": SECOND | {"low_pass_filter": PAPER_FILTERS["first-order-v1"]},
         "none": SECOND | {"low_pass_filter": PAPER_FILTERS["none"]},
     },
-    "galore": {"second-order, GaLore": SECOND | {"update_proj_gap": 10_000}},
-    "adaptive": {str(fir): SECOND | {"low_pass_filter": fir} for fir in map(OptimalFIR, (4, 8))},
+    "galore": {"second-order, GaLore": SECOND | {"galore": {"update_proj_gap": 10_000}}},
 }
 SIZES = {"full": (768, 12), "large": (768, 18), "tiny": (32, 1)}  # width and layers; large has 127 million parameters
 MEMORY_STEPS = 3
@@ -56,10 +51,7 @@ MEMORY_STEPS = 3
 class BenchArguments:
     """The settings of the measurement."""
 
-    works: str = field(
-        default=",".join([*WORKS, "projectors"]),
-        metadata={"help": f"Of {', '.join(WORKS)}, projectors; comma separated."},
-    )
+    works: str = field(default=",".join(WORKS), metadata={"help": f"Of {', '.join(WORKS)}; comma separated."})
     pairs: int = field(default=30, metadata={"help": "How many pairs of steps."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda.", "choices": ["cpu", "cuda"]})
     threads: int = field(default=2, metadata={"help": "torch's threads."})
@@ -83,8 +75,9 @@ def step_of(kind: dict[str, Any] | None, params: list[nn.Parameter]) -> Callable
     """Return a step of ours with these arguments, or for None of torch's own optimizer."""
     if kind is None:
         return torch.optim.AdamW(params, lr=1e-4, fused=True).step
-    rank = min(params[0].shape) // 12 if "update_proj_gap" in kind else None
-    return DopplerOptimizer(params, lr=1e-4, weight_decay=0.01, rank=rank, **kind).step
+    galore = {"rank": min(params[0].shape) // 12, **kind["galore"]} if "galore" in kind else {}
+    options = {name: value for name, value in kind.items() if name != "galore"}
+    return DopplerOptimizer([{"params": params, **galore}], lr=1e-4, weight_decay=0.01, **options).step
 
 
 def kind_seconds(kind: dict[str, Any], args: BenchArguments) -> np.ndarray:
@@ -105,56 +98,14 @@ def peak_memory(kind: dict[str, Any] | None, args: BenchArguments) -> float:
     return (memory_peak(args.device) - before) / MIB
 
 
-def matrices(args: BenchArguments) -> dict[str, Tensor]:
-    """Return a matrix with singular values 1/i, and the same with ten times as much noise."""
-    width, _ = SIZES[args.scale]
-    generator = torch.Generator().manual_seed(0)
-    left = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
-    right = torch.linalg.qr(torch.randn(4 * width, width, generator=generator)).Q
-    decaying = (left / torch.arange(1, width + 1)) @ right.T
-    noise = torch.randn(width, 4 * width, generator=generator)
-    noise *= 10 * decaying.norm() / noise.norm()
-    return {"decaying": decaying.to(args.device), "noisy": (decaying + noise).to(args.device)}
-
-
-def energy(matrix: Tensor, basis: Tensor) -> float:
-    """Return ‖PᵀG‖²."""
-    return float((basis.T @ matrix).square().sum())
-
-
-def measure_projectors(args: BenchArguments) -> None:
-    """Compare every way to find a basis with the full SVD, and print a line for each."""
-    width, _ = SIZES[args.scale]
-    rank = width // 12
-    for name, matrix in matrices(args).items():
-        best = energy(matrix, find_basis(matrix, rank, projector="svd"))
-        # A warm start begins from the basis of an earlier gradient, here of one with other noise.
-        noise = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(1)).to(matrix)
-        previous = find_basis(matrix + noise * (matrix.norm() / noise.norm()), rank, projector="randomized")
-        for projector in PROJECTORS:
-            full_svd = functools.partial(find_basis, matrix, rank, projector="svd")
-            ours = functools.partial(find_basis, matrix, rank, projector=projector, previous=previous)
-            seconds = seconds_in_turn(full_svd, ours, pairs=args.pairs, device=args.device)
-            captured = energy(matrix, ours()) / best
-            q1, speedup, q3 = quartiles(seconds[:, 0] / seconds[:, 1])
-            milliseconds = 1000 * float(np.median(seconds[:, 1]))
-            print(
-                f"{name:9} {projector:11} {speedup:5.1f} times as fast as the SVD ({q1:.1f} to {q3:.1f}), "
-                f"{milliseconds:.3g} ms; captures {captured:.4f} of it",
-                flush=True,
-            )
-            result = {"work": f"projector {projector}, {name}", "speedup": speedup, "speedup_quartiles": [q1, q3]}
-            append_json_line(result | {"captured": captured, "seconds": milliseconds / 1000} | settings(args), args.output)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and print one line for each kind."""
     with one_line_errors():
         (args,) = parse_args(BenchArguments, argv=argv)
-        works = chosen("--works", args.works, [*WORKS, "projectors"])
+        works = chosen("--works", args.works, WORKS)
     torch.set_num_threads(args.threads)
-    kinds = {name: kind for work in works for name, kind in WORKS.get(work, {}).items()}
-    adamw_mib = in_fresh_process(peak_memory, None, args) if kinds else 0.0
+    kinds = {name: kind for work in works for name, kind in WORKS[work].items()}
+    adamw_mib = in_fresh_process(peak_memory, None, args)
     for name, kind in kinds.items():
         seconds = kind_seconds(kind, args)
         q1, ratio, q3 = quartiles(seconds[:, 1] / seconds[:, 0])
@@ -167,8 +118,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         result = {"work": name, "ratio": ratio, "ratio_quartiles": [q1, q3], "adamw_s": adamw_s, "ours_s": ours_s}
         append_json_line(result | {"adamw_mib": adamw_mib, "ours_mib": ours_mib} | settings(args), args.output)
-    if "projectors" in works:
-        measure_projectors(args)
 
 
 if __name__ == "__main__":

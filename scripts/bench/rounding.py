@@ -1,12 +1,12 @@
-"""What one clipped example contributes where rounding is hardest on it, and which guard its norm needs.
+"""What one clipped example contributes where rounding is hardest on it.
 
     python -m scripts.bench.rounding --output out/rounding.jsonl
     python -m scripts.bench.rounding --groups layers,heads --seeds 3
 
 A contribution is the clipped sum of one example, its norm taken in float64. C is a tenth of the example's norm: by autograd
 in float64 on the same weights, or of large models from the unclipped sum. ‖contribution‖/C must not be above 1, and
-far below 1 is signal thrown away. Beside it stand by how much the norm is too large, κ = S/‖g‖ and A/‖g‖² of
-`doppler_hf.privacy.clipping.norms`, and the least GUARD, and the least TERMS beside it, that keep the example within C.
+far below 1 is signal thrown away. Beside it stands κ = S/‖g‖ of `doppler_hf.privacy.clipping.norms`, by how much the terms
+of the gradient cancel.
 """
 
 import copy
@@ -22,15 +22,12 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping import norms
-from doppler_hf.privacy.clipping.clip_factors import RAISED_BY
 from doppler_hf.privacy.token_losses import summed_token_losses
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.engine import IMAGE, LM, TEXT, Work, build, losses_of
 from scripts.bench.measure import append_json_line, chosen, settings
 
 EPS = torch.finfo(torch.float32).eps
-RAISED = 1 + RAISED_BY * EPS
-BANDS = (3, 10, 30, 100, 1e3, 1e4, math.inf)
 LONG = (("max_position_embeddings", 4098),)
 GPT2 = Work("gpt2", LM, 2, 64, 2, 50_257, 128, 1, options=(("n_positions", 4098),))
 LLAMA = Work("llama", LM, 2, 64, 2, 50_257, 128, 1, options=LONG)
@@ -44,7 +41,7 @@ WORKS = {
     "llama-untied": LLAMA,
     "vit": VIT,
 }
-KINDS = ("unigram", "centred", "pairs", "hidden", "hidden among 4", "hidden among 32", "embedding")
+KINDS = ("hidden", "hidden among 4", "hidden among 32")
 MOST_LOGITS, MOST_IN_FLOAT64 = 7e7, 2e7
 
 
@@ -52,9 +49,7 @@ MOST_LOGITS, MOST_IN_FLOAT64 = 7e7, 2e7
 class RoundingArguments:
     """The cases."""
 
-    groups: str = field(
-        default="models,words,trained,pairs,keys,heads,layers,padding", metadata={"help": "Comma separated."}
-    )
+    groups: str = field(default="models,trained,pairs,heads,layers,padding", metadata={"help": "Comma separated."})
     lengths: str = field(default="32,128,512,2048,4096", metadata={"help": "In tokens, comma separated."})
     vocabularies: str = field(default="1000,50257,128256,256000", metadata={"help": "Comma separated."})
     rules: str = field(default="auto,ghost", metadata={"help": "How norms are computed, comma separated."})
@@ -105,25 +100,18 @@ def exact_norm(case: Case) -> float | None:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Return what the example contributes, and what its norm is made of."""
+    """Return what the example contributes, and by how much its terms cancel."""
     first, whole = clipped_sum(case, bound=1e30, GUARD=64.0, TERMS=0.0)
     norm_of_sum = size(whole)
+    # The guard is a multiple of S², so that another guard tells S.
     sizes = max(clipped_sum(case, bound=1e30, GUARD=1 / EPS, TERMS=0.0)[0] ** 2 - first**2, 0.0)
-    terms = max(clipped_sum(case, bound=1e30, GUARD=64.0, TERMS=1 / EPS)[0] ** 2 - first**2, 0.0)
-    exact = exact_norm(case)
-    bound = max((exact or norm_of_sum) / 10, 1e-12)
-    norm, total = clipped_sum(case, bound=bound)
-    lacking = (norm_of_sum / RAISED) ** 2 - (first**2 - 64 * EPS * sizes)
+    bound = max((exact_norm(case) or norm_of_sum) / 10, 1e-12)
+    _, total = clipped_sum(case, bound=bound)
     return {
         "case": case.name,
         "rule": case.rule,
         "contribution": size(total) / bound,
-        "too_large": norm / norm_of_sum - 1,
-        "against_float64": norm / exact - 1 if exact else None,
         "kappa": math.sqrt(sizes) / norm_of_sum,
-        "terms": terms / norm_of_sum**2,
-        "least_guard": lacking / (EPS * sizes) if sizes else 0.0,
-        "least_terms": (lacking - norms.GUARD * EPS * sizes) / (EPS * terms) if terms else 0.0,
     }
 
 
@@ -133,11 +121,11 @@ def text(vocabulary: int, length: int, *, seed: int = 0) -> Tensor:
     return (float(vocabulary - 10) ** uniform).long() + 5
 
 
-def of_work(work: Work, *, ids: Tensor | None = None) -> tuple[nn.Module, dict[str, Tensor]]:
+def of_work(work: Work) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a model without dropout and one example."""
     model, batch = build(work, device="cpu")
     if work.head is not IMAGE:
-        batch["input_ids"] = text(work.vocabulary, work.length) if ids is None else ids
+        batch["input_ids"] = text(work.vocabulary, work.length)
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["labels"] = batch["input_ids"] if work.head is LM else batch["labels"][:1]
     for name, each in model.named_parameters():
@@ -182,15 +170,6 @@ def models(args: RoundingArguments) -> Iterator[Case]:
         for precision in ("float32", "bf16"):
             for rule in args.rules.split(","):
                 yield Case(f"{name} {precision}", model, losses(batch, precision=precision), rule)
-
-
-def words(args: RoundingArguments) -> Iterator[Case]:
-    """Yield texts of one word, repeated."""
-    for name, work in works(args):
-        if work.head is not IMAGE:
-            model, batch = of_work(work, ids=torch.full((1, work.length), 7))
-            for rule in args.rules.split(","):
-                yield Case(f"{name} one word", model, losses(batch), rule)
 
 
 def trained(args: RoundingArguments) -> Iterator[Case]:
@@ -242,16 +221,6 @@ def pairs(args: RoundingArguments) -> Iterator[Case]:
                 yield Case(f"{title}, views", model, of_views, rule, views=2)
 
 
-def keys(args: RoundingArguments) -> Iterator[Case]:
-    """Yield attention's key bias, whose gradient is nothing but rounding."""
-    for length in map(int, args.lengths.split(",")):
-        for beside in ("nothing", "key.weight", "bias"):
-            model, batch = of_work(replace(ROBERTA, length=length))
-            for name, each in model.named_parameters():
-                each.requires_grad_(name.endswith("key.bias") or name.endswith(beside))
-            yield Case(f"key.bias beside {beside}, T={length}", model, losses(batch), "ghost")
-
-
 def heads(args: RoundingArguments) -> Iterator[Case]:
     """Yield heads at places of one label, whose hidden states cancel: its word's terms hide those of all others."""
     for vocabulary in (4_096, 8_192, 16_384, *map(int, args.vocabularies.split(","))):
@@ -272,29 +241,18 @@ def heads(args: RoundingArguments) -> Iterator[Case]:
 
 def factors(kind: str, time: int, p: int, q: int, rest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return gradients of the output and inputs, shapes (time, p) and (time, q), that cancel but for `rest`."""
-    left, right = torch.randn(time, p, generator=generator) / time, torch.randn(time, q, generator=generator)
-    half = time // 2
-    if kind == "unigram":  # a head that has learnt how often an example has each word
-        label = (float(p) ** torch.rand(time, generator=generator)).long().clamp(max=p - 1)
-        left = (torch.bincount(label, minlength=p) / time).repeat(time, 1)
-        left[torch.arange(time), label] -= 1
-    if kind == "centred":
-        left -= left.mean(0)
-    if kind in ("unigram", "centred"):
-        right = right[:1] + rest * right
-    if kind == "pairs":
-        left = torch.cat([left[:half], -left[:half] * (1 + rest * torch.randn(half, 1, generator=generator))])
-        right = torch.cat([right[:half], right[:half] + rest * right[half:]])
+    right, half = torch.randn(1, q, generator=generator), time // 2
     if kind == "hidden":  # a large number that cancels, behind which many small ones are lost
-        left, right = torch.full((time, p), rest * 1e-3), right[:1].repeat(time, 1)
+        left = torch.full((time, p), rest * 1e-3)
         left[:, 0] = torch.tensor([1.0, -1.0]).repeat(half)
-    if kind.startswith("hidden among"):  # the same of many kinds of places, whose large numbers cancel in products of two
-        kinds, sign = int(kind.rpartition(" ")[2]), torch.tensor([1.0, -1.0]).repeat(half)[:, None]
-        left, right, large = sign * torch.full((time, p), rest * 1e-3), sign * right[:1], torch.ones(1, 1)
-        while len(large) < kinds:
-            large = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), large)
-        left[:, :: p // kinds][:, :kinds] = large.repeat_interleave(time // kinds, 0) / kinds**0.5
-    return left, right
+        return left, right.repeat(time, 1)
+    # The same of many kinds of places, whose large numbers cancel in products of two.
+    kinds, sign = int(kind.rpartition(" ")[2]), torch.tensor([1.0, -1.0]).repeat(half)[:, None]
+    left, large = sign * torch.full((time, p), rest * 1e-3), torch.ones(1, 1)
+    while len(large) < kinds:
+        large = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), large)
+    left[:, :: p // kinds][:, :kinds] = large.repeat_interleave(time // kinds, 0) / kinds**0.5
+    return left, sign * right
 
 
 def layers(args: RoundingArguments) -> Iterator[Case]:
@@ -306,20 +264,12 @@ def layers(args: RoundingArguments) -> Iterator[Case]:
             for kind in (kind for kind in KINDS if time * time * p <= 2e10 and (time >= 128 or not kind.endswith("32"))):
                 for rest in (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)[:: 1 if time <= 512 else 2]:
                     for _ in range(args.seeds if time < 512 else 1):
-                        case = layer(kind, time, p, q, rest, generator)
-                        if case.exact:  # of a text of one word the learnt counts leave no gradient
-                            yield case
+                        yield layer(kind, time, p, q, rest, generator)
 
 
 def layer(kind: str, time: int, p: int, q: int, rest: float, generator: torch.Generator) -> Case:
     """Return one layer without weights of its own, and its exact norm."""
     name = f"{kind} p={p} q={q} T={time} rest {rest:g}"
-    if kind == "embedding":  # each of a few rows looked up often, with gradients that cancel
-        left, _ = factors("pairs", time, p, q, rest, generator)
-        ids = torch.randint(max(time // 8, 1), (time // 2,), generator=generator).repeat(2)
-        table = nn.Embedding(time + 1, p)
-        exact = torch.zeros(time, p, dtype=torch.float64).index_add_(0, ids, left.double())
-        return Case(name, table, lambda model: (model(ids[None]) * left).sum()[None], "ghost", exact=float(exact.norm()))
     left, right = factors(kind, time, p, q, rest, generator)
     linear = nn.Linear(q, p, bias=False)
     nn.init.zeros_(linear.weight)
@@ -350,48 +300,24 @@ def padding(args: RoundingArguments) -> Iterator[dict[str, Any]]:
 
 
 GROUPS: dict[str, Callable[[RoundingArguments], Iterator[Any]]] = {
-    each.__name__: each for each in (models, words, trained, pairs, keys, heads, layers, padding)
+    each.__name__: each for each in (models, trained, pairs, heads, layers, padding)
 }
 
 
-def summary(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line of the worst cases for each band of κ."""
-    below = 0.0
-    for top in BANDS:
-        band = [each for each in results if below <= each["kappa"] < top]
-        if band:
-            most, least = (which(each["contribution"] for each in band) for which in (max, min))
-            guard, terms = (max(band, key=lambda each: each[name]) for name in ("least_guard", "least_terms"))
-            yield (
-                f"  κ in [{below:g}, {top:g}): {len(band)} cases, contributions {least:.7f} to {most:.7f} C, norms too "
-                f"large by {max(each['too_large'] for each in band):.1e} at most; least GUARD {guard['least_guard']:.3g} "
-                f"({guard['case']}), least TERMS {terms['least_terms']:.3g} ({terms['case']})"
-            )
-        below = top
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every case, and print a line for each and the worst for each band of κ."""
+    """Measure every case, and print a line for each."""
     with one_line_errors():
         (args,) = parse_args(RoundingArguments, argv=argv)
         groups = chosen("--groups", args.groups, GROUPS)
     torch.set_num_threads(args.threads)
     for group in groups:
-        results = []
         for case in GROUPS[group](args):
             result = {"group": group, **(measure(case) if isinstance(case, Case) else case), **settings(args)}
             append_json_line(result, args.output)
             if "change" in result:
                 print(f"{result['case']}, {result['rule']}: changes by {result['change']:.1e} C", flush=True)
                 continue
-            results.append(result)
-            print(
-                f"{case.name}, {case.rule}: {result['contribution']:.7f} C, norm too large by {result['too_large']:.1e}, "
-                f"κ {result['kappa']:.3g}, A/‖g‖² {result['terms']:.3g}, least GUARD {result['least_guard']:.3g}, "
-                f"least TERMS {result['least_terms']:.3g}",
-                flush=True,
-            )
-        print(*[group, *summary(results)], sep="\n", flush=True)
+            print(f"{case.name}, {case.rule}: {result['contribution']:.7f} C, κ {result['kappa']:.3g}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import contextlib
 import os
 import re
 import sys
+import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +24,9 @@ import transformers
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
+import doppler_hf
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from scripts.experiments.architectures import is_ours, train
 from scripts.experiments.tiny_models import examples_of, padded, tiny_model
 
 MODELS: Final = (
@@ -55,6 +58,8 @@ RELATIVE: Final = {
 }  # fmt: skip
 TRAINS: Final = "✓"
 NOT_OURS: Final = ("PEFT: ", "Transformers: ")
+# In the place of ways in which models do not train: none of them, and each.
+NOTHING, ALL = "nothing: each way trains", "each way"
 # They are trained as they are, beside adapters too.
 HEADS: Final = r"(.*\.)?(pre_classifier|classifier|score|qa_outputs)(\..*)?"
 # PEFT's name of a task, by the end of a class's name.
@@ -141,7 +146,7 @@ WAYS: Final[Mapping[str, Way]] = {
     "bf16": Way(options={"bf16": True}),
     "checkpointing": Way(options={"gradient_checkpointing": True}),
     "LoRA": Way(lora),
-    "LoRA, bf16": Way(lora, {"bf16": True}),
+    "LoRA in bf16": Way(lora, {"bf16": True}),
     "DoRA": Way(
         lambda model: adapted(model, peft.LoraConfig, r=4, use_dora=True, target_modules="all-linear", exclude_modules=HEADS)
     ),
@@ -186,6 +191,23 @@ def fixed(model: Any, examples: Sequence[dict[str, Tensor]]) -> tuple[nn.Module,
     return model, [row | {"labels": example["labels"]} for row, example in zip(padded_too, examples, strict=True)]
 
 
+def train(model: nn.Module, examples: Sequence[dict[str, Tensor]], **options: Any) -> None:
+    """Train for two private steps, with some more training arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = DopplerTrainingArguments(
+            output_dir=folder, noise_multiplier=1.0, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
+            report_to="none", disable_tqdm=True, use_cpu=True, seed=0, **options,
+        )  # fmt: skip
+        DopplerTrainer(model=model, args=args, train_dataset=examples, data_collator=padded).train()
+
+
+def is_ours(error: Exception) -> bool:
+    """Return whether an error is a refusal of this package."""
+    # Not by a name in the path: a clone's folder, with the environment in it, has the package's.
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return isinstance(error, ValueError) and raised_in.is_relative_to(Path(doppler_hf.__file__).parent)
+
+
 def outcome(name: str, way: Way) -> str:
     """Train a model in one way for two steps, and return `TRAINS` or why it is refused.
 
@@ -217,58 +239,59 @@ def outcome(name: str, way: Way) -> str:
 
 # --- the table ------------------------------------------------------------------------------------------------------------
 
-PAGE: Final = """# Which models train with which adapters
+PAGE: Final = """# Which models train with which adapters and precisions?
 
-- **Question:** which models train privately with which adapters and in which precision, and why not where they do not?
-- **Command:** `python -m scripts.experiments.compatibility`, with transformers {transformers} and PEFT {peft_version}
-- **Method:** a tiny model of random weights makes two private steps on the CPU, with all checks before them.
+- **Command:** `python -m scripts.experiments.compatibility`, with transformers {transformers}
+  and PEFT {peft_version}: two private steps of a tiny model of random weights, with all checks before them
 
-Of {count} combinations {trains} train (✓), {refused} are refused in one line, and {peft} are not supported by
-Transformers or PEFT (–). [Supported models](../../docs/reference/models.md) has the summary,
-[architectures](architectures.md) all classes of Transformers with all weights.
+Of {count} combinations {trains} train, {refused} are refused in one line ([note]), and {peft} are not supported by
+Transformers or PEFT (–). A model is tried in nine ways: {ways}.
+Adapters are on all linear layers but the head; for IA3 PEFT chooses. *Prompts* is prompt tuning, *biases* trains biases and
+the head. [Architectures](architectures.md) has all classes of Transformers with all weights.
 
-- **Adapters** are on all linear layers but the head; for IA3 PEFT chooses the layers. **Prompts** is prompt tuning.
-- **Biases** trains biases and the head.
-- **Fixed** models: BatchNorm replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks, `layerdrop` 0, one length.
-- **As released** has relative attention. LoRA trains there with `target_modules=["value_proj", "dense"]`.
-
-Notes have the first sentence of a refusal.
+*Fixed:* BatchNorm replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks and `layerdrop` 0, one length. *As
+released:* `pos_dropout` above 0 and relative attention; LoRA trains there with `target_modules=["value_proj", "dense"]`.
 
 {table}
+
+The first sentence of each refusal:
 
 {notes}
 """
 
 
 def page(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page of a table, model → way → outcome."""
+    """Return the page of a table, model → way → outcome; models with the same outcomes share a row."""
     notes: dict[str, int] = {}
-
-    def cell(outcome: str) -> str:
-        if outcome == TRAINS:
-            return outcome
-        return "–" if outcome.startswith(NOT_OURS) else f"[{notes.setdefault(general(outcome), len(notes) + 1)}]"
-
-    ways = list(next(iter(found.values())))
-    rows = [f"| | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
-    rows += [f"| `{name}` | {' | '.join(map(cell, row.values()))} |" for name, row in found.items()]
+    models_of: dict[str, list[str]] = {}
+    for name, row in found.items():
+        ways_of: dict[str, list[str]] = {}
+        for way, outcome in row.items():
+            if outcome.startswith(NOT_OURS):
+                ways_of.setdefault("–", []).append(way)
+            elif outcome != TRAINS:
+                ways_of.setdefault(f"[{notes.setdefault(general(outcome), len(notes) + 1)}]", []).append(way)
+        left = "; ".join(f"{', '.join(ways) if len(ways) < len(row) else ALL} {mark}" for mark, ways in ways_of.items())
+        models_of.setdefault(left or NOTHING, []).append(f"`{name}`")
+    rows = [
+        "| models | do not train with |",
+        "|---|---|",
+        *(f"| {', '.join(of)} | {left} |" for left, of in models_of.items()),
+    ]
     outcomes = [outcome for row in found.values() for outcome in row.values()]
     trains, of_peft = outcomes.count(TRAINS), sum(outcome.startswith(NOT_OURS) for outcome in outcomes)
     return PAGE.format(
         count=len(outcomes), trains=trains, refused=len(outcomes) - trains - of_peft, peft=of_peft,
-        transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows),
+        transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows), ways=", ".join(WAYS),
         notes="\n".join(f"{number}. {message}" for message, number in notes.items()),
     )  # fmt: skip
 
 
 def general(message: str) -> str:
-    """Return the first sentence of a message, with the names of its layers left out, so that models share a note."""
-    return (
-        re.sub(r"'[\w.*]+'( \(\d+ of them\))?(, '[\w.*]+'( \(\d+ of them\))?)*", "…", message)
-        .partition(". ")[0]
-        .removesuffix(".")
-        + "."
-    )
+    """Return the first sentence of a message, without the names of its layers and model, so that models share a note."""
+    named = r"'[\w.*]+'( \(\d+ of them\))?(, '[\w.*]+'( \(\d+ of them\))?)*( \(\w+For\w+\))?|\b\w+For[A-Z]\w+"
+    # An error of torch's own has shapes in it.
+    return re.sub(r", \w+Error \(.*", "", re.sub(named, "…", message).partition(". ")[0].removesuffix(".")) + "."
 
 
 def main(argv: Sequence[str] | None = None) -> None:

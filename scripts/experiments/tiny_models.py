@@ -1,31 +1,24 @@
-"""Every architecture of transformers with a loss per example, tiny, and random examples for it.
+"""Models of transformers, tiny, and random examples for them.
 
-Its name or Transformers' tables give the class. A config gets small sizes field by field, by the names of the fields: there
-are some hundred configs, and what they call a width, a head or a layer is much the same. An example has what the
-model's forward pass names: tokens, a wave, a spectrogram or pixels, of unequal lengths. Multimodal models get text alone.
+A config gets small sizes field by field, by the names of the fields: what configs call a width, a head or a layer is much
+the same. An example has what the model's forward pass names: tokens, a wave, a spectrogram or pixels, of unequal lengths.
 """
 
 import dataclasses
 import inspect
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.losses import has_ctc, has_pixels, token_task
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
-TASK_NAMES = re.compile(
-    r"^(?!Auto|DataCollator|.*PreTrainedModel).*(For(Sequence|Image|Video|Audio|Token)Classification\w*|For(CausalLM|MaskedLM|ConditionalGeneration)"
-    r"|LMHeadModel)$"
-)
-TASK_TABLES = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ")
 LARGEST = 3_000_000  # parameters; what is larger has a size that no rule below knows
 TOKENS, SAMPLES, FRAMES = (6, 14), (6000, 12000), (80, 160)  # the shortest and the longest example
 
@@ -40,12 +33,9 @@ FIELDS: tuple[tuple[str, Any], ...] = (
     (r"\w*(n_|num_|attention_|linear_\w+_)?heads?", HEADS),
     (r"(num_|n_)?(hidden_|encoder_|decoder_|text_|speech_)*(layers?|blocks|depth)", 2),
     (r"(num|n|moe_num)_\w*experts|expert_capacity|num_latents|num_query_tokens", 4),
-    (r"\w*(top_?k|experts_per_tok(en)?|moe_k)", 2),
     (r"window_size", 2),
-    (r"n_groups?|topk_group|mamba_n_groups|num_self_attends_per_block|first_k_dense_replace", 1),
     (r"image_size|resolution", 64),
     (r"patch_size|encoder_stride", lambda value: min(value, 8)),
-    (r"rotary_dim", WIDTH // HEADS),
     (r"num_frames|num_mel_bins|input_feat_per_channel", 8),
     (r"\w*(lora_rank|lora_dim|_rank)", 8),
     (
@@ -62,67 +52,18 @@ LISTS: tuple[tuple[str, Any], ...] = (
     ),
 )
 # Fields that some classes leave to be None, although their layers need numbers.
-WITHOUT_DEFAULT = {
-    "head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS, "n_routed_experts": 4, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "vocab_size": 64,
-}  # fmt: skip
-# What a family needs beside, by the beginning of its classes' names; also in its sub-configs, if they have such a field.
-MAMBA = {"mamba_n_heads": HEADS, "mamba_d_head": 2 * WIDTH // HEADS, "mamba_num_heads": HEADS, "mamba_head_dim": 16}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "Bamba": MAMBA | {"attn_layer_indices": [1]},
-    "Bit": {"embedding_size": 32, "hidden_sizes": [32, 32, 32, 32]},
-    "Blt": {"encoder_hash_byte_group_vocab": 64},
-    "Bros": {"dim_bbox_sinusoid_emb_2d": 32, "dim_bbox_sinusoid_emb_1d": 8, "dim_bbox_projection": 8},
-    "FalconH1": MAMBA | {"mamba_d_ssm": 2 * WIDTH},
-    "Gemma3n": {"intermediate_size": WIDTH, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]},
-    "GPTNeoFor": {"attention_types": [[["global", "local"], 1]]},
-    "GraniteMoeHybrid": MAMBA,
-    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
-    "Laguna": {"num_attention_heads_per_layer": [HEADS, HEADS]},
-    "LayoutLMv3": {"coordinate_size": 6, "shape_size": 4, "hidden_size": 32, "input_size": 64},
-    "LED": {"attention_window": 4},
-    "Lilt": {"hidden_size": 48},
-    "Mamba2": {"head_dim": 2 * WIDTH // HEADS},
-    "Nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 12, "conv_kernel_size": 5},
-    "Perceiver": {"num_cross_attention_heads": 1, "image_size": 64},
-    "Reformer": {
-        "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "attention_head_size": 8, "num_attention_heads": HEADS,
-        "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2, "hidden_size": 32,
-        "is_decoder": False,
-    },
-    "ReformerModelWithLMHead": {"is_decoder": True},
-    "Xmod": {"default_language": "en_XX"},
-}  # fmt: skip
+WITHOUT_DEFAULT = {"head_dim": WIDTH // HEADS}
 
 
 # --- models ---------------------------------------------------------------------------------------------------------------
 
 
-def model_names() -> list[str]:
-    """Return the classes whose names or tables say that a rule of `privacy.losses` may be theirs."""
-    names = {name for name in dir(transformers) if TASK_NAMES.match(name)}
-    for table in TASK_TABLES:
-        for found in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values():
-            names.update([found] if isinstance(found, str) else found)
-    return sorted(names)
-
-
-def tiny_config(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a config like another with small sizes, its sub-configs' too."""
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a config like another with small sizes."""
     kind, default = type(config), vars(config)
-    small: dict[str, Any] = {
-        name: tiny_config(default[name], overrides)
-        for name in kind.sub_configs
-        if isinstance(default.get(name), PreTrainedConfig)
-    }
-    usual = vars(kind())
-    names = [one.name for one in dataclasses.fields(kind) if one.name not in small]
-    for name in names:
-        value = tiny_value(name, default.get(name))
-        if value is not None:
-            small[name] = value
-        elif default.get(name) != usual.get(name):
-            small[name] = default[name]  # what the model around it asks for
+    names = [one.name for one in dataclasses.fields(kind)]
+    values = {name: tiny_value(name, default.get(name)) for name in names}
+    small: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     # Multi-head attention stays what it is, and its compressed variants allow nothing else.
     if default.get("num_key_value_heads") == default.get("num_attention_heads") and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small.get("num_attention_heads", HEADS)
@@ -131,10 +72,7 @@ def tiny_config(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTr
         kinds = list(dict.fromkeys(default["layer_types"]))
         small |= {"layer_types": kinds * (2 // len(kinds) or 1)}
         small |= {name: len(small["layer_types"]) for name in ("num_hidden_layers", "n_layer") if name in names}
-    rope = default.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_type" in rope and {"rope_parameters", "vocab_size"} <= {*names}:
-        small["rope_parameters"] = rope | {"mrope_section": [2, 1, 1]}  # where there are three kinds of positions
-    return kind(**(small | {name: value for name, value in overrides.items() if name in names}))
+    return kind(**small)
 
 
 def tiny_value(name: str, value: Any) -> Any:
@@ -167,9 +105,7 @@ def tiny_model(name: str, **settings: Any) -> PreTrainedModel:
         ValueError: If it is not tiny.
     """
     kind: Any = getattr(transformers, name)
-    family = max((key for key in OVERRIDES if name.startswith(key)), key=len, default="")
-    overrides = OVERRIDES["Reformer"] if family.startswith("Reformer") else {}
-    config: Any = tiny_config(kind.config_class(), {**overrides, **OVERRIDES.get(family, {})})
+    config: Any = tiny_config(kind.config_class())
     for field, value in settings.items():  # some that a model reads are none of its config's class
         setattr(config, field, value)
     config.use_cache = False  # as in training; not every default has an attention layer, which a cache needs
@@ -183,7 +119,7 @@ def tiny_model(name: str, **settings: Any) -> PreTrainedModel:
         largest = max(sizes, key=lambda key: sizes[key])
         raise ValueError(
             f"A model must have {LARGEST:,} parameters at most, got {sum(sizes.values()):,}, of which {largest} has "
-            f"{sizes[largest]:,}. Give FIELDS or OVERRIDES its size."
+            f"{sizes[largest]:,}. Give FIELDS its size."
         )
     torch.manual_seed(0)
     model: PreTrainedModel = kind(config)
@@ -211,22 +147,15 @@ def one_example(model: PreTrainedModel, *, share: float, generator: torch.Genera
     config, name = model.config, type(model).__name__
     accepted, main = inspect.signature(model.forward).parameters, model.main_input_name
     length = TOKENS[1] if "Image" in name else between(TOKENS)
-    length = getattr(config, "segment_means_seq_len", length)  # Nystromformer's, of every example
-    length -= length % getattr(config, "local_attn_chunk_length", 1)  # Reformer's, in training
 
     def size_of(*names: str, default: int) -> int:
-        configs = (config, *(getattr(config, name) for name in config.sub_configs))
-        found = [getattr(one, name) for one in configs for name in names if getattr(one, name, None) is not None]
+        found = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
         return next((size if isinstance(size, int) else size[0] for size in found), default)
 
     example: dict[str, Any] = {}
     if main == "input_ids" or ("input_ids" in accepted and not re.search("Image|Video|Audio|Speech", name)):
         example = {"input_ids": tokens(length), "attention_mask": torch.ones(length, dtype=torch.long)}
         example["input_ids"][-1] = 2  # heads of encoder-decoders look for the last end of a sentence
-        if "bbox" in accepted:
-            example["bbox"] = torch.randint(0, 5, (length, 4), generator=generator).cumsum(1)
-            if "Bros" in name:
-                example["bbox"] = example["bbox"] / 20.0
     if main == "input_values" and "input_ids" not in example:
         wave = between(SAMPLES)
         example = {main: torch.randn(wave, generator=generator), "attention_mask": torch.ones(wave, dtype=torch.long)}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from doppler_hf.workloads.data_sources import load_images
-from scripts.scattering.networks import Scattering
 from scripts.studies.data import Data, Loader, Rows, Sources, apart, digest_of, in_parts, kept
+from scripts.studies.scattering import Scattering
 
 # How many images are scattered together.
 TOGETHER: Final = 100

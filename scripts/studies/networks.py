@@ -18,7 +18,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.workloads.mean_pooling import masked_mean
-from scripts.scattering.networks import ScatteringConfig, ScatteringForImageClassification
+from scripts.studies.scattering import PATHS, STRIDE
 
 HASHED_WORDS: Final = 4096
 Trained = Literal["all", "lora", "bitfit", "head"]
@@ -72,8 +72,13 @@ def mnist_cnn() -> nn.Module:
 
 def linear_on_scattering(side: int, channels: int) -> nn.Module:
     """Return a linear classifier of scattering coefficients, for images of a number of pixels a side."""
-    config = ScatteringConfig(image_size=side, num_channels=channels, num_filters=0, num_labels=10)
-    return ScatteringForImageClassification(config).classifier
+    coefficients = PATHS * channels
+    # Paths differ in size a hundredfold: every three of a channel are brought to one, by each example alone.
+    norm = nn.GroupNorm(coefficients // 3, coefficients, affine=False)
+    linear = nn.Linear(coefficients * (side // STRIDE) ** 2, 10)
+    nn.init.normal_(linear.weight, std=0.02)  # as a head of Transformers, which the measured one was
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(norm, nn.Flatten(), linear)
 
 
 def hashed_words() -> nn.Module:

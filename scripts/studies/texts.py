@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run.digests import parameters_digest
 from doppler_hf.workloads.data_sources import glue_task, load_glue
 from doppler_hf.workloads.hub import hub_or_folder
 from scripts.studies.data import Data, Loader, Sources, apart, digest_of, in_parts, kept

@@ -1,6 +1,6 @@
 """The command `doppler-hf check`: from a recipe or a script to a verdict and an exit code."""
 
-import json
+import re
 import sys
 
 import pytest
@@ -39,28 +39,16 @@ def script(tmp_path):
     return str(path)
 
 
-def test_a_recipe_ends_with_0_a_table_a_file_and_a_picture(recipe, tmp_path, capsys):  # noqa: F811
-    words = ["check", str(recipe), "--pairs", "3", "--draw_size=10", "--plot", str(tmp_path / "p.png"), "--clipping=vanilla"]
-    assert main([*words, "--save", str(tmp_path / "new" / "d.json"), "--per_device_train_batch_size=20"]) == 0
+def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):  # noqa: F811
+    words = ["check", str(recipe), "--pairs", "3", "--draw_size=10", "--clipping=vanilla"]
+    assert main([*words, "--per_device_train_batch_size=20"]) == 0
     shown = flat(capsys.readouterr().out)
     assert "10 and one more, of a batch of 20" in shown
     assert "No defect found: no tested record moved the sum by more than C" in shown
-    saved = json.loads((tmp_path / "new" / "d.json").read_text())
-    assert saved["privacy"].startswith("NOT PRIVATE")
-    assert saved["draw_sizes"] == [10, 10, 10]
-    assert 0.3 < saved["largest_distance"] < 1 + 1e-5
-    assert (tmp_path / "p.png").stat().st_size > 10_000
-    assert shown.count("not private") == 2
+    assert 0.3 < float(re.search(r"moves the sum by │ ([\d.]+) C", shown)[1]) < 1 + 1e-5
+    assert "These figures are not private" in shown
     # Nothing was spent; and what is not private must not lie where the model will, which is pushed with all beside it.
     assert not list((tmp_path / "out").glob("*"))
-
-
-@pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_nothing_is_written_into_the_folder_of_the_training(recipe, tmp_path, capsys, option):  # noqa: F811
-    path = tmp_path / "out" / "sub" / "d.png"
-    assert main(["check", str(recipe), option, str(path), "--pairs=2"]) == 2
-    assert f"{option} must lie outside of output_dir, which may be published, got {path}." in capsys.readouterr().err
-    assert not path.exists()
 
 
 def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):  # noqa: F811
@@ -92,7 +80,7 @@ def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, c
         main(["check"])
 
 
-@pytest.mark.parametrize("word", ["--pairs", "--draw_size=5", "--plot"])
+@pytest.mark.parametrize("word", ["--pairs", "--draw_size=5"])
 def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path, capsys, word):
     idle = tmp_path / "idle_script.py"
     idle.write_text("import sys\nprint(sys.argv[1:])\n")
@@ -101,8 +89,3 @@ def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path, capsys,
     assert f"{word} goes to {idle}. If it is meant for the check, put it before --script." in printed.err
     assert "--learning_rate=3 goes" not in printed.err
     assert str(["--learning_rate=3", word]) in printed.out
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_at_once(script, capsys):
-    assert main(["check", "--plot", "p.gif", "--script", script]) == 2
-    assert "--plot must end in one of" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_the_peak_of_a_training_is_what_was_estimated(point, monkeypatch):
     args = estimates.BenchArguments(steps=1)
     point = replace(estimates.POINTS[point], batch_size=16, micro_batch=8)
     monkeypatch.setattr(estimates, "seconds_of_step", lambda *args, **kwargs: {})
-    _, estimated = estimates.estimated(point, args, None)
+    _, estimated = estimates.estimated(point, args)
     with Peak() as peak:
         monkeypatch.setattr(estimates, "forget_peak", lambda device: peak.forget())  # behind the first step
         estimates.train(point, args)

@@ -109,18 +109,9 @@ def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(
-    ("left_out", "row"),
-    [
-        ("--epsilon", "ε"),
-        *thorough(("--noise-multiplier", "noise multiplier"), ("--epochs", "epochs")),
-        ("--batch-size", "expected batch size B"),
-    ],
-)
-def test_what_was_solved_for_is_marked(left_out, row, capsys):
-    given = {"--epsilon": "3", "--noise-multiplier": "1", "--epochs": "2", "--batch-size": "100"}
-    words = [word for flag, value in given.items() if flag != left_out for word in (flag, value)]
-    text = printed(["plan", "--num-examples", "2000", *words], capsys)
+@pytest.mark.parametrize(("given", "row"), [("--epsilon=3", "noise multiplier"), *thorough(("--noise-multiplier=1", "ε"))])
+def test_what_follows_is_marked(given, row, capsys):
+    text = printed(["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", given], capsys)
     assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
     assert [row[0] for row in alternatives(text)] == ["→"]
 
@@ -132,23 +123,11 @@ def test_delta_that_permits_publishing_an_example_is_refused(capsys):
     assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
 
 
-@pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("ending", ["png", *thorough("svg", "pdf")])
-def test_picture_is_written(ending, tmp_path, capsys):
-    path = tmp_path / "new" / f"plan.{ending}"
-    printed([*WORDS, "--plot", str(path)], capsys)
-    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--plot", "plan.txt"], "--plot must end in one of .png, .svg, .pdf, got plan.txt."),
         (["--low-pass-filter", "b=0.5"], "The DC gain sum(b)/sum(a) must be 1, got 0.5. Multiply b by 2"),
-        (
-            ["--noise-multiplier", "1"],
-            "Three of --epsilon, --noise-multiplier, --epochs (or --max-steps) and --batch-size must be set, got all",
-        ),
+        (["--noise-multiplier", "1"], "One of --epsilon and --noise-multiplier must be set, got both. Leave one out."),
         (["--batch-size", "3000"], "--batch-size must be at most 2000, got 3000. Lower it."),
         (["--epsilon", "-1"], "--epsilon must be a finite number > 0, got -1.0."),
     ],
@@ -166,5 +145,5 @@ def test_a_batch_size_is_proposed_where_it_is_missing(capsys):
     words = ["plan", "--num-examples", "3668", "--epochs", "2", "--epsilon", "4"]
     assert main(words) == 2
     refusal = capsys.readouterr().err
-    assert "got without --noise-multiplier and --batch-size. Begin with --batch-size 147." in refusal
+    assert refusal == "error: --batch-size must be given. Begin with --batch-size 147.\n"
     assert rows(printed([*words, *re.search(r"(--batch-size) (147)", refusal).groups()], capsys))["expected batch size B"]

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from doppler_hf.run.parameters import parameters_digest
+from doppler_hf.run.digests import parameters_digest
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
 from tests.support.tiers import further

@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config
 
 from doppler_hf import DopplerTrainingArguments
-from doppler_hf.run.refused_models import computes_in_bf16
+from doppler_hf.run.checks.model import computes_in_bf16
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
 

@@ -23,14 +23,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
 from doppler_hf.filters import __all__ as filter_names
-from doppler_hf.optim import DopplerOptimizer, OptimalFIR
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
-from scripts.scattering.train import SCATTERING
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.test_voice import parts
@@ -39,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
 INDEX = ROOT / "recipes" / "RESULTS.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
-RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in (*KINDS.values(), SCATTERING)))
+RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
@@ -79,13 +78,10 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-# Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs. What torch
-# traces, it also looks at in ways against which it warns.
+# Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs.
 @pytest.mark.filterwarnings(
     "ignore:Secure RNG turned off:UserWarning",
     "ignore:Full backward hook is firing:UserWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    "ignore:.* should not be instantiated:DeprecationWarning",
 )
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
@@ -244,7 +240,7 @@ def test_notation_names_what_there_is():
     statement = {field.name for field in dataclasses.fields(PrivacyStatement)}
     galore = {field.name for field in dataclasses.fields(GaloreArguments)}
     code = {*DopplerOptimizer.__init__.__code__.co_varnames, *AllocationSampler.__init__.__code__.co_varnames}
-    coefficients = {"a", "b", "max_grad_norm", "noise_std", OptimalFIR.__name__}
+    coefficients = {"a", "b", "max_grad_norm", "noise_std"}
     assert len(named) > 25
     assert named <= RECIPE_FIELDS | statement | galore | code | coefficients | set(filter_names)
 

@@ -117,14 +117,14 @@ class Watched(DopplerTrainer):
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
         self.passes = self.idle = 0
-        draws = self.private_run.draws
-        begin = draws.begin
+        steps = self.private_run.steps
+        begin = steps.begin
 
         def counted(*args, **options):
             begin(*args, **options)
-            self.idle += draws.num_dummies
+            self.idle += steps.num_dummies
 
-        draws.begin = counted
+        steps.begin = counted
         return values
 
     def compute_per_sample_loss(self, model, inputs):
@@ -311,7 +311,6 @@ CASES = {
     "error": functools.partial(message_of, name="error", act=fail_in_loss),
     "weight": functools.partial(message_of, name="weight", act=move_a_weight, **LONG),
     "shard": functools.partial(message_of, name="shard", act=move_a_shard, **LONG),
-    "taps": functools.partial(message_of, name="taps", model=full_model, low_pass_filter="optimal-fir:taps=4"),
     "die": functools.partial(message_of, name="die", act=die),
 } | {
     f"{what}-{kind}": functools.partial(function, kind=kind, **(FSDP | STATES.get(kind, {}) | options))
@@ -536,7 +535,7 @@ def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
 
 
 ERRORS = ["weight", "shard", "taps"]
-ENDED = "OthersKnow: Another process of this training has ended"
+ENDED = "SharedError: Another process of this training has ended"
 
 
 @pytest.fixture(scope="module")
@@ -556,7 +555,6 @@ def test_an_error_of_one_process_ends_the_others_by_the_closed_connection(tmp_pa
 @pytest.mark.parametrize(
     ("case", "first", "second"),
     [
-        ("taps", *["ValueError: low_pass_filter='optimal-fir:taps=4' cannot be used with trained weights in shards"] * 2),
         (
             "weight",
             *["RuntimeError: The weights must be the same on all processes, got different ones on process 1 than"] * 2,

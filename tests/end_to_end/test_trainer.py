@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
-from doppler_hf.run.refusals import refuse_of_trainer
+from doppler_hf.run.checks.trainer import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, Recorder, assert_trained_alike, trained, trainer_of, weights
 

@@ -107,7 +107,7 @@ def written_by(kind, folder, monkeypatch, capsys, **options):
     [
         (dict(clipping="vanilla"), set()),
         (dict(report_train_loss="private", per_sample_max_loss=5.0), {"loss", "train_loss"}),
-        (dict(low_pass_filter="optimal-fir:taps=2"), set()),
+        (dict(low_pass_filter="second-order"), set()),
     ],
 )
 def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, capsys, options, also):

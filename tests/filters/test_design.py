@@ -1,6 +1,5 @@
 """Designs have the shape that was asked for and unit gain; what has not is refused."""
 
-import math
 import re
 
 import numpy as np
@@ -10,9 +9,6 @@ import scipy.signal
 from doppler_hf.filters import (
     PAPER_FILTERS,
     butterworth,
-    chebyshev1,
-    chebyshev2,
-    from_coefficients,
     momentum,
     moving_average,
     noise_gain,
@@ -41,26 +37,6 @@ def test_presets_are_the_rows_of_the_paper():
         assert PAPER_FILTERS[name].a == (1.0, *(value / denominator for value in a))
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_chebyshev1_has_unit_dc_gain_and_its_ripple(order):
-    ripple_db = 1.0
-    low_pass_filter = chebyshev1(order, 0.2, ripple_db)
-    _, gains = scipy.signal.freqz(low_pass_filter.b, low_pass_filter.a, worN=np.linspace(0, 0.2, 2001), fs=2)
-    decibels = 20 * np.log10(np.abs(gains))
-    np.testing.assert_allclose(decibels[0], 0, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(decibels.max() - decibels.min(), ripple_db, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
-@pytest.mark.parametrize("attenuation_db", [3.0, 40.0])
-def test_chebyshev2_attenuates_its_stopband(order, attenuation_db):
-    low_pass_filter = chebyshev2(order, 0.3, attenuation_db)
-    assert low_pass_filter.order == order
-    _, gains = scipy.signal.freqz(low_pass_filter.b, low_pass_filter.a, worN=np.linspace(0.3, 1, 2001), fs=2)
-    np.testing.assert_allclose(np.abs(gains).max(), 10 ** (-attenuation_db / 20), rtol=1e-6, atol=0)
-    np.testing.assert_allclose(sum(low_pass_filter.b) / sum(low_pass_filter.a), 1, rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize("taps", [1, 4, 7])
 def test_moving_average_is_the_mean_of_the_last(taps):
     signal = np.random.default_rng(0).normal(size=30)
@@ -73,23 +49,12 @@ def test_moving_average_is_the_mean_of_the_last(taps):
     )
 
 
-@pytest.mark.parametrize(("b", "a"), [((1, 2, 1), (58, -92, 38)), ((0.5, 1, 0.5), (-1, 0.4)), ((3,), (2,))])
-def test_coefficients_of_any_scale_keep_their_shape(b, a):
-    low_pass_filter = from_coefficients(b, a)
-    assert low_pass_filter.a[0] == 1.0
-    frequencies = np.linspace(0, 1, 50)
-    _, gains = scipy.signal.freqz(b, a, worN=frequencies, fs=2)
-    _, rescaled = scipy.signal.freqz(low_pass_filter.b, low_pass_filter.a, worN=frequencies, fs=2)
-    np.testing.assert_allclose(rescaled, gains / gains[0], rtol=1e-12, atol=1e-14)
-
-
 def test_coefficients_that_lost_the_shape_of_their_design_are_refused():
-    b, a = scipy.signal.cheby1(8, 1.0, 0.02)
-    # An even order has the bottom of its ripple both at frequency zero and at the cutoff.
-    at_zero, at_cutoff = np.abs(scipy.signal.freqz(b, a, worN=[0.0, 0.02], fs=2)[1])
-    assert abs(at_cutoff / at_zero - 1) > 1e-3
-    with pytest.raises(ValueError, match=r"gain of 1 at the cutoff, got 1\.\d+: float64 cannot hold its poles"):
-        chebyshev1(8, 0.02, 1.0)
+    b, a = scipy.signal.butter(10, 0.02)
+    gain = abs(scipy.signal.freqz(b, a, worN=[0.02], fs=2)[1][0] / scipy.signal.freqz(b, a, worN=[0.0], fs=2)[1][0])
+    assert abs(gain - 0.5**0.5) > 1e-3
+    with pytest.raises(ValueError, match=r"gain 0\.7071 at the cutoff, got 0\.\d+: float64 cannot hold its poles"):
+        butterworth(10, 0.02)
 
 
 def test_a_cutoff_too_low_for_its_order_is_refused():
@@ -104,13 +69,8 @@ def test_a_cutoff_too_low_for_its_order_is_refused():
         (lambda: butterworth(1.5, 0.5), "order must be an integer of at least 1, got 1.5"),
         (lambda: butterworth(2, 1.0), "cutoff must be a fraction of Nyquist inside (0, 1), got 1.0."),
         (lambda: butterworth(2, 0.5j), "cutoff must be a fraction of Nyquist inside (0, 1), got 0.5j."),
-        (lambda: chebyshev1(2, 0.5, 0.0), "ripple_db must be a positive number of decibels, got 0.0."),
-        (lambda: chebyshev2(2, 0.5, math.nan), "attenuation_db must be a positive number of decibels, got nan."),
         (lambda: moving_average(0), "taps must be an integer of at least 1, got 0"),
         (lambda: momentum(1.0), "beta must be a decay in [0, 1), got 1.0."),
-        (lambda: from_coefficients((1.0,), (0.0, 1.0)), "must not be 0, got a=(0.0, 1.0)"),
-        (lambda: from_coefficients((1.0, -1.0)), "The DC gain sum(b)/sum(a) must be 1, got 0. Choose b with"),
-        (lambda: from_coefficients((1j,)), "b[0] must be a finite real number, got 1j."),
     ],
 )
 def test_bad_designs_are_refused_with_the_value(design, message):

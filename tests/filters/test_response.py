@@ -8,7 +8,6 @@ from doppler_hf.filters import (
     PAPER_FILTERS,
     LowPassFilter,
     frequency_response,
-    from_coefficients,
     group_delay,
     impulse_response,
     step_response,
@@ -21,9 +20,11 @@ def random_filters(draw):
     real = draw(st.lists(st.floats(-0.6, 0.95), max_size=3))
     pairs = draw(st.lists(st.tuples(st.floats(0, 0.9), st.floats(0.1, 1.5)), max_size=1))
     conjugates = [radius * np.exp(sign * 1j * angle) for radius, angle in pairs for sign in (1, -1)]
-    b = draw(st.lists(st.floats(-0.2, 1), min_size=1, max_size=5))
+    b = np.array(draw(st.lists(st.floats(-0.2, 1), min_size=1, max_size=5)))
+    a = np.poly([*real, *conjugates]).real if real or conjugates else np.ones(1)
     try:
-        return from_coefficients(b, np.poly([*real, *conjugates]).real if real or conjugates else (1.0,))
+        with np.errstate(all="ignore"):  # a sum of b that is 0, or so small that its inverse is infinite
+            return LowPassFilter(b=tuple(b / b.sum() * a.sum()), a=tuple(a))
     except ValueError:
         reject()
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.optim.galore import BASIS_CHANGES, PROJECTORS, add_lifted, find_basis, project, rotated
-from tests.support.optimizers import normal, parameters
-from tests.support.reference import doppler_trajectory
+from doppler_hf.optim.galore import add_lifted, find_basis, project, rotated
+from tests.support.optimizers import doppler_optimizer, normal, parameters
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(5, 9), (9, 5), (6, 6)]
@@ -41,7 +39,7 @@ def step(optimizer, params, seed, change=lambda p, grad: grad):
 
 
 def optimizer_of(params, **options):
-    return DopplerOptimizer(
+    return doppler_optimizer(
         params, **{"lr": 0.05, "low_pass_filter": SECOND_ORDER, "rank": 2, "update_proj_gap": 3} | options
     )
 
@@ -52,33 +50,33 @@ def assert_close(actual, expected, tolerance=1e-12):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("projector", PROJECTORS)
-def test_bases_are_orthonormal(projector, shape, dtype, tolerance):
+def test_bases_are_orthonormal(shape, dtype, tolerance):
     matrices = [normal(*shape), normal(shape[0], 1) @ normal(1, shape[1]), torch.zeros(shape, dtype=torch.float64)]
     for rank in range(1, min(shape) + 1):
         for matrix in matrices:
             basis = None
             for _ in range(2):  # the second one starts warm
-                basis = find_basis(matrix.to(dtype), rank, projector=projector, previous=basis)
+                basis = find_basis(matrix.to(dtype), rank, previous=basis)
                 assert basis.shape == (min(shape), rank)
                 assert_close(basis.T @ basis, torch.eye(rank, dtype=dtype), tolerance)
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_svd_projects_as_galore_does_and_as_well_as_can_be(shape, rank):
+def test_the_first_basis_projects_as_galores_and_as_well_as_can_be(shape, rank):
+    """Of a side that random columns span as a whole; eigenvalues, of squares, have half the digits."""
     matrix = normal(*shape)
-    approximation = lifted(matrix, find_basis(matrix, rank, projector="svd")).numpy()
-    np.testing.assert_allclose(approximation, galore_projection(matrix.numpy(), rank), atol=1e-12, rtol=1e-12)
+    approximation = lifted(matrix, find_basis(matrix, rank)).numpy()
+    np.testing.assert_allclose(approximation, galore_projection(matrix.numpy(), rank), atol=1e-9, rtol=1e-9)
     left, values, right = np.linalg.svd(matrix.numpy(), full_matrices=False)
     best = left[:, :rank] * values[:rank] @ right[:rank]
-    np.testing.assert_allclose(approximation, best, atol=1e-12, rtol=1e-12)
+    np.testing.assert_allclose(approximation, best, atol=1e-9, rtol=1e-9)
 
 
-def test_warm_is_one_step_of_subspace_iteration():
+def test_a_new_basis_is_one_step_of_subspace_iteration():
     matrix, previous = normal(9, 14), orthonormal(9, 3)
     expected = np.linalg.qr(matrix.numpy() @ matrix.numpy().T @ previous.numpy())[0]
-    basis = find_basis(matrix, 3, projector="warm", previous=previous).numpy()
+    basis = find_basis(matrix, 3, previous=previous).numpy()
     np.testing.assert_allclose(basis @ basis.T, expected @ expected.T, atol=1e-12, rtol=1e-12)
 
 
@@ -140,8 +138,7 @@ def test_a_rotated_second_moment_is_never_negative_and_stays_isotropic(wide, dty
     assert rotated([], None, old=old, new=new, wide=wide) == ([], None)
 
 
-@pytest.mark.parametrize("basis_change", BASIS_CHANGES)
-def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, monkeypatch):
+def test_adam_bc_subtracts_the_variance_that_projected_noise_has(monkeypatch):
     shape = (512, 32)
     bases = iter(range(100))
     monkeypatch.setattr(
@@ -149,37 +146,18 @@ def test_adam_bc_subtracts_the_variance_that_projected_noise_has(basis_change, m
         lambda matrix, rank, **_: orthonormal(min(shape), rank, seed=next(bases)).float(),
     )
     p, noise_std, beta2, gap = torch.nn.Parameter(torch.zeros(shape)), 0.3, 0.9999, 40
-    constants = {"base": "adam_bc", "noise_std": noise_std, "beta2": beta2, "basis_change": basis_change}
+    constants = {"base": "adam_bc", "noise_std": noise_std, "beta2": beta2}
     optimizer = optimizer_of([p], rank=8, update_proj_gap=gap, **constants)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5 * gap):
         p.grad = noise_std * torch.randn(shape, generator=generator)
         optimizer.step()
     state = optimizer.state[p]
-    steps = gap if basis_change == "reset" else 5 * gap
+    steps = 5 * gap
     assert state["step"] == steps
     # A mean of `steps` squares in each of 8·512 coordinates; 5 standard errors are a false alarm once in 10⁶ times.
     ratio = state["exp_avg_sq"].double().mean().item() / (1 - beta2**steps) / noise_std**2
     np.testing.assert_allclose(ratio, 1.0, atol=5 * math.sqrt(2 / (8 * 512 * steps)), rtol=0)
-
-
-@pytest.mark.parametrize("gap", [1, 4])
-@pytest.mark.parametrize("basis_change", ["rotate", "reset"])
-@pytest.mark.parametrize("base", BASES)
-def test_equals_algorithm_3_at_the_largest_rank_with_bases_of_its_own(base, basis_change, gap):
-    """Signs of singular vectors cancel out, unless coordinates are kept."""
-    x, grads = normal(4, 6).numpy(), [normal(4, 6, seed=seed).numpy() for seed in range(10)]
-    constants = {"lr": 0.05, "base": base, "beta2": 0.98, "eps": 0.01, "noise_std": 0.05, "weight_decay": 0.1}
-    constants |= {"rank": 3, "update_proj_gap": gap, "basis_change": basis_change}
-    b, a = SECOND_ORDER.b, SECOND_ORDER.a[1:]
-    expected = doppler_trajectory(x.copy(), grads, b=b, a=a, floor=1e-4, **constants)
-    floor = {"floor": 1e-4} if base == "adam_bc" else {}
-    p = torch.nn.Parameter(torch.tensor(x))
-    optimizer = DopplerOptimizer([p], low_pass_filter=SECOND_ORDER, projector="svd", **constants, **floor)
-    for grad, after in zip(grads, expected, strict=True):
-        p.grad = torch.tensor(grad)
-        optimizer.step()
-        np.testing.assert_allclose(p.detach().numpy(), after, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -201,7 +179,7 @@ def test_groups_have_their_own_rank_gap_and_scale():
         {"rank": 1, "update_proj_gap": 2, "scale": 2.0, "lr": 0.01},
         {"rank": 3, "weight_decay": 0.1},
         {"rank": None},
-        {"update_proj_gap": 5},
+        {"rank": 2, "update_proj_gap": 5},
     ]
     shapes = [(5, 9), (9, 5), (6, 6), (4, 7)]
     together, alone = parameters(*shapes), parameters(*shapes)
@@ -238,11 +216,3 @@ def test_group_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": parameters((5, 9), (20,))} | options)
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_rank_that_no_group_follows_is_refused():
-    (matrix, vector) = parameters((5, 9), (7,))
-    with pytest.raises(ValueError, match="rank must be below the shorter side of some matrix, got 2"):
-        optimizer_of([vector])
-    with pytest.raises(ValueError, match="rank must be below the shorter side of some matrix, got 2"):
-        optimizer_of([{"params": [matrix], "rank": None}, {"params": [vector]}])

@@ -5,7 +5,7 @@ import torch
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import update as module
-from doppler_hf.optim.low_pass import FixedFilter, padded_coefficients
+from doppler_hf.optim.low_pass import padded_coefficients
 from doppler_hf.optim.update import ParameterTensors, StepConstants, slices, update
 from tests.support.optimizers import normal
 
@@ -21,7 +21,7 @@ def test_slices_make_the_step_of_the_whole(has_moment, monkeypatch):
         v = order(normal(5, 50, seed=4).square()) if has_moment else None
         parts = list(slices(ParameterTensors(weight, grad, states, v)))
         for part in parts:
-            update(part, StepConstants(FixedFilter.advance, coefficients, **NUMBERS))
+            update(part, StepConstants(coefficients, **NUMBERS))
         return len(parts), [weight, *states, *([v] if has_moment else [])]
 
     number, whole = stepped()
@@ -37,7 +37,5 @@ def test_decay_and_step_of_half_precision_are_rounded_once_together():
     # Alone, either would be lost: the next number below 1 is 0.0039 away.
     weight, grad = torch.ones(3, dtype=torch.bfloat16), torch.ones(3)
     coefficients = padded_coefficients(PAPER_FILTERS["none"])
-    update(
-        ParameterTensors(weight, grad, []), StepConstants(FixedFilter.advance, coefficients, step_size=0.0015, decay=0.9985)
-    )
+    update(ParameterTensors(weight, grad, []), StepConstants(coefficients, step_size=0.0015, decay=0.9985))
     assert torch.equal(weight, torch.full_like(weight, 0.99609375))

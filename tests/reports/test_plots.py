@@ -6,8 +6,7 @@ import scipy.signal
 from matplotlib.figure import Figure
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.reports.planned_runs import PlannedRun
-from doppler_hf.reports.plots import plot_filters, plot_planned_runs
+from doppler_hf.reports.plots import plot_filters
 
 
 @pytest.fixture
@@ -21,27 +20,6 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return kept
-
-
-def test_planned_runs_are_drawn_as_they_are(tmp_path, figures):
-    table = {
-        epochs: [PlannedRun(1000, batch_size, 4 * batch_size, epochs + batch_size / 10, 0.5) for batch_size in (10, 20, 40)]
-        for epochs in (1.0, 2.5)
-    }
-    plot_planned_runs(table, table[2.5][1], tmp_path / "new" / "plan.png", title="a title")
-    assert (tmp_path / "new" / "plan.png").stat().st_size > 5000
-    (figure,) = figures
-    assert figure.get_suptitle() == "a title"
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["1", "2.5"]
-    names = ("noise_multiplier", "noise_std", "average_noise_std")
-    for axes, name in zip(figure.axes, names, strict=True):
-        *curves, mark = axes.get_lines()
-        for curve, runs in zip(curves, table.values(), strict=True):
-            assert list(curve.get_xdata()) == [10, 20, 40]
-            assert list(curve.get_ydata()) == [getattr(run, name) for run in runs]
-        assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([20], [getattr(table[2.5][1], name)])
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20", "40"]
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
 def test_filters_are_drawn_as_scipy_has_them(tmp_path, figures):

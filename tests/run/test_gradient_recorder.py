@@ -8,15 +8,15 @@ import scipy.signal
 import scipy.stats
 import torch
 
-from doppler_hf.run import projection as projection_module
-from doppler_hf.run.gradient_recorder import GradientRecorder, Projection
+from doppler_hf.run import count_sketch
+from doppler_hf.run.gradient_recorder import CountSketch, GradientRecorder
 from tests.support.trainers import Recorder, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
 
 def projection(number, *, seed=0, dimensions=8):
-    return Projection(number, dimensions=dimensions, seed=seed)
+    return CountSketch(number, dimensions=dimensions, seed=seed)
 
 
 def matrix(number, **options):
@@ -32,7 +32,7 @@ def matrix(number, **options):
 def width(request, monkeypatch):
     """Tables of 13 columns, or of all coordinates."""
     if request.param == "several rows":
-        monkeypatch.setattr(projection_module, "TABLE_WIDTH", 13)
+        monkeypatch.setattr(count_sketch, "TABLE_WIDTH", 13)
 
 
 @pytest.mark.usefixtures("width")

@@ -37,7 +37,7 @@ SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 
 def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
-    statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
+    statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape)
     model = nn.Linear(1, num_trained, bias=False, device="meta") if model is None else model
     return chosen_learning_rate(args, statement, model=model)
 
@@ -171,6 +171,23 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         (tmp_path / str(share)).mkdir()
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(learning_rate=1.0), " times above the "),
+        (dict(learning_rate=0.0), "learning_rate=0 moves no weight: leave it out"),
+        (
+            dict(warmup_steps=5),
+            "the warmup lasts all 2 steps, so that the learning rate never arrives: shorten warmup_steps",
+        ),
+        (dict(target_epsilon=1e6, noise_multiplier=None), "ε above 10 promises little: from 1 to 8 is usual"),
+    ],
+    ids=str,
+)
+def test_what_learns_or_protects_little_is_told_of(options, words, tmp_path, capsys):
+    assert words in told(tmp_path, capsys, **options)
 
 
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):

@@ -16,10 +16,9 @@ from transformers import BertForSequenceClassification, TrainerCallback, Trainer
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.run import replicas
+from doppler_hf.run import processes
 from doppler_hf.run.earlier_ledgers import ledgers_of
 from doppler_hf.run.ledger_callback import PrivacyCallback
-from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, said, statement
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of, weights
@@ -99,13 +98,11 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 
 
 def test_only_process_0_writes(tmp_path):
-    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
-    callback = PrivacyCallback(lambda: run)
-    run.ledger, run.affordable_steps = PrivacyLedger.open(statement()), 5
-    callback.ledger = run.ledger
+    callback, ledger = PrivacyCallback(), PrivacyLedger.open(statement())
+    counting = types.SimpleNamespace(reserve=lambda: ledger.reserve(at_most=5) and ledger, count_release=ledger.record_step)
+    callback.run, callback.ledger = types.SimpleNamespace(steps=counting), ledger
     args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
     callback.on_step_begin(args, state, control)
-    run._draws = types.SimpleNamespace(is_released=True, num_non_finite=0)
     callback.on_pre_optimizer_step(args, state, control)
     callback.on_train_end(args, state, control, model=tiny_bert())
     callback.end_run(args, state, model=tiny_bert())
@@ -115,13 +112,13 @@ def test_only_process_0_writes(tmp_path):
 
 def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatch):
     mine, theirs = after(PrivacyLedger.open(statement()), 3), after(PrivacyLedger.open(statement()), 5)
-    callback = PrivacyCallback(lambda: None)
+    callback = PrivacyCallback()
     callback.ledger = mine
     PartialState()
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
-    monkeypatch.setattr(replicas, "broadcast_object_list", lambda objects: [theirs])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [theirs])
     assert callback.earlier_ledger(None, folder="", model=tiny_bert()) is theirs
-    monkeypatch.setattr(replicas, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
     with pytest.raises(ValueError, match="refused on process 0"):
         callback.earlier_ledger(None, folder="", model=tiny_bert())
 

@@ -75,7 +75,7 @@ def test_what_is_not_private_is_not_called_so(terms, why):
 def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tmp_path):
     path, ledger = tmp_path / "README.md", all_events(private=False)
     path.write_text(CARD)
-    complete_card(path, arguments(tmp_path), ledger=ledger, rate_words="0.0125 (as given)", filter_words="none (auto)")
+    complete_card(path, arguments(tmp_path), ledger=ledger, words={"rate": "0.0125 (as given)", "filter": "none (auto)"})
     lines = "- learning_rate: 0.0125 (as given)\n- optimizer: adam_bc, of doppler_hf; filter: none (auto)"
     card = CARD.replace("- learning_rate: None\n- optimizer: Transformers'", lines)
     expected = card + "\n" + privacy_section(ledger)

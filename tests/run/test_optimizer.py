@@ -4,18 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.optim import OptimalFIR
 from tests.support.trainers import trained, trainer_of
-
-
-def test_the_taps_of_an_optimal_fir_are_the_optimizers(tmp_path, capsys):
-    trainer = trained(trainer_of(tmp_path, low_pass_filter="optimal-fir: update_gap=7, taps=4", max_steps=3))
-    assert trainer.optimizer.optimizer.low_pass_filter == OptimalFIR(taps=4, update_gap=7)
-    assert "optimal-fir:taps=4,update_gap=7" in capsys.readouterr().out
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 def test_a_head_may_learn_faster_as_the_docs_have_it(tmp_path):

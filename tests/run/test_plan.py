@@ -10,7 +10,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.plan import averaged_noise, planned_statement
+from doppler_hf.run.plan import Earlier, averaged_noise, planned_statement
 from doppler_hf.run.summary import drowned
 from tests.support.ledgers import after
 from tests.support.tiny import text_data
@@ -24,8 +24,8 @@ def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     options = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=100) | overrides
     args = arguments(tmp_path, **options)
     shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)
-    terms = dict(sampler=SAMPLER, noise_shape=shape, noise_source="a coin")
-    return planned_statement(args, **terms, earlier=earlier, first_step=first_step)
+    terms = dict(sampler=SAMPLER, noise_shape=shape)
+    return planned_statement(args, **terms, earlier=Earlier(None, first_step, earlier))
 
 
 def ledger_after(steps, plan, *, continues=None, from_step=0):

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import types
 import warnings
 
 import dp_accounting
@@ -15,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.run import replicas
+from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -41,7 +42,8 @@ def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
 
 
 def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
-    run = PrivateRun(arguments(tmp_path), text_data(), expected_batch_size=8, num_trained=1)
+    run = PrivateRun(arguments(tmp_path), text_data(), num_trained=1)
+    run.steps = types.SimpleNamespace()
     run.mechanism = GaussianMechanism(noise_multiplier=0.9, max_grad_norm=1.0, expected_batch_size=8)
     with pytest.raises(AssertionError):
         run.begin(step=0)
@@ -102,7 +104,8 @@ def released(folder, *, passes, **overrides):
 
     class With(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.private_run.draws.sharding.most_passes = lambda number: number + passes
+            sharding = trainer.private_run.steps.sharding
+            sharding.is_asked_for, sharding.most_passes = True, lambda number: number + passes
             trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
 
     trainer.add_callback(With())
@@ -318,10 +321,10 @@ def test_a_gradient_that_the_mechanism_did_not_make_is_no_private_step(tmp_path)
 def test_processes_train_by_the_same_terms_but_for_how_sigma_is_rounded(name, other, is_refused):
     terms = [{name: 1.0, "noise_shape": "white"}, {name: other, "noise_shape": "white"}]
     if not is_refused:
-        replicas.refuse_different_terms(terms)
+        processes.refuse_different_terms(terms)
         return
     with pytest.raises(ValueError, match=rf"{name} must be the same on all processes, got 1\.0 on process 0 and "):
-        replicas.refuse_different_terms(terms)
+        processes.refuse_different_terms(terms)
 
 
 class _TwoProcesses:
@@ -331,21 +334,14 @@ class _TwoProcesses:
     get_world_size = staticmethod(lambda: 2)
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["before", "during"])
-def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, monkeypatch, early):
+def test_processes_that_would_each_draw_from_all_examples_are_refused(tmp_path, monkeypatch):
     """Their sums are added up under the noise of one: who was drawn by both counts twice."""
-
-    class BeginsGroup(TrainerCallback):
-        def on_step_end(self, *_, **__):
-            monkeypatch.setattr(replicas, "dist", _TwoProcesses)
-
     recorder = Recorder()
-    trainer = trainer_of(tmp_path, callbacks=[recorder, BeginsGroup()])
-    if early:
-        monkeypatch.setattr(replicas, "dist", _TwoProcesses)
+    trainer = trainer_of(tmp_path, callbacks=[recorder])
+    monkeypatch.setattr(processes, "dist", _TwoProcesses)
     with pytest.raises(ValueError, match=r"got 2 and 1 processes: .* Start with `accelerate launch`"):
         trainer.train()
-    assert len(recorder.gradients) == (0 if early else 1)
+    assert recorder.gradients == []
 
 
 def not_finite(rows=24):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
@@ -33,6 +33,15 @@ def test_an_adapter_that_is_called_when_it_is_saved_is_saved_during_training(tmp
     model = get_peft_model(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
     trainer_of(tmp_path, model=model, **CHECKPOINTS).train()
     assert "prompt_embeddings" in load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
+
+
+def test_a_callback_that_is_added_at_a_resume_is_saved(tmp_path):
+    """Transformers looks for it in the state of the checkpoint, which ended the run with a KeyError."""
+    evaluating = dict(eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, **CHECKPOINTS)
+    trainer_of(tmp_path, **evaluating).train()
+    resumed = trainer_of(tmp_path, callbacks=[EarlyStoppingCallback(2)], **evaluating | {"max_steps": 6})
+    resumed.train(resume_from_checkpoint=True)
+    assert "EarlyStoppingCallback" in (tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text()
 
 
 def verified(folder):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.run.parameters import digests_of, parameters_digest, untrained_digest
+from doppler_hf.run.digests import digests_of, parameters_digest, untrained_digest
 from doppler_hf.run.sharded_states import whole_state
 from doppler_hf.run.sharding import Sharding, groups_of, hidden_from_trainer, shared_by_layers
 from tests.support.tiny import tiny_bert

@@ -8,19 +8,16 @@ import pytest
 import torch
 
 from doppler_hf.privacy import token_losses
-from scripts.bench import engine, estimates, large_data, noise, optimizer, processes, rounding, small_networks
+from scripts.bench import engine, estimates, noise, optimizer, rounding, small_networks
 
-SIZES = ["--layers=2", "--hidden=16", "--vocabulary=50", "--length=8", "--batch_size=2", "--steps=2", "--lora_r=2"]
 TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
 # Module → command line, the flag of the file, and how many lines.
 RUNS = {
     engine: ([*TINY, "--works=vit-full", "--engines=book_keeping", "--norm_rule=ghost"], "output", 1),
     estimates: (["--points=tiny", "--steps=1"], "results", 1),
-    large_data: (["--works=draw,draw units", "--rows=500", "--batch_size=20", "--steps=2"], "results", 2),
     noise: (["--count=70000", "--pairs=2", "--threads=1", "--tensors=3"], "results", len(noise.WAYS)),
-    optimizer: ([*TINY, "--works=galore,adaptive"], "output", 3),
-    processes: (SIZES, "results", 1),
-    rounding: (["--scale=tiny", "--groups=keys,layers", "--lengths=8", "--seeds=1"], "output", 3 + 2 * 42),
+    optimizer: ([*TINY, "--works=galore"], "output", 1),
+    rounding: (["--scale=tiny", "--groups=layers,padding", "--lengths=8", "--seeds=1"], "output", 14 * 2 + 5 * 2 * 3),
     small_networks: (["--steps=2", "--pairs=1", "--batch_size=20"], "output", 1),
 }
 
@@ -30,10 +27,9 @@ def here(monkeypatch):
     """Memory is measured in processes of their own, which take their time: not here."""
     for module in (engine, optimizer):
         monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: 1.0 + abs(function(*arguments)))
-    for module in (estimates, large_data):
-        monkeypatch.setattr(module, "in_child", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(estimates, "in_child", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(estimates, "memory_now", lambda device: 0)  # the tests before this one have left memory to take
-    monkeypatch.setitem(estimates.POINTS, "tiny", dataclasses.replace(estimates.TINY["bert"], processes=1))
+    monkeypatch.setitem(estimates.POINTS, "tiny", estimates.TINY["bert"])
 
 
 def lines(path):

@@ -5,16 +5,22 @@ from pathlib import Path
 
 import pytest
 
+import doppler_hf
 from scripts.experiments import compatibility
 
 PAGE = Path(__file__).parents[2] / "recipes" / "results" / "compatibility.md"
 
 
 def cells_of(page):
-    """Return model → way → cell of a page."""
-    header, _, *rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    ways = [way.strip("| ") for way in header]
-    return {row[0].strip("`"): dict(zip(ways, row[1:], strict=True)) for row in rows}
+    """Return model → way → ✓, –, or the number of a note in brackets, of a page."""
+    found = {}
+    for models, left in re.findall(r"^\| (`.*) \| (.*) \|$", page, flags=re.MULTILINE):
+        cells = dict.fromkeys(compatibility.WAYS, compatibility.TRAINS)
+        for part in left.split("; ") if left != compatibility.NOTHING else ():
+            names, _, mark = part.rpartition(" ")
+            cells |= dict.fromkeys(compatibility.WAYS if names == compatibility.ALL else names.split(", "), mark)
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", models), cells)
+    return found
 
 
 def notes_of(page):
@@ -44,6 +50,24 @@ def test_a_cell_is_what_training_says(model, way, kind, capsys):
 
 def test_the_page_has_all_flows_of_the_script():
     table = cells_of(PAGE.read_text())
-    assert list(table) == list(compatibility.MODELS)
+    assert sorted(table) == sorted(compatibility.MODELS)
     assert all(list(row) == list(compatibility.WAYS) for row in table.values())
-    assert len(table) * len(compatibility.WAYS) >= 90
+    cells = [cell for row in table.values() for cell in row.values()]
+    marks = {mark.strip("[]") for mark in cells} - {compatibility.TRAINS, "–"}
+    assert marks == notes_of(PAGE.read_text()).keys()
+    # The figures of the text are those of the table.
+    counts = len(cells), cells.count(compatibility.TRAINS), sum("[" in cell for cell in cells), cells.count("–")
+    assert "Of {} combinations {} train, {} are refused in one line ([note]), and {} are".format(*counts) in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "ours"),
+    [
+        (Path(doppler_hf.__file__).with_name("trainer.py"), True),
+        ("/clones/doppler_hf/.venv/lib/transformers/trainer.py", False),
+    ],
+)
+def test_an_error_is_ours_by_its_module_and_not_by_the_folder_of_the_clone(file, ours):
+    with pytest.raises(ValueError, match="no") as raised:
+        exec(compile("raise ValueError('no')", file, "exec"))
+    assert compatibility.is_ours(raised.value) == ours

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceCla
 import doppler_hf
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.workloads.arguments import parse_args
-from doppler_hf.workloads.causal_lm import CausalLMArguments
 from doppler_hf.workloads.data_sources import GLUE_TASKS
 from doppler_hf.workloads.glue import GlueArguments
 from doppler_hf.workloads.images import ImageArguments
+from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
-from scripts import causal_lm, dpo, glue, glue_prompt, image_classification, sft
-from scripts.scattering import train as scattering
-from tests.support.folders import END, MASKED_LMS, write_bert, write_glue, write_gpt2, write_masked_lm, write_texts
+from scripts import causal_lm, dpo, glue, image_classification, sft
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
 from tests.support.tiers import combined, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "glue": (glue, GlueArguments),
     "image": (image_classification, ImageArguments),
-    "scattering": (scattering, scattering.ScatteringArguments),
     "causal_lm": (causal_lm, CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
@@ -64,8 +62,8 @@ def texts_dir(tmp_path):
     return write_texts(tmp_path / "texts")
 
 
-def run_glue(task_name, data, model, out, *flags, script=glue):
-    script.main(
+def run_glue(task_name, data, model, out, *flags):
+    glue.main(
         [
             *(f"--task_name={task_name}", f"--dataset_dir={data}", f"--model_name_or_path={model}"),
             *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=8"),
@@ -88,18 +86,6 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     assert (out / weights).is_file()
     if not lora:
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
-
-
-@pytest.mark.parametrize(
-    "lora", [(), pytest.param(("--lora_r=2", "--lora_target_modules=all-linear"), marks=pytest.mark.thorough)]
-)
-def test_glue_with_a_prompt(tmp_path, data_dir, lora):
-    model = write_masked_lm(tmp_path / "model", MASKED_LMS["roberta"]())
-    out, data = tmp_path / "out", data_dir("qnli")
-    results = run_glue("qnli", data, model, out, *PRIVATE, *lora, script=glue_prompt)
-    assert np.isfinite(results["eval_accuracy"])
-    if not lora:  # and it can be trained on
-        run_glue("qnli", data, out, tmp_path / "again", *PRIVATE, script=glue_prompt)
 
 
 def run_digits(out, *flags):
@@ -173,8 +159,7 @@ def test_recipe_parses_and_names_its_own_launch_line(path, tmp_path):
     assert script is not glue or args.task_name in GLUE_TASKS
     relative = path.relative_to(ROOT)
     header = path.read_text().splitlines()[:3]
-    launched = "-m scripts.scattering.train" if script is scattering else f"scripts/{Path(script.__file__).name}"
-    assert header[0] == f"# Launch:   accelerate launch {launched} {relative}"
+    assert header[0] == f"# Launch:   accelerate launch scripts/{Path(script.__file__).name} {relative}"
     assert header[1].startswith("# Hardware: ")
     assert header[2].startswith("# Metric: ")
     assert f"\noutput_dir: runs/{path.stem}\n" in path.read_text()

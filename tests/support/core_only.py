@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-HIDDEN = {"datasets", "evaluate", "matplotlib", "peft", "PIL", "pyarrow", "sklearn"}
+HIDDEN = {"datasets", "matplotlib", "peft", "PIL", "pyarrow", "sklearn"}
 
 
 class Finder(PathFinder):

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from doppler_hf import kernels
-from doppler_hf.privacy import bits
-from doppler_hf.run import draws
+from doppler_hf.privacy import random_words
+from doppler_hf.run import steps
 from scripts.bench.roofline import is_free
 
 FAR = "far"
@@ -113,9 +113,9 @@ def far_away(device=FAR):
         (torch, "Generator"): lambda device=None: torch.default_generator,
         (_Module, "here"): True,
         # What Transformers makes, words and normals, it makes with memory, and then moves in.
-        (draws, "fill_generators"): _outside(draws.fill_generators),
-        (bits.BitStream, "bits"): _outside(bits.BitStream.bits),
-        (bits.SecretBits, "fill"): _filled(bits.SecretBits.fill, mode),
+        (steps, "fill_generators"): _outside(steps.fill_generators),
+        (random_words.BitStream, "bits"): _outside(random_words.BitStream.bits),
+        (random_words.SecretBits, "fill"): _filled(random_words.SecretBits.fill, mode),
         (kernels, "address_of"): lambda values: next(addresses),
         (kernels, "are_usable"): lambda device: device.type == FAR,
     }

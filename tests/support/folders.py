@@ -4,32 +4,17 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Image
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
     BertForSequenceClassification,
     BertTokenizerFast,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2TokenizerFast,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaTokenizerFast,
 )
 
 from doppler_hf.workloads.data_sources import GLUE_TASKS
 
 WORDS = ["good", "bad", "fine", "poor", "film", "plot", "the", "a"]
 SPECIAL_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-SAID = ". , ? it was this is terrible great yes no maybe correct incorrect a good bad film fine poor plot the [ ] mask"
-PROMPT_WORDS = [*SPECIAL_WORDS, *SAID.split()]
-_MASKED_LM = {
-    "vocab_size": len(PROMPT_WORDS), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 32, "max_position_embeddings": 40,
-}  # fmt: skip
-MASKED_LMS = {
-    "bert": lambda: BertForMaskedLM(BertConfig(**_MASKED_LM)),
-    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**_MASKED_LM, pad_token_id=0)),
-}
 END = 27  # the end of a text, in the tokenizer of `write_gpt2`
 
 
@@ -47,27 +32,6 @@ def write_bert(folder, num_hidden_layers=2):
     )
     BertForSequenceClassification(config).save_pretrained(folder)
     return folder
-
-
-def write_masked_lm(folder, model: PreTrainedModel):
-    """A masked language model, and a tokenizer that knows the words of all prompts."""
-    BertTokenizerFast(vocab={word: row for row, word in enumerate(PROMPT_WORDS)}).save_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
-
-
-def byte_tokenizer():
-    """A tokenizer of RoBERTa's kind, for which a word after a space or with a capital letter is another one."""
-    merged = ["Ġgreat", "Ġterrible", "ĠYes", "ĠMaybe", "ĠNo", "ĠIt", "Ġwas", "Ġit", "ĠThis", "Ġis"]
-    vocab, merges = {}, []
-    for piece in ["<pad>", "<unk>", "<s>", "</s>", "<mask>", *sorted(set("".join(merged)) | set("abcdefgh.,?T"))]:
-        vocab.setdefault(piece, len(vocab))
-    for word in merged:
-        for end in range(1, len(word)):
-            if word[: end + 1] not in vocab:
-                merges.append((word[:end], word[end]))
-                vocab[word[: end + 1]] = len(vocab)
-    return RobertaTokenizerFast(vocab=vocab, merges=merges)
 
 
 def write_gpt2(folder):

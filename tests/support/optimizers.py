@@ -5,6 +5,17 @@ import io
 import numpy as np
 import torch
 
+from doppler_hf.optim import DopplerOptimizer
+
+OF_GROUPS = ("rank", "update_proj_gap", "scale")
+
+
+def doppler_optimizer(params, **options):
+    """The optimizer, with GaLore's options in every group that has none of its own."""
+    galore = {name: options.pop(name) for name in OF_GROUPS if name in options}
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    return DopplerOptimizer([galore | group for group in groups], **options)
+
 
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.autograd_check.apart import some_of
+from doppler_hf.privacy.autograd_check.coupling import some_of
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]

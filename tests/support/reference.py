@@ -2,7 +2,7 @@ r"""Algorithm 3 of DOPPLER as printed: plain NumPy float64, direct form, whole h
 
 It shares no code with the package. Where the listing needs settling: v uses torch's convention of β₂, AdamBC subtracts
 noise_std², the weights decay before the step as in AdamW, and GaLore projects the shorter side. When the basis changes,
-`rotate` takes every past gradient and output into the new one, as if the filter had run there from the start.
+every past gradient and output is taken into the new one, as if the filter had run there from the start.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,40 +67,29 @@ def doppler_trajectory(
     rank: int | None = None,
     update_proj_gap: int = 1,
     scale: float = 1.0,
-    basis_change: str = "rotate",
-    projector_source: str = "gradient",
 ) -> Array:
     """The iterates x_1 ... x_T. As in the paper, a holds a_1 ... a_{n_a} without the leading one."""
     if rank is not None and x.shape[0] > x.shape[1]:
         flipped = {name: value for name, value in locals().items() if name not in ("x", "grads")}
         return doppler_trajectory(x.T, (g.T for g in grads), **flipped).transpose(0, 2, 1)
-    low_pass, in_full = Filter(a=a, b=b), Filter(a=a, b=b)
+    low_pass = Filter(a=a, b=b)
     v: Array | float = 0.0
-    steps_of_v = 0
     projection: Array | None = None
     trajectory = []
     for t, gradient in enumerate(grads):
-        m_hat_full = in_full(gradient)
         g = gradient
         if rank is not None:
             if t % update_proj_gap == 0:
-                source = gradient if projector_source == "gradient" else m_hat_full
-                old, projection = projection, top_directions(source, rank)
-                if old is not None and basis_change == "reset":
-                    low_pass, v, steps_of_v = Filter(a=a, b=b), 0.0, 0
-                elif old is not None and basis_change == "rotate":
+                old, projection = projection, top_directions(gradient, rank)
+                if old is not None:
                     change = projection.T @ old
                     low_pass.transform(change)
                     unseen = 1 - (change**2).sum(axis=1, keepdims=True)
                     v = change**2 @ v + np.maximum(unseen, 0.0) * np.mean(v, axis=0, keepdims=True)
             g = projection.T @ gradient
         m_hat = low_pass(g)
-        if rank is not None and projector_source == "filtered":
-            m_hat = projection.T @ m_hat_full
-
-        steps_of_v += 1
         v = beta2 * v + (1 - beta2) * g**2
-        v_hat = v / (1 - beta2**steps_of_v)
+        v_hat = v / (1 - beta2 ** (t + 1))
         if base == "sgd":
             d = m_hat
         elif base == "adam":

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from doppler_hf import DopplerTrainingArguments
 from doppler_hf.workloads.arguments import one_line_errors, parse_args, read_recipe
 
 
@@ -50,12 +49,11 @@ def test_flags_override_the_recipe(tmp_path):
     assert training == Training(learning_rate=1e-2, shuffle=False)
 
 
-def test_lists_mappings_and_null(tmp_path):
-    text = "name: -x\nmodules: [query, value]\nextra:\n  min_lr: 1\ntarget_epsilon: null\n"
+def test_lists_and_mappings(tmp_path):
+    text = "name: -x\nmodules: [query, value]\nextra:\n  min_lr: 1\n"
     model, training = parse_args(Model, Training, argv=[recipe(tmp_path, text)])
     assert model == Model("-x", modules=["query", "value"])
     assert training.extra == {"min_lr": 1}
-    assert training.target_epsilon is None
     model, training = parse_args(Model, Training, argv=[recipe(tmp_path, text), "--modules", "key", "--target_epsilon", "8"])
     assert model.modules == ["key"]
     assert training.target_epsilon == 8.0
@@ -83,20 +81,12 @@ def test_recipes_that_are_none(tmp_path, text, message):
         parse_args(Model, argv=[recipe(tmp_path, text)])
 
 
-@pytest.mark.parametrize("word", ["None", "'null'"])
-def test_a_word_for_no_value_is_refused_with_the_right_one(tmp_path, word):
+@pytest.mark.parametrize("word", ["None", "'null'", "null", ""])
+def test_no_value_is_refused(tmp_path, word):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"learning_rate: {word}\n")
-    with pytest.raises(ValueError, match=r"^learning_rate in the recipe .* must be null, without quotes, .* Write null, or"):
+    with pytest.raises(ValueError, match=r"^learning_rate in the recipe .* must have a value, got .*\. Leave it out\."):
         read_recipe(path)
-
-
-def test_no_value_is_refused_where_one_must_be(tmp_path):
-    """Transformers would compare it with a number, and end in a traceback."""
-    with pytest.raises(
-        ValueError, match=r"^logging_steps in the recipe .* must be a value of type float, got null\. Leave it"
-    ):
-        parse_args(DopplerTrainingArguments, argv=[recipe(tmp_path, "logging_steps: null\n")])
 
 
 def test_wrong_type_and_missing_field_end_the_program(tmp_path, capsys):

@@ -74,7 +74,7 @@ def test_labels_of_another_task_are_refused(tmp_path, task, label, found):
 
 
 def test_no_network_names_the_argument(monkeypatch):
-    def unreachable(*args):
+    def unreachable(*args, **options):
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BertModel
+from transformers import BertForMaskedLM, BertModel
 
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from tests.support.folders import MASKED_LMS
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -38,7 +37,7 @@ def test_encoder_is_loaded_and_the_head_reads_its_mean(folder):
 
 
 def test_a_checkpoint_with_another_head_gives_its_encoder(tmp_path):
-    masked_lm = MASKED_LMS["bert"]()
+    masked_lm = BertForMaskedLM(tiny_bert().config)
     masked_lm.save_pretrained(tmp_path)
     model = MeanPoolingForSequenceClassification.from_encoder(tmp_path, num_labels=2)
     found = model.encoder.state_dict()

@@ -7,7 +7,7 @@
 - plans: ε of trainings whose terms may follow from results
 - round_loss: the likelihood ratio of one round
 - secret_groups: bounds on ε by simulation, where a unit's group is secret
-- tilted_rounds: rounds whose losses are likely, for it
+- importance_sampling: the rounds that are drawn for it, whose losses are likely
 """
 
 from doppler_hf.privacy.accounting.accounting import (

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from doppler_hf.privacy.accounting.composition import Rounds
-from doppler_hf.privacy.accounting.tilted_rounds import ORDERS, Addition, Removal
+from doppler_hf.privacy.accounting.importance_sampling import ORDERS, Addition, Removal
 
 Array = NDArray[np.floating]
 OfRun = tuple[Sequence[Rounds], Sequence[float]]  # rounds of one σ and rate, and the strategy

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.autograd_check.as_in_training import moved, without_coins
-from doppler_hf.privacy.autograd_check.at_fault import refuse_changed_losses, why_gradients_change
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, gradients_of, norm_of, refuse_number_of_losses
+from doppler_hf.privacy.autograd_check.explanation import refuse_changed_losses, why_gradients_change
+from doppler_hf.privacy.autograd_check.plain_autograd import (
+    Losses,
+    Trial,
+    gradients_of,
+    norm_of,
+    refuse_number_of_losses,
+)
+from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
 
@@ -61,19 +67,12 @@ def check_per_sample_gradients(
             whose output for an example changes with the examples beside it.
     """
     with moved(model), without_coins(model), ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped:
-        compare(clipped, model, losses_of, alone=alone, together=together, tolerance=tolerance)
+        compare(clipped, Trial(model, losses_of, alone, together), tolerance=tolerance)
 
 
-def compare(
-    clipped: ClippedGradients,
-    model: nn.Module,
-    losses_of: Losses,
-    *,
-    alone: Sequence[Mapping[str, Any]],
-    together: Mapping[str, Any],
-    tolerance: float,
-) -> set[str]:
+def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
     """Compare as `check_per_sample_gradients`, on a model without chance, and return the names that a loss reaches."""
+    model, losses_of, alone, together = trial
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [0.5**place for place in range(len(alone))]
     expected: dict[str, Tensor] = {}  # with the other sign
@@ -99,9 +98,7 @@ def compare(
     with clipped.unclipped(expected):
         losses = losses_of(dict(together))
         refuse_number_of_losses(losses, len(alone))
-        refuse_changed_losses(
-            model, losses_of, losses.detach(), losses_alone, parts=alone, together=together, tolerance=tolerance
-        )
+        refuse_changed_losses(trial, losses.detach(), losses_alone, tolerance=tolerance)
         of_batch = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
         difference = {name: norm_of([total]) for name, total in clipped.sums.items()}
     largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
@@ -114,12 +111,12 @@ def compare(
     if not wrong and of_norms <= tolerance * largest:
         return reached
     with clipped.unwatched():
-        rounding = _rounding(model, losses_of, together, weights, trained)
+        rounding = _rounding(trial, weights, trained)
         if of_norms <= OF_ROUNDING * norm_of([torch.tensor([*rounding.values()])]) and all(
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
             return reached
-        reason = why_gradients_change(model, losses_of, parts=alone, together=together)
+        reason = why_gradients_change(trial)
     # Neither norms nor differences: they are about private examples, and messages end in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     raise ValueError(
@@ -129,18 +126,12 @@ def compare(
     )
 
 
-def _rounding(
-    model: nn.Module,
-    losses_of: Losses,
-    together: Mapping[str, Any],
-    weights: Sequence[float],
-    trained: Mapping[str, nn.Parameter],
-) -> dict[str, float]:
+def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """Return by how much rounding alone changes each gradient: that of all layers, drawn at random."""
     found = []
     for is_drawn in (False, True):
-        with _rounded_at_random(model) if is_drawn else contextlib.nullcontext():
-            losses = losses_of(dict(together))
+        with _rounded_at_random(trial.model) if is_drawn else contextlib.nullcontext():
+            losses = trial.losses_of(dict(trial.together))
             found.append(gradients_of(losses * torch.tensor(weights, device=losses.device), trained))
     return {name: norm_of([gradient - found[1][name]]) for name, gradient in found[0].items()}
 

@@ -1,8 +1,8 @@
 """Plain autograd: the gradients that the engine is compared with before the first step."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,16 @@ from doppler_hf.shards import gathered
 
 # A function that calls the model with inputs and returns one loss per example.
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
+Inputs = Mapping[str, Any]
+
+
+class Trial(NamedTuple):
+    """Examples that are to have the same losses and gradients in one batch as each has alone."""
+
+    model: nn.Module
+    losses_of: Losses
+    alone: Sequence[Inputs]  # each example as a batch of one
+    together: Inputs  # all of them, in the same order
 
 
 def refuse_number_of_losses(losses: Any, number: int) -> None:

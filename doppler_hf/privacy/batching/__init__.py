@@ -8,7 +8,6 @@
 - fetching: examples, each as it is by itself
 - collators: batches of them, from which no example is read off for all
 - micro_batches: the loader that cuts and collates a draw
-- token_budget: micro-batches within a budget of tokens
 """
 
 from doppler_hf.privacy.batching.sampling import AllocationSampler

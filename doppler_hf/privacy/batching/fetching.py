@@ -1,6 +1,6 @@
 """Examples of the training set, each fetched as it is by itself."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -8,7 +8,6 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from doppler_hf.privacy.batching.columns import is_of_datasets, is_stored
 from doppler_hf.privacy.batching.sampling import OfStep
 
 # The formats of `datasets` that convert number by number, without code of the user's.
@@ -34,6 +33,29 @@ def is_read_together(examples: Any, numbers: Set[str]) -> bool:
         return is_of_datasets(examples.features)
     columns = examples.column_names if form["output_all_columns"] else form["columns"]
     return form["type"] in _OF_NUMBERS and not form["format_kwargs"] and numbers >= {*columns}
+
+
+def is_of_datasets(feature: Any) -> bool:
+    """Return whether a column's type, with all types in it, is of `datasets`: others may run code of their own."""
+    if isinstance(feature, Mapping):
+        return all(map(is_of_datasets, feature.values()))
+    if isinstance(feature, list):
+        return all(map(is_of_datasets, feature))
+    return type(feature).__module__.startswith("datasets.") and is_of_datasets(getattr(feature, "feature", []))
+
+
+def is_stored(examples: Any) -> bool:
+    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
+
+    Not by a subclass or a method of the object's own, which may change them, or make several of one.
+    """
+    return is_table(examples) and examples.format["type"] != "custom"
+
+
+def is_table(examples: Any) -> bool:
+    """Return whether examples are those of a table of `datasets`, as they stand there or behind a transform."""
+    is_plain = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
+    return is_plain and isinstance(examples.format, Mapping)
 
 
 def _of_its_own(value: Any) -> Any:

@@ -3,7 +3,7 @@
 A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
 of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
 needs no more memory than an ordinary step, and within a budget of tokens. The sum does not depend on the cut, since rows
-share no random numbers (`run/refused_models.py`).
+share no random numbers (`run/checks/model.py`).
 
 A random data set or collator may make several views of an example (`augmentation_multiplicity`). The mean over all examples
 of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and no cut separates them.
@@ -12,15 +12,17 @@ of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
 from torch.utils.data import DataLoader
 
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.batching.columns import columns_of_numbers
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, length_of
 from doppler_hf.privacy.batching.fetching import DrawnExamples
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
-from doppler_hf.privacy.batching.token_budget import check_token_budget, parts_of
 
 
 class MicroBatch(NamedTuple):
@@ -94,3 +96,58 @@ class PrivateLoader(DataLoader[Any]):
         """Tell a data set that wants to know which epoch begins, as Transformers' loaders do."""
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)
+
+
+def check_token_budget(
+    lengths: Sequence[int] | np.ndarray | None,
+    *,
+    max_tokens: int,
+    views: int = 1,
+    counts: Int[np.ndarray, " num_examples"] | None = None,
+) -> None:
+    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step."""
+    if lengths is None:
+        raise ValueError(
+            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
+            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
+        )
+    if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
+        # Neither which example nor how long it is: messages end in logs, and both are about one private example.
+        raise ValueError(
+            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
+            + (f" times augmentation_multiplicity={views}" if views > 1 else "")
+            + (" times the examples of its unit, with clip_unit_mean=True" if counts is not None else "")
+            + ". Truncate the examples to that length when they are tokenized, "
+            + ("lower max_examples_per_unit, " if counts is not None else "")
+            + "or raise the budget."
+        )
+
+
+def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
+    """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
+
+    Each part takes as many examples as fit. In ascending order of length this makes the fewest parts possible.
+    """
+    parts, start, longest = [], 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index > start and (index + 1 - start) * longest > max_tokens:
+            parts.append(slice(start, index))
+            start, longest = index, length
+    if len(lengths) > start:
+        parts.append(slice(start, len(lengths)))
+    return parts
+
+
+def parts_of(examples: Sequence[Any], *, max_rows: int, max_tokens: int | None, rows_each: int = 1) -> list[Sequence[Any]]:
+    """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
+    number = len(examples) // rows_each
+    parts = -(-number // max(1, max_rows // rows_each))
+    ends = [number * part // parts for part in range(parts + 1)]
+    slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
+    if max_tokens is not None:
+        lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
+        longest = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
+        within = [(part.start, cut_by_tokens(longest[part], max_tokens=max_tokens)) for part in slices]
+        slices = [slice(start + cut.start, start + cut.stop) for start, cuts in within for cut in cuts]
+    return [examples[part.start * rows_each : part.stop * rows_each] for part in slices]

@@ -20,7 +20,7 @@ from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.bits import WordsByNumber, bit_stream
+from doppler_hf.privacy.random_words import WordsByNumber, bit_stream
 
 _AT_ONCE = 1 << 20  # units whose words are in memory together
 

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.torch_layers import product
 
 Mask = Bool[Tensor, "..."] | Float[Tensor, "..."]
@@ -28,7 +29,7 @@ def has_rule(module: nn.Module) -> bool:
 
 
 def attention(
-    book: Book,
+    notes: Notes,
     module: nn.MultiheadAttention,
     query: Float[Tensor, "_ _ dim"],
     key: Float[Tensor, "_ _ _"],
@@ -42,11 +43,11 @@ def attention(
     """Compute Y = [A₁V₁, A₂V₂, …] Wᵀ + b with Aₕ = softmax(QₕKₕᵀ/√d + mask), and A if it is wanted."""
     if is_causal and attn_mask is None:
         return nn.MultiheadAttention.forward(module, query, key, value, is_causal=True)  # whose error asks for the mask
-    q, k, v = _projected(book, module, query, key, value)
+    q, k, v = _projected(notes, module, query, key, value)
     keys, own = k.shape[1], dict(module.named_parameters(recurse=False))
     if "bias_k" in own:
-        k = torch.cat([k, book.one_per_example(own["bias_k"], (1, module.embed_dim))], dim=1)
-        v = torch.cat([v, book.one_per_example(own["bias_v"], (1, module.embed_dim))], dim=1)
+        k = torch.cat([k, one_per_example(notes, own["bias_k"], (1, module.embed_dim))], dim=1)
+        v = torch.cat([v, one_per_example(notes, own["bias_v"], (1, module.embed_dim))], dim=1)
     if module.add_zero_attn:
         k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
     q, k, v = (each.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for each in (q, k, v))
@@ -68,25 +69,25 @@ def attention(
         shares = shares.mean(dim=1) if average_attn_weights else shares
     else:
         heads = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-    output = product(book, heads.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    output = product(notes, heads.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return output if module.batch_first else output.transpose(0, 1), shares
 
 
 def _projected(
-    book: Book, module: nn.MultiheadAttention, *inputs: Float[Tensor, "_ _ _"]
+    notes: Notes, module: nn.MultiheadAttention, *inputs: Float[Tensor, "_ _ _"]
 ) -> list[Float[Tensor, "batch _ dim"]]:
     """Return query, key and value, with the batch first, multiplied by their weights."""
     first = {each: each if module.batch_first else each.transpose(0, 1) for each in inputs}
     bias, width = module.in_proj_bias, 3 * module.embed_dim
     if module.in_proj_weight is not None:
         # All three of each input: the gradient of those that are not used is zero, and the weight's has one form.
-        packed = {each: product(book, x, module.in_proj_weight, bias).chunk(3, dim=-1) for each, x in first.items()}
+        packed = {each: product(notes, x, module.in_proj_weight, bias).chunk(3, dim=-1) for each, x in first.items()}
         return [packed[each][place] for place, each in enumerate(inputs)]
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    products = [product(book, first[each], weight, None) for each, weight in zip(inputs, weights, strict=True)]
+    products = [product(notes, first[each], weight, None) for each, weight in zip(inputs, weights, strict=True)]
     if bias is None:
         return products
-    shifts = [book.one_per_example(bias, (1, width)) for _ in products]
+    shifts = [one_per_example(notes, bias, (1, width)) for _ in products]
     return [x + shift.chunk(3, dim=-1)[place] for place, (x, shift) in enumerate(zip(products, shifts, strict=True))]
 
 

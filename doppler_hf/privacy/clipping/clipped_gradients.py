@@ -1,7 +1,7 @@
 """Per-sample clipping: a sum over examples, to which each contributes a vector of norm at most C.
 
 *flat* takes one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L on its own, so that
-the whole still has norm at most √(L·C²/L) = C. With either clipping function of `clip_factors`, vanilla or automatic, the
+the whole still has norm at most √(L·C²/L) = C. With either clipping function of `norms`, vanilla or automatic, the
 sensitivity of the sum is C.
 """
 
@@ -15,12 +15,19 @@ from torch import Tensor, nn
 
 from doppler_hf import kernels
 from doppler_hf.linalg import highest_matmul_precision
-from doppler_hf.privacy.clipping.book import SMALL, SMALL_IN_KERNELS
-from doppler_hf.privacy.clipping.clip_factors import Clipping, clip_factors, raised, shares_of_error
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.groups import Names, in_groups
-from doppler_hf.privacy.clipping.norms import Squares
-from doppler_hf.privacy.clipping.per_sample_gradient import Lookup, NormRule, PerSampleGradient, Product, Tied, Weights
+from doppler_hf.privacy.clipping.norms import Clipping, Squares, clip_factors, raised, shares_of_error
+from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS
+from doppler_hf.privacy.clipping.per_sample_gradient import (
+    Lookup,
+    Names,
+    NormRule,
+    PerSampleGradient,
+    Product,
+    Tied,
+    Weights,
+    in_groups,
+)
 
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]

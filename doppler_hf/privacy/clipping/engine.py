@@ -1,7 +1,7 @@
 """Per-sample gradients from one forward and one backward pass, at the cost of ordinary ones.
 
 Every trained layer gets a stand-in for its forward (`torch_layers`, `transformers_layers`, `other_layers`), which notes the
-factors of each product in a `Book`. The model keeps its class, its parameters' names and its output.
+factors of each product in a `Notes`. The model keeps its class, its parameters' names and its output.
 After the backward pass, norms and sums are computed from the notes (`norms`, `per_sample_gradient`).
 
 A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
-from doppler_hf.privacy.clipping.book import Book
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient
 from doppler_hf.privacy.clipping.recurrence import recurrence
@@ -48,7 +48,7 @@ class BookKeepingEngine:
     ) -> None:
         refuse_layers(model)
         self._model = model
-        self._book = Book(norm_rule=norm_rule, in_kernels=in_kernels)
+        self._notes = Notes(norm_rule=norm_rule, in_kernels=in_kernels)
         self._without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
@@ -60,10 +60,12 @@ class BookKeepingEngine:
         for name, module in model.named_modules():
             if (method := of_transformers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
-                bias = functools.partial(of_transformers.relative_bias, self._book, name, module, compute)
+                bias = functools.partial(of_transformers.relative_bias, self._notes, name, module, compute)
                 self._replace(module, method, bias)
             if of_transformers.has_prompt(module):
-                self._replace(module, "get_prompt", functools.partial(of_transformers.prompt, self._book, module.get_prompt))
+                self._replace(
+                    module, "get_prompt", functools.partial(of_transformers.prompt, self._notes, module.get_prompt)
+                )
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -74,18 +76,18 @@ class BookKeepingEngine:
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
                 forward = of_transformers.without_checkpointing(module)
-                other = LayerWithoutRule(name, module, self._book, forward=forward or module.forward, sampler=sampler)
+                other = LayerWithoutRule(name, module, self._notes, forward=forward or module.forward, sampler=sampler)
                 self._without_rule[name] = other
                 watched = other if forward is None else functools.partial(of_transformers.checkpointing, module, other)
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         for name, module in expert_blocks(model):
-            block = self._without_rule[name] = ExpertBlock(module, self._book, forward=module.forward)
+            block = self._without_rule[name] = ExpertBlock(module, self._notes, forward=module.forward)
             self._replace(module, "forward", self._unless_unwatched(module.forward, block, name=name))
         # Around the stand-ins of these layers, or of their adapters.
         for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
-            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self._book, layer.forward))
+            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self._notes, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 
     @property
@@ -95,11 +97,11 @@ class BookKeepingEngine:
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the layers compute without making notes for the duration of the block."""
-        return self._book.unwatched()
+        return self._notes.unwatched()
 
     def detach(self) -> None:
         """Restore the model's own forwards."""
-        self._book.clear()
+        self._notes.clear()
         self._cleanup.close()
 
     def per_sample_gradients(
@@ -108,10 +110,10 @@ class BookKeepingEngine:
         """Back-propagate `losses` and return each example's gradient of the trained parameters."""
         # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
         # summed up before they are clipped.
-        with self._noted(losses, parameters, num_examples=len(losses) // views) as (book, trainable):
+        with self._noted(losses, parameters, num_examples=len(losses) // views) as (notes, trainable):
             self._back_propagate(losses.sum() / views, trainable)
             with torch.no_grad():
-                found = {name: book.gradient_of(parameter) for name, parameter in trainable.items()}
+                found = {name: notes.gradient_of(parameter) for name, parameter in trainable.items()}
             return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def coupled(
@@ -123,15 +125,15 @@ class BookKeepingEngine:
         would assign gradients to the wrong example. Both are found exactly, however small they are: the gradient of a loss
         that does not read a row is a sum of products with zero there, in any order and precision.
         """
-        with self._noted(losses, parameters, num_examples=len(losses)) as (book, trainable):
-            book.examined = examined
+        with self._noted(losses, parameters, num_examples=len(losses)) as (notes, trainable):
+            notes.examined = examined
             self._back_propagate(losses[examined].sum(), trainable)
-            return [name for name, parameter in trainable.items() if parameter in book.coupled]
+            return [name for name, parameter in trainable.items() if parameter in notes.coupled]
 
     @contextlib.contextmanager
     def _noted(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, num_examples: int
-    ) -> Iterator[tuple[Book, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[Notes, dict[str, Tensor]]]:
         if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
             raise ValueError(
@@ -140,29 +142,29 @@ class BookKeepingEngine:
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: gathered(parameter) for name, parameter in parameters.items()}
-        self._book.num_examples = num_examples
+        self._notes.num_examples = num_examples
         try:
-            yield self._book, trainable
+            yield self._notes, trainable
         finally:
             for parameter in trainable.values():
                 parameter.grad = None
-            self._book.clear()
+            self._notes.clear()
             self._not_batched.clear()
 
     def _back_propagate(self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor]) -> None:
-        """Fill the book, and leave no ordinary gradients."""
-        book = self._book
-        book.forget_uses()
+        """Fill the notes, and leave no ordinary gradients."""
+        notes = self._notes
+        notes.forget_uses()
         for parameter in trainable.values():
             parameter.grad = None
         loss.backward()
-        if book.failed:
-            kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in book.failed}))
-            error = next(iter(book.failed.values()))
+        if notes.failed:
+            kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in notes.failed}))
+            error = next(iter(notes.failed.values()))
             # Not its numbers, which may be the lengths of examples: messages end in logs.
             words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
             raise ValueError(
-                f"The layers {listed(book.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
+                f"The layers {listed(notes.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
                 f"{type(error).__name__} ({words}). "
                 "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
                 "docs/start/troubleshooting.md#model."
@@ -194,23 +196,23 @@ class BookKeepingEngine:
             return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
-        self._book.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
-        self._book.casts.clear()
-        self._book.is_in_forward = True
+        self._notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
+        self._notes.casts.clear()
+        self._notes.is_in_forward = True
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
             # A tensor that was left on another device is torch's to name.
-            if not self._book.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
+            if not self._notes.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
                 raise
-            layers = ", ".join(repr(name) for name in dict.fromkeys(self._book.repeated))
+            layers = ", ".join(repr(name) for name in dict.fromkeys(self._notes.repeated))
             raise ValueError(
                 f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
                 "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
                 "docs/start/troubleshooting.md#model."
             ) from error
         finally:
-            self._book.is_in_forward = False
+            self._notes.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if "parametrizations" in module._modules:
@@ -218,11 +220,11 @@ class BookKeepingEngine:
             return type(module).forward(module, *args, **kwargs)
         input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
         rows = num_rows(module, input)
-        if rows == self._book.batch_size:
-            return rule(self._book, module, *args, **kwargs)
+        if rows == self._notes.batch_size:
+            return rule(self._notes, module, *args, **kwargs)
         if rows == 1 and isinstance(module, nn.Embedding):
-            self._book.repeated.append(name)
-            return rule(self._book, module, *args, **kwargs)
+            self._notes.repeated.append(name)
+            return rule(self._notes, module, *args, **kwargs)
         self._not_batched[name] = input.data.ndim
         return type(module).forward(module, *args, **kwargs)
 
@@ -230,9 +232,9 @@ class BookKeepingEngine:
         self, original: Callable[..., Any], watched: Callable[..., Any], *, name: str
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._book.is_watching:
+            if not self._notes.is_watching:
                 return original(*args, **kwargs)
-            if self._book.batch_size is None:
+            if self._notes.batch_size is None:
                 raise ValueError(
                     f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
                     "model(...) as a whole, once, and let its forward return what the loss needs."

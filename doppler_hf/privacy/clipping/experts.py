@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.clipping.refused_layers import substituted
 
@@ -35,23 +36,23 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class ExpertBlock:
     """Replaces the forward of one block."""
 
-    def __init__(self, module: nn.Module, book: Book, *, forward: Callable[..., Any]) -> None:
-        self._module, self._book, self._forward = module, book, forward
+    def __init__(self, module: nn.Module, notes: Notes, *, forward: Callable[..., Any]) -> None:
+        self._module, self._notes, self._forward = module, notes, forward
         numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         self.fallback = f"{type(module).__name__}: one example after another; {numbers * 4 / 2**20:.3g} MiB for each example"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block's outputs, tensors that are joined along their first dimension."""
         values, spec = pytree.tree_flatten((args, kwargs))
-        rows = self._book.batch_size
+        rows = self._notes.batch_size
         if rows is None or not has_rows(values[0], rows):
             return self._forward(*args, **kwargs)  # the engine refuses the parameters by name
         trained = {name: each for name, each in self._module.named_parameters() if each.requires_grad}
-        copies = {name: self._book.one_per_example(each, tuple(each.shape)) for name, each in trained.items()}
+        copies = {name: one_per_example(self._notes, each, tuple(each.shape)) for name, each in trained.items()}
         found = []
         for row in range(rows):
             of_one = [value[row : row + 1] if has_rows(value, rows) else value for value in values]
             args, kwargs = pytree.tree_unflatten(of_one, spec)
-            with substituted(self._module, {name: copy[row] for name, copy in copies.items()}), self._book.unwatched():
+            with substituted(self._module, {name: copy[row] for name, copy in copies.items()}), self._notes.unwatched():
                 found.append(self._forward(*args, **kwargs))
         return pytree.tree_map(lambda *outputs: torch.cat(outputs), *found)

@@ -1,4 +1,4 @@
-"""Norms of per-sample gradients from the tensors of which they are made, without a wait for the device.
+"""Norms of per-sample gradients, and the factors by which they are clipped, without a wait for the device.
 
 With the factors of a product as rows of l and r, g = lᵀr, and L = llᵀ, R = rrᵀ their Gram matrices, the *ghost norm* (Li et
 al. 2022, https://arxiv.org/abs/2110.05679) is
@@ -10,12 +10,21 @@ matrices in float32 could then leave a norm too small, so that its example contr
 therefore raised by eps·(GUARD·S² + TERMS·A) with S = Σ_t ‖l_t‖‖r_t‖ and A = Σ_st |L_st R_st|, and every norm by a
 thousandth. These constants are measured, not proven: see `recipes/results/rounding.md`.
 
+From a norm follows the factor with which an example contributes a vector of norm at most C:
+
+    vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
+    automatic   clip(g) = C/max(‖g‖, γ)·g                  (after Bu et al. 2023, https://arxiv.org/abs/2206.07136)
+
+γ is next to nothing, so automatic clipping brings all gradients to norm C: examples that are fitted would pull as hard as
+others, and a classifier run to the class that is more frequent. So those of a classifier are also multiplied by
+`shares_of_error`. Norms are first raised by the most that rounding may have taken from them.
+
 On a GPU `kernels.compare` finds these sums for all layers at once, and factors of bfloat16 are weighted in bfloat16: see
 `Squares.roundings`.
 """
 
 from collections import defaultdict
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Float
@@ -23,6 +32,12 @@ from torch import Tensor
 
 from doppler_hf.linalg import in_float32, product_in_float32
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied, squares_in_full
+
+Clipping = Literal["automatic", "vanilla"]
+
+SMALLEST_NORM: Final = 0.01
+# By how much norms are raised, in units of eps, so that rounding leaves them above the true ones: a thousandth in float32.
+RAISED_BY: Final = 2**13
 
 GUARD: Final = 2.0
 TERMS: Final = 128.0
@@ -160,3 +175,24 @@ def dot(first: Float[Tensor, "rows m *n"], second: Float[Tensor, "rows m *n"]) -
     terms = (first * second).flatten(1)
     sizes = torch.linalg.vector_norm(terms, ord=1, dim=1)
     return torch.add(terms.sum(dim=1), sizes, alpha=TERMS * torch.finfo(terms.dtype).eps)
+
+
+def raised(norms: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
+    """Return norms that rounding in this dtype leaves above those of what is added up."""
+    return norms * (1 + RAISED_BY * torch.finfo(dtype).eps)
+
+
+def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
+    """Return the factor that brings each norm to at most `max_grad_norm`."""
+    if clipping == "vanilla":
+        return (max_grad_norm / norms).clamp(max=1.0)
+    return max_grad_norm / norms.clamp(min=SMALLEST_NORM)
+
+
+def shares_of_error(losses: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """Return min(1, 2(1 − p)) of cross-entropies −log p: 1 where the right class has at most even odds, and 0 at no loss.
+
+    The gradient of a logit is in proportion to 1 − p. A loss that is not a number has the share 1, so that it is counted.
+    """
+    losses = losses.detach().to(torch.promote_types(losses.dtype, torch.float32))
+    return (-2 * torch.expm1(-losses)).nan_to_num(nan=1.0).clamp(0.0, 1.0)

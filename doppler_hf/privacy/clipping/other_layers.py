@@ -6,7 +6,7 @@
 * **Opacus's samplers**, with the engine "opacus" alone, for every layer that has one;
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
-Functions of parameters alone, whose output has no batch, are treated in `book.output_per_example`.
+Functions of parameters alone, whose output has no batch, are treated in `copies.output_per_example`.
 """
 
 import warnings
@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.clipping.book import Book, output_per_example
+from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.refused_layers import modes_kept, substituted, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import is_unusual
 
@@ -40,9 +41,9 @@ class LayerWithoutRule:
     """Replaces the forward of one layer, in the way that works at its first call; its cost is then in `fallback`."""
 
     def __init__(
-        self, name: str, module: nn.Module, book: Book, *, forward: Callable[..., Any], sampler: Callable[..., Any] | None
+        self, name: str, module: nn.Module, notes: Notes, *, forward: Callable[..., Any], sampler: Callable[..., Any] | None
     ) -> None:
-        self._name, self.module, self.book, self._forward, self._sampler = name, module, book, forward, sampler
+        self._name, self.module, self.notes, self._forward, self._sampler = name, module, notes, forward, sampler
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
@@ -57,7 +58,7 @@ class LayerWithoutRule:
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
         # Once without a batch, always: a later batch may have as many examples as there are positions, even the first one
         # of a training, to which the start check has shown another.
-        if dimensions in self._unbatched or self.book.batch_size not in sizes or sizes - {1, self.book.batch_size}:
+        if dimensions in self._unbatched or self.notes.batch_size not in sizes or sizes - {1, self.notes.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
         if kind not in self._copies:
@@ -65,7 +66,7 @@ class LayerWithoutRule:
             self.fallback = self._describe()
         copies = self._copies[kind]
         if copies is not None:
-            per_example = {name: self.book.one_per_example(own[name], shape) for name, shape in copies.items()}
+            per_example = {name: one_per_example(self.notes, own[name], shape) for name, shape in copies.items()}
             try:
                 with substituted(self.module, per_example):
                     return self._forward(*args, **kwargs)
@@ -85,7 +86,7 @@ class LayerWithoutRule:
 
     def _without_batch(self, own: Mapping[str, nn.Parameter], dimensions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         def output_of(parameters: Mapping[str, Tensor]) -> Any:
-            with self.book.unwatched(), substituted(self.module, parameters):
+            with self.notes.unwatched(), substituted(self.module, parameters):
                 output = self._forward(*args, **kwargs)
             # Learned positions of shape (length, dimension), as Blenderbot's, are broadcast over the batch.
             is_positions = isinstance(self.module, nn.Embedding) and isinstance(output, Tensor) and output.ndim == 2
@@ -104,16 +105,16 @@ class LayerWithoutRule:
             # The parameters get an ordinary gradient, and the engine refuses them by name.
             return self._forward(*args, **kwargs)
         self.fallback = f"{type(self.module).__name__}: repeated for each example; {self._size()}"
-        self.book.repeated.append(self._name)
+        self.notes.repeated.append(self._name)
         self._unbatched.add(dimensions)
-        return output_per_example(self.book, own, output_of)
+        return output_per_example(self.notes, own, output_of)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _try_copies(self, values: Sequence[Any], spec: Any) -> _Copies | None:
         """Return how copies of the parameters broadcast with the inputs, or None if they do not."""
-        rows = self.book.batch_size
+        rows = self.notes.batch_size
         one = [self._probe(value) for value in values]
         two = [
             torch.cat([probe, probe]) if has_rows(value, rows) else value for value, probe in zip(values, one, strict=True)
@@ -132,7 +133,7 @@ class LayerWithoutRule:
         both = {name: torch.stack([p.view(copies[name]), other[name].view(copies[name])]) for name, p in own.items()}
         with (
             warnings.catch_warnings(action="ignore"),
-            self.book.unwatched(),
+            self.notes.unwatched(),
             torch.autocast(next(iter(own.values())).device.type, enabled=False),
             modes_kept(self.module),
         ):
@@ -152,7 +153,7 @@ class LayerWithoutRule:
 
     def _probe(self, value: Any) -> Any:
         """Return one example, of noise if possible, so that the choice does not depend on the data."""
-        if not has_rows(value, self.book.batch_size):
+        if not has_rows(value, self.notes.batch_size):
             return value
         if not value.is_floating_point():
             return value[:1]
@@ -197,7 +198,7 @@ class LayerWithoutRule:
                 for index, value in zip(batched, of_inputs, strict=True):
                     filled[index] = value.unsqueeze(0)
                 args, kwargs = pytree.tree_unflatten(filled, spec)
-                with substituted(module, parameters), self.book.unwatched():
+                with substituted(module, parameters), self.notes.unwatched():
                     outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
                 return [output.squeeze(0) for output in outputs if is_floating(output)]
 
@@ -211,7 +212,7 @@ class LayerWithoutRule:
         except torch.OutOfMemoryError:
             raise
         except LAYER_ERRORS as error:
-            self.book.failed[self._name] = error  # raised by the engine, for all such layers together
+            self.notes.failed[self._name] = error  # raised by the engine, for all such layers together
             return {}
 
 
@@ -222,8 +223,8 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, layer: LayerWithoutRule, spec: Any, values: list[Any], num_parameters: int, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        # The book's number of rows is in the backward pass that of the whole model, and here it may be that of windows.
-        ctx.layer, ctx.spec, ctx.num_parameters, ctx.rows = layer, spec, num_parameters, layer.book.batch_size
+        # In the backward pass the notes have the rows of the whole model, and here they may have those of windows.
+        ctx.layer, ctx.spec, ctx.num_parameters, ctx.rows = layer, spec, num_parameters, layer.notes.batch_size
         ctx.where = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(*(values[index] for index in ctx.where))
@@ -237,7 +238,7 @@ class _Tap(torch.autograd.Function):
         for index, value in zip(ctx.where, ctx.saved_tensors, strict=True):
             values[index] = value
         for name, value in ctx.layer.per_sample_gradients(values, ctx.spec, gradients, rows=ctx.rows).items():
-            ctx.layer.book.note_rows(ctx.layer.module.get_parameter(name), value)
+            ctx.layer.notes.note_rows(ctx.layer.module.get_parameter(name), value)
         return (None,) * (4 + ctx.num_parameters) + gradients
 
 

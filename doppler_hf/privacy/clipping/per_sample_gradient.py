@@ -14,7 +14,7 @@ float32 or better, so that no rounding in a lower precision upstream can make w_
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,6 +134,7 @@ class Tied:
 
 
 PerSampleGradient = Dense | Product | Lookup | Tied
+Names = tuple[str, ...]  # of parameters whose gradients are taken together
 
 
 def has_terms(gradient: Dense | Product | Lookup) -> Bool[Tensor, " examples"]:
@@ -211,3 +212,22 @@ def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return both tensors of the pairs, joined along time."""
     first, second = zip(*pairs, strict=True)
     return torch.cat(first, dim=1), torch.cat(second, dim=1)
+
+
+def in_groups(
+    gradients: Mapping[str, PerSampleGradient], group_of: Mapping[str, str], *, small: int
+) -> dict[Names, PerSampleGradient]:
+    """Return the gradients by the names of their parameters, of which those in full of a group of clipping may be together.
+
+    They are side by side, if each has fewer than `small` numbers.
+    """
+    found: dict[Names, PerSampleGradient] = {}
+    together: dict[object, dict[str, Dense]] = {}
+    for name, gradient in gradients.items():
+        if isinstance(gradient, Dense) and gradient.values.numel() < small:
+            together.setdefault((group_of[name], gradient.values.dtype), {})[name] = gradient
+        else:
+            found[name,] = gradient
+    for dense in together.values():
+        found[*dense] = Dense(torch.cat([each.values for each in dense.values()], dim=1))
+    return found

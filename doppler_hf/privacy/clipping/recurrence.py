@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.torch_layers import product
 
 # The hidden state, and with an LSTM that of its cells.
 State = tuple[Float[Tensor, "rows _"], ...]
 
 
-def recurrence(book: Book, module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
+def recurrence(notes: Notes, module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
     """Compute hₜ = f(W_ih xₜ + b_ih, W_hh hₜ₋₁ + b_hh) in each layer and direction, and return what torch's layers do."""
     seen = None
     if isinstance(input, PackedSequence):
@@ -32,7 +32,7 @@ def recurrence(book: Book, module: nn.RNNBase, input: Tensor | PackedSequence, h
         outputs = []
         for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
             start = None if given is None else tuple(each[len(last)] for each in given)
-            output, state = _over_time(book, module, f"_l{layer}{suffix}", x, start, seen)
+            output, state = _over_time(notes, module, f"_l{layer}{suffix}", x, start, seen)
             outputs.append(output)
             last.append(state)
         x = torch.cat(outputs, dim=-1)
@@ -49,7 +49,7 @@ def recurrence(book: Book, module: nn.RNNBase, input: Tensor | PackedSequence, h
 
 
 def _over_time(
-    book: Book,
+    notes: Notes,
     module: nn.RNNBase,
     suffix: str,
     x: Float[Tensor, "rows time _"],
@@ -58,17 +58,17 @@ def _over_time(
 ) -> tuple[Float[Tensor, "rows time dim"], State]:
     """Return all hidden states of one layer in one direction, and the last state; past its end a row keeps its state."""
     own = dict(module.named_parameters(recurse=False))
-    of_inputs = product(book, x, own["weight_ih" + suffix], own.get("bias_ih" + suffix)).unbind(1)
+    of_inputs = product(notes, x, own["weight_ih" + suffix], own.get("bias_ih" + suffix)).unbind(1)
     if state is None:
         sizes = (module.proj_size or module.hidden_size, module.hidden_size)
         state = tuple(of_inputs[0].new_zeros(len(x), size) for size in sizes[: 1 + (module.mode == "LSTM")])
     hidden: dict[int, Tensor] = {}
     steps = range(len(of_inputs))
     for time in reversed(steps) if suffix.endswith("reverse") else steps:
-        of_state = product(book, state[0], own["weight_hh" + suffix], own.get("bias_hh" + suffix))
+        of_state = product(notes, state[0], own["weight_hh" + suffix], own.get("bias_hh" + suffix))
         new = _step(module.mode, of_inputs[time], of_state, state)
         if module.proj_size:
-            new = (product(book, new[0], own["weight_hr" + suffix], None), new[1])
+            new = (product(notes, new[0], own["weight_hr" + suffix], None), new[1])
         if seen is not None:
             new = tuple(torch.where(seen[:, time, None], *pair) for pair in zip(new, state, strict=True))
         hidden[time], state = new[0], new

@@ -2,7 +2,7 @@
 
 Every rule replaces the layer's own forward. It computes the same output through an autograd function that saves the layer's
 input, as autograd would. Its backward pass returns the gradient of the input and notes the pair (input, gradient of the
-output) in the `Book`. It does not compute the ordinary gradient of the weights, which would be discarded.
+output) in the `Notes`. It does not compute the ordinary gradient of the weights, which would be discarded.
 
 Parameters are kept as attributes of the context and not among the saved tensors: for those, gradient checkpointing returns
 other tensor objects, whose notes would be lost.
@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from doppler_hf.privacy.clipping.book import Book
+from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.per_sample_gradient import formed
 from doppler_hf.privacy.clipping.refused_layers import trainable_of
 
@@ -32,21 +33,21 @@ def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "ba
     return x if x.ndim == dims + 2 else x.reshape(x.shape[0], -1, *x.shape[x.ndim - dims :])
 
 
-def linear(book: Book, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
+def linear(notes: Notes, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
-    return product(book, input, module.weight, module.bias)
+    return product(notes, input, module.weight, module.bias)
 
 
 def product(
-    book: Book, x: Float[Tensor, "batch *time q"], weight: Float[Tensor, "p q"], bias: Float[Tensor, " p"] | None
+    notes: Notes, x: Float[Tensor, "batch *time q"], weight: Float[Tensor, "p q"], bias: Float[Tensor, " p"] | None
 ) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b of a layer's parameters."""
-    return _Linear.apply(x, weight, bias, book, False)
+    return _Linear.apply(x, weight, bias, notes, False)
 
 
-def transposed_linear(book: Book, module: Any, x: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
+def transposed_linear(notes: Notes, module: Any, x: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x W + b: transformers' Conv1D, the linear layer of GPT-2."""
-    return _Linear.apply(x, module.weight, module.bias, book, True)
+    return _Linear.apply(x, module.weight, module.bias, notes, True)
 
 
 class _Linear(torch.autograd.Function):
@@ -56,16 +57,16 @@ class _Linear(torch.autograd.Function):
         x: Float[Tensor, "batch *time q"],
         weight: Float[Tensor, "_ _"],
         bias: Float[Tensor, " p"] | None,
-        book: Book,
+        notes: Notes,
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
-        ctx.weight, ctx.bias, ctx.book, ctx.transposed = weight, bias, book, transposed
+        ctx.weight, ctx.bias, ctx.notes, ctx.transposed = weight, bias, notes, transposed
         # As it is multiplied. Without kernels wide matrices share their input, and its Gram matrix, with each other.
-        if weight.requires_grad and (book.in_kernels or book.is_formed(x.shape[1:-1].numel(), *weight.shape)):
+        if weight.requires_grad and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
             x = as_multiplied(x)
         ctx.save_for_backward(x if weight.requires_grad else None)
         if is_cast(weight):
-            weight = book.cast(weight, torch.get_autocast_dtype(weight.device.type))
+            weight = notes.cast(weight, torch.get_autocast_dtype(weight.device.type))
         output = F.linear(x, weight.t() if transposed else weight, bias)
         # A view of the product could not be changed in place by a later layer.
         return torch.ops.aten._unsafe_view(output, output.shape)
@@ -76,28 +77,28 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if ctx.weight.requires_grad:
             pair = (over_time(grad), over_time(x))
-            ctx.book.note_product(ctx.weight, *(reversed(pair) if ctx.transposed else pair))
-        ctx.book.note_sum(ctx.bias, over_time(grad))
+            ctx.notes.note_product(ctx.weight, *(reversed(pair) if ctx.transposed else pair))
+        ctx.notes.note_sum(ctx.bias, over_time(grad))
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        weight = ctx.book.cast(ctx.weight, grad.dtype)
+        weight = ctx.notes.cast(ctx.weight, grad.dtype)
         return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None, None
 
 
-def embedding(book: Book, module: nn.Embedding, input: Int[Tensor, "rows *time"]) -> Float[Tensor, "batch *time dim"]:
+def embedding(notes: Notes, module: nn.Embedding, input: Int[Tensor, "rows *time"]) -> Float[Tensor, "batch *time dim"]:
     """Compute Y = W[ids]; indices of shape (1, …), such as positions, are looked up once for each example."""
     if input.shape[0] == 1:
-        assert book.batch_size is not None
-        input = input.expand(book.batch_size, *input.shape[1:])
-    return _Embedding.apply(module.weight, input, module.padding_idx, book)
+        assert notes.batch_size is not None
+        input = input.expand(notes.batch_size, *input.shape[1:])
+    return _Embedding.apply(module.weight, input, module.padding_idx, notes)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Float[Tensor, "rows dim"], ids: Int[Tensor, "batch *time"], padding_idx: int | None, book: Book
+        ctx: Any, weight: Float[Tensor, "rows dim"], ids: Int[Tensor, "batch *time"], padding_idx: int | None, notes: Notes
     ) -> Float[Tensor, "batch *time dim"]:
-        ctx.weight, ctx.padding_idx, ctx.book = weight, padding_idx, book
+        ctx.weight, ctx.padding_idx, ctx.notes = weight, padding_idx, notes
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
@@ -107,7 +108,7 @@ class _Embedding(torch.autograd.Function):
         ids, values = ctx.saved_tensors[0].reshape(len(grad), -1), over_time(grad)
         if ctx.padding_idx is not None:
             values = values.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0.0)
-        ctx.book.note_lookup(ctx.weight, ids, values)
+        ctx.notes.note_lookup(ctx.weight, ids, values)
         return (None,) * 4
 
 
@@ -126,17 +127,19 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
-def layer_norm(book: Book, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
+def layer_norm(notes: Notes, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
-    return _LayerNorm.apply(as_autocast(input), module.weight, module.bias, tuple(module.normalized_shape), module.eps, book)
+    return _LayerNorm.apply(
+        as_autocast(input), module.weight, module.bias, tuple(module.normalized_shape), module.eps, notes
+    )
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float, book: Book
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float, notes: Notes
     ) -> Float[Tensor, "batch *rest"]:
-        ctx.weight, ctx.bias, ctx.shape, ctx.book = weight, bias, shape, book
+        ctx.weight, ctx.bias, ctx.shape, ctx.notes = weight, bias, shape, notes
         output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
         return output
@@ -147,7 +150,7 @@ class _LayerNorm(torch.autograd.Function):
         x, mean, rstd = ctx.saved_tensors
         dims = len(ctx.shape)
         terms = (over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad))
-        ctx.book.note_normalized(ctx.weight, ctx.bias, *terms)
+        ctx.notes.note_normalized(ctx.weight, ctx.bias, *terms)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
         # The mask asks for the gradient of the input only.
@@ -156,37 +159,37 @@ class _LayerNorm(torch.autograd.Function):
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
 
 
-def rms_norm(book: Book, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
+def rms_norm(notes: Notes, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w, x̂ = x/√mean(x²) over the last dimensions."""
     shape = tuple(module.normalized_shape)
     normalized = F.rms_norm(input, shape, None, module.eps)
-    return normalized * book.one_per_example(module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
+    return normalized * one_per_example(notes, module.weight, (1,) * (input.ndim - 1 - len(shape)) + shape)
 
 
 def group_norm(
-    book: Book, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
+    notes: Notes, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
     own = (module.weight, module.bias)
     shape = (module.num_channels,) + (1,) * (input.ndim - 2)
-    weight, bias = (book.one_per_example(each, shape) if each.requires_grad else each.view(shape) for each in own)
+    weight, bias = (one_per_example(notes, each, shape) if each.requires_grad else each.view(shape) for each in own)
     return F.group_norm(input, module.num_groups, None, None, module.eps) * weight + bias
 
 
 def convolution(
-    book: Book, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Float[Tensor, "batch channels *positions"]
+    notes: Notes, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch filters *outputs"]:
     """Compute a convolution: a linear layer of the patches, with the positions of the output as its time."""
     geometry = (module.stride, module.padding, module.dilation, module.groups)
-    return _Convolution.apply(input, module.weight, module.bias, geometry, book)
+    return _Convolution.apply(input, module.weight, module.bias, geometry, notes)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, book: Book
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, notes: Notes
     ) -> Float[Tensor, "batch filters *outputs"]:
-        ctx.weight, ctx.bias, ctx.geometry, ctx.book = weight, bias, geometry, book
+        ctx.weight, ctx.bias, ctx.geometry, ctx.notes = weight, bias, geometry, notes
         ctx.save_for_backward(x)
         return (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3](x, weight, bias, *geometry)
 
@@ -199,11 +202,11 @@ class _Convolution(torch.autograd.Function):
             geometry = {"kernel_size": ctx.weight.shape[2:], "dilation": dilation, "padding": padding, "stride": stride}
             patches = _patches(x.to(grad.dtype), **geometry)
             if groups == 1:
-                ctx.book.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
+                ctx.notes.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
             else:
                 factors = (factor.reshape(len(x), groups, -1, patches.shape[2]).mT for factor in (grad, patches))
-                ctx.book.note_rows(ctx.weight, formed(*factors))
-        ctx.book.note_sum(ctx.bias, grad.flatten(2).mT)
+                ctx.notes.note_rows(ctx.weight, formed(*factors))
+        ctx.notes.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         weight = ctx.weight.to(grad.dtype)

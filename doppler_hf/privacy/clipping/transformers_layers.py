@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from doppler_hf.privacy.clipping.book import Book, output_per_example
+from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
+from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.refused_layers import substituted
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 
@@ -27,7 +28,7 @@ _IN_ROWS = {
 
 
 def dora(
-    book: Book,
+    notes: Notes,
     module: Any,
     x: Float[Tensor, "batch *time q"],
     *,
@@ -53,7 +54,7 @@ def dora(
     elif base_layer.bias is not None:
         base_result = base_result - base_layer.bias
     shape = (1,) * (x.ndim - 2) + tuple(module.weight.shape)
-    magnitude = book.one_per_example(module.weight, shape)
+    magnitude = one_per_example(notes, module.weight, shape)
     return magnitude * (torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) / norms) - base_result
 
 
@@ -74,22 +75,22 @@ def relative_bias_method(module: nn.Module) -> str | None:
 
 
 def relative_bias(
-    book: Book, name: str, module: Any, compute_bias: Callable[..., Tensor], *args: Any, **kwargs: Any
+    notes: Notes, name: str, module: Any, compute_bias: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Float[Tensor, "rows heads queries keys"]:
     """Return the bias of shape (1, heads, length, length), or as often as there are examples, once for each example.
 
     The look-up inside has no batch dimension, and its first dimension may equal the batch size by chance.
     """
     table = module.relative_attention_bias
-    if not book.is_watching:
+    if not notes.is_watching:
         return compute_bias(*args, **kwargs)
 
     def bias_of(parameters: Mapping[str, Tensor]) -> Float[Tensor, "1 heads queries keys"]:
-        with book.unwatched(), substituted(table, parameters):
+        with notes.unwatched(), substituted(table, parameters):
             return compute_bias(*args, **kwargs)[:1]
 
-    book.repeated.append(name)
-    return output_per_example(book, {"weight": table.weight}, bias_of)
+    notes.repeated.append(name)
+    return output_per_example(notes, {"weight": table.weight}, bias_of)
 
 
 def without_checkpointing(module: Any) -> Callable[..., Any] | None:
@@ -118,14 +119,14 @@ def has_prompt(module: nn.Module) -> bool:
 
 
 def prompt(
-    book: Book, get_prompt: Callable[..., Tensor], batch_size: int, *args: Any, **kwargs: Any
+    notes: Notes, get_prompt: Callable[..., Tensor], batch_size: int, *args: Any, **kwargs: Any
 ) -> Float[Tensor, "batch places dim"]:
     """Return the prompt once for each example.
 
     PEFT looks it up at indices of shape (1, places), for which the rule of embeddings returns a row for each example, and
     would repeat these rows once more.
     """
-    return get_prompt(1 if book.is_watching else batch_size, *args, **kwargs)
+    return get_prompt(1 if notes.is_watching else batch_size, *args, **kwargs)
 
 
 def parts_in_rows(module: nn.Module) -> list[nn.Module]:
@@ -134,10 +135,10 @@ def parts_in_rows(module: nn.Module) -> list[nn.Module]:
     return [module.get_submodule(name) for name in _IN_ROWS.get(path, ())]
 
 
-def in_rows(book: Book, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def in_rows(notes: Notes, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute one of `parts_in_rows`."""
-    before, book.batch_size = book.batch_size, len(hidden_states)
+    before, notes.batch_size = notes.batch_size, len(hidden_states)
     try:
         return forward(hidden_states, *args, **kwargs)
     finally:
-        book.batch_size = before
+        notes.batch_size = before

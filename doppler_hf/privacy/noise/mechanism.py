@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from doppler_hf import kernels
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
-from doppler_hf.privacy.bits import bit_stream
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.noise.shaped import ShapedNoise
+from doppler_hf.privacy.random_words import bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")
@@ -109,12 +109,8 @@ class GaussianMechanism:
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and kernels.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
-
-    @property
-    def _white_std(self) -> float:
-        """The standard deviation of the white noise z in the sum of the next step."""
-        # Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
-        return self.noise_multiplier * self.max_grad_norm * self.shape.norm
+        # Of the white noise z in a sum. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        self._white_std = noise_multiplier * max_grad_norm * shape.norm
 
     def __reduce__(self) -> str:
         """Refuse to be pickled: prepared noise and keys would travel with the copy."""
@@ -132,7 +128,9 @@ class GaussianMechanism:
             ValueError: If the step is before the first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return white * self.shape.std(step - self._first_step)
+        return (
+            white if self._shaped is None and step >= self._first_step else white * self.shape.std(step - self._first_step)
+        )
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release, in the accountant's terms.

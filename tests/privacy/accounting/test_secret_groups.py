@@ -10,9 +10,9 @@ from scipy.stats import norm
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting import Releases, get_noise_multiplier, get_total_epsilon
 from doppler_hf.privacy.accounting.composition import Rounds, epsilons_of
+from doppler_hf.privacy.accounting.importance_sampling import ORDERS, Addition, Removal
 from doppler_hf.privacy.accounting.secret_groups import Run, epsilon_of_runs
-from doppler_hf.privacy.accounting.tilted_rounds import ORDERS, Addition, Removal
-from scripts.experiments.cut_rounds import simulated_delta
+from tests.support.simulated_delta import simulated_delta
 
 FOUR = NoiseShape.banded(4).c
 

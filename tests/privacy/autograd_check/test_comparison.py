@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from doppler_hf.privacy import check_per_sample_gradients
-from doppler_hf.privacy.clipping import book
+from doppler_hf.privacy.clipping import notes
 from doppler_hf.privacy.clipping.norms import Squares
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
 from tests.support.models import MODELS, batch_for, build, losses_of
@@ -79,12 +79,12 @@ def test_bfloat16_with_its_own_tolerance(dtype):
 
 def planted(monkeypatch, change, *, form=Product, of=lambda parameter: parameter.ndim == 2):
     """Let the engine note something else for some parameters."""
-    noted = book.Book.note
+    noted = notes.Notes.note
 
     def note(self, parameter, gradient):
         noted(self, parameter, change(gradient) if of(parameter) and isinstance(gradient, form) else gradient)
 
-    monkeypatch.setattr(book.Book, "note", note)
+    monkeypatch.setattr(notes.Notes, "note", note)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clip_factors import clip_factors
+from doppler_hf.privacy.clipping.norms import clip_factors
 
 
 def test_factors_at_zero_and_at_the_bound():

@@ -160,3 +160,28 @@ def test_a_loss_of_ones_own_is_fixed_as_its_refusal_says(losses, message):
     with pytest.raises(ValueError, match=message):
         train(net, losses)
     train(net)
+
+
+# What torch traces, it also looks at in ways against which it warns.
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:.* should not be instantiated:DeprecationWarning",
+)
+def test_a_compiled_module_that_is_frozen_changes_no_sum(monkeypatch):
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # the engine goes backward twice at first
+    torch.manual_seed(0)
+    frozen = Net(lambda n, x: n.layer(x).tanh(), layer=nn.Linear(4, 4)).requires_grad_(False)
+    net = nn.Sequential(nn.Linear(3, 4), frozen, nn.Linear(4, 2))
+    x = torch.randn(BATCH, 3)
+
+    def sums():
+        with ClippedGradients(net, max_grad_norm=1.0) as clipped:
+            clipped.backward(net(x).square().sum(dim=1))
+            return clipped.sums
+
+    plain = sums()
+    frozen.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = sums()
+    assert plain.keys() == compiled.keys()
+    for name in plain:
+        torch.testing.assert_close(compiled[name], plain[name], rtol=1e-5, atol=1e-6)

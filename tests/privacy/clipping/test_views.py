@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping import book, groups, norms, per_sample_gradient
+from doppler_hf.privacy.clipping import norms, notes, per_sample_gradient
 from tests.support.models import BATCH, MODELS, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import (
@@ -66,7 +66,7 @@ LARGE = {
 def test_the_mean_over_the_views_of_an_example_is_clipped(
     name, views, norm_rule, clipping, granularity, on_accelerator, large, monkeypatch
 ):
-    for module, size in itertools.product((book, groups, norms, per_sample_gradient), LARGE[large]):
+    for module, size in itertools.product((notes, norms, per_sample_gradient), LARGE[large]):
         if hasattr(module, size):
             monkeypatch.setattr(module, size, LARGE[large][size])
     options = dict(norm_rule=norm_rule, clipping=clipping, granularity=granularity, on_accelerator=on_accelerator)

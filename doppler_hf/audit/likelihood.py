@@ -1,0 +1,75 @@
+"""The best score of an attack: the likelihood ratio of what is released with a canary and without it.
+
+    x ~ 𝒩(0, σ²) in all steps without the canary,    x ~ 𝒩(1, σ²) with it in a step that is chosen by the sampling,
+
+x being the canary's coordinate of the private gradient, and σ the noise, in units of what a canary contributes. Of a round
+of n steps under white noise it is log(1 − n·q + q·Σ exp((x − ½)/σ²)), q the sample rate.
+"""
+
+import numpy as np
+import scipy.special
+from jaxtyping import Float
+
+from doppler_hf.filters.noise_shape import NoiseShape
+
+
+class LikelihoodRatios:
+    """The log-likelihood ratios of canaries over a run, in which each takes part in the turns of its group only.
+
+    The attacker takes the shaping back: C·(gradients) has white noise, and a contribution in step t stands in its rows t to
+    t + b − 1, in proportion to c. Which group a canary is in is secret, so the ratio is the mean over all groups. For white
+    noise b is 1, and every step is a turn. `sample_rate` is that of a canary in its turn, and `turns_per_round` that of its
+    group.
+    """
+
+    def __init__(self, canaries: int, *, shape: NoiseShape, sample_rate: float, turns_per_round: int) -> None:
+        self._c, self._sample_rate, self._turns_per_round = shape.c, sample_rate, turns_per_round
+        self._seen: list[Float[np.ndarray, " canaries"]] = []  # as far as the next row needs them, the last one first
+        # Of the turns that have more rows to come ⟨μ, y⟩ and ‖μ‖², the oldest first.
+        self._open: list[tuple[Float[np.ndarray, " canaries"], float]] = []
+        self._finished_rounds = np.zeros((shape.bands, canaries))  # the ratio of the rounds that are over, by group
+        self._current_round = np.full((shape.bands, canaries), -np.inf)  # log Σ exp(⟨μ, y⟩ − ‖μ‖²/2) over the round's turns
+        self._closed = 0
+
+    def see(self, x: Float[np.ndarray, " canaries"], *, sigma: float) -> None:
+        """Read the gradient at the canaries; σ is that of the noise before it is shaped. Both in units of a contribution."""
+        self._seen = [x, *self._seen[: len(self._c) - 1]]
+        row = sum((c * values for c, values in zip(self._c, self._seen, strict=False)), np.zeros_like(x))
+        self._open.append((np.zeros_like(x), 0.0))
+        self._open = [
+            (matched + c * row / sigma**2, squares + (c / sigma) ** 2)
+            for c, (matched, squares) in zip(reversed(self._c[: len(self._open)]), self._open, strict=True)
+        ]
+        if len(self._open) == len(self._c):
+            self._close()
+
+    def scores(self) -> Float[np.ndarray, " canaries"]:
+        """Return the log-likelihood ratio of every canary; turns that the end has cut short count as far as they went."""
+        while self._open:
+            self._close()
+        for group in range(len(self._c)):
+            self._end_round(group, turns=len(range(group, self._closed, len(self._c))) % self._turns_per_round)
+        return np.asarray(scipy.special.logsumexp(self._finished_rounds, axis=0) - np.log(len(self._finished_rounds)))
+
+    def _close(self) -> None:
+        matched, squares = self._open.pop(0)
+        turn, group = divmod(self._closed, len(self._c))
+        self._closed += 1
+        # In logarithms: the ratio of one turn may exceed a float64.
+        self._current_round[group] = np.logaddexp(self._current_round[group], matched - squares / 2)
+        if (turn + 1) % self._turns_per_round == 0:
+            self._end_round(group, turns=self._turns_per_round)
+
+    def _end_round(self, group: int, *, turns: int) -> None:
+        self._finished_rounds[group] += log_likelihood_ratio(
+            self._current_round[group], sample_rate=self._sample_rate, turns=turns
+        )
+        self._current_round[group] = -np.inf
+
+
+def log_likelihood_ratio(
+    of_turns: Float[np.ndarray, " canaries"], *, sample_rate: float, turns: int
+) -> Float[np.ndarray, " canaries"]:
+    """Return log(1 − n·q + q·Σ exp(⟨μ, y⟩ − ‖μ‖²/2)) of a round of n turns, given the logarithm of the sum."""
+    with_turn, without = np.log(sample_rate) + of_turns, 1.0 - turns * sample_rate
+    return with_turn if without <= 0.0 else np.logaddexp(np.log(without), with_turn)

@@ -1,0 +1,89 @@
+"""Whether a loss reads the rows of other examples, exactly: its gradient there is zero, or the examples are coupled.
+
+A comparison of numbers allows for rounding. A term such as 1e-4·⟨z_i, Σ_j z_j⟩ hides in that, although it grows with the
+batch, and one record then moves what all others contribute. Zeros need no allowance: a sum of products with zero is zero in
+any order and precision.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from doppler_hf.privacy.autograd_check.plain_autograd import Inputs, Losses, refuse_number_of_losses
+from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
+from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
+from doppler_hf.privacy.losses import without_adapters
+
+
+def some_of(number: int) -> Bool[Tensor, " number"]:
+    """Return a half of some rows by chance, so that no order of labels or lengths is that of the halves.
+
+    Neither the first nor the last row is among them, which some losses compare all others with.
+    """
+    chance = torch.rand(number, generator=torch.Generator().manual_seed(0))
+    chance[[0, -1]] = 1.0
+    return chance.argsort().argsort() < number // 2
+
+
+def place_of_coupling(
+    clipped: ClippedGradients, model: nn.Module, losses_of: Losses, inputs: Inputs, *, number: int
+) -> tuple[Tensor, str | None]:
+    """Return the losses of `number` examples, and where half of them have a gradient in the rows of the others, or None.
+
+    The others' rows are looked at where each trained parameter is used, and in the model's inputs, since layers in between
+    may be frozen. It takes one backward pass.
+    """
+    try:
+        with _differentiated(model, inputs, number=number) as (watched, places):
+            losses = losses_of(watched)
+    except RuntimeError as error:
+        # Models of speech set the flag themselves, on what they make of their inputs, and look no further back.
+        if "requires_grad flags of leaf" not in str(error):
+            raise
+        losses, places = losses_of(inputs), []
+    refuse_number_of_losses(losses, number)
+    examined = some_of(number).to(losses.device)
+    coupled = clipped.coupled(losses, examined=examined)
+    slopes = (place.grad.unflatten(0, (number, -1)) for place in places if place.grad is not None)
+    # As `has_terms`: 0·∞ is none of others.
+    is_read = any(((slope != 0) & slope.isfinite())[~examined.to(slope.device)].any() for slope in slopes)
+    return losses.detach(), repr(coupled[-1]) if coupled else "the model's inputs" if is_read else None
+
+
+def read_by_others(place: str, reason: str | None = None) -> ValueError:
+    """Return the refusal of losses that have a gradient in the rows of others, by a reason that is known or the place."""
+    return ValueError(
+        reason
+        or f"The loss of one example has a gradient in the places of others at {place}. Let each loss depend on its example "
+        "alone, and let the inputs of layers begin with the batch: docs/start/troubleshooting.md#losses."
+    )
+
+
+@contextlib.contextmanager
+def _differentiated(model: nn.Module, inputs: Inputs, *, number: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """Let the block differentiate by a batch's numbers and frozen embeddings; yield the batch, and leaves with gradients."""
+    places: list[Tensor] = []
+
+    def of_leaf(value: Tensor) -> Tensor:
+        places.append(value.detach().requires_grad_())
+        return places[-1] * 1  # which a layer may write into
+
+    def embedded(_module: nn.Module, _args: Any, output: Any) -> Any:
+        # Of choices and of answers there are several rows for each example.
+        is_frozen = is_floating(output) and not output.requires_grad and len(output) % number == 0
+        return of_leaf(output) if is_frozen and torch.is_grad_enabled() else None
+
+    base, table = without_adapters(model), None
+    with contextlib.suppress(AttributeError, NotImplementedError):  # as of models of images
+        table = base.get_input_embeddings()
+    handle = table.register_forward_hook(embedded) if isinstance(table, nn.Module) else None
+    try:
+        rows = {name: of_leaf(value) for name, value in inputs.items() if is_floating(value) and has_rows(value, number)}
+        yield {**inputs, **rows}, places
+    finally:
+        if handle is not None:
+            handle.remove()

@@ -1,0 +1,85 @@
+"""Find why an example's loss or gradient changes with the examples beside it: data, loss, or a layer."""
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from doppler_hf.privacy.autograd_check.plain_autograd import Inputs, Losses, Trial
+from doppler_hf.privacy.clipping.other_layers import has_rows
+
+_CHANGES: Final = (
+    "The {what} of one example changes with the examples beside it, which no noise covers "
+    "(docs/start/troubleshooting.md#losses): "
+)
+
+
+def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:
+    """Refuse losses of a batch, shape (batch,), that are others in the smaller batches into which it was cut."""
+    whole = torch.cat(list(expected))
+    finite = whole.isfinite()
+    change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
+    if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
+        return
+    raise ValueError(_CHANGES.format(what="loss") + _reason(trial))
+
+
+def why_gradients_change(trial: Trial) -> str | None:
+    """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
+    if first_changing_layer(trial, trial.together) is None:
+        return None
+    return _CHANGES.format(what="gradient") + _reason(trial)
+
+
+def _reason(trial: Trial) -> str:
+    part, together = trial.alone[0], trial.together
+    layer = first_changing_layer(trial, together) or "the loss"
+    number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
+    padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
+    if first_changing_layer(trial, padded) is not None:
+        mask = together.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
+            return f"{layer} depends on the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
+        return (
+            f"{layer} depends on the length to which an example is padded. Pad all examples to one length (tokenize with "
+            "padding='max_length'), or replace the layer."
+        )
+    return (
+        f"{layer} depends on the other examples, as a mean over the batch does. Let each loss depend on its example alone, "
+        "and replace the layer."
+    )
+
+
+def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
+    """Return the first layer whose output for the first example is another in a batch, in words; None if there is none."""
+    classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
+    with torch.no_grad():
+        outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
+    for (name, output), (_, expected) in zip(outputs, alone, strict=False):
+        found = output[tuple(map(slice, expected.shape))]
+        size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+        if found.shape == expected.shape and not torch.allclose(
+            found, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True
+        ):
+            return f"the output of the {f'layer {name!r}' if name else 'model'} ({classes[name]})"
+    return None
+
+
+def _outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Return every layer's first output with its name, in the order in which they are computed."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def note(name: str, output: Any) -> None:
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else [output]
+        tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel())
+        outputs.extend((name, tensor.detach()) for tensor in itertools.islice(tensors, 1))
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
+            hooks.callback(handle.remove)
+        losses_of(dict(inputs))
+    return outputs

@@ -1,0 +1,213 @@
+"""The check before the first step: nine examples of the training set, through the user's own model, loss and collator.
+
+Of short examples, eight or for a loss of the user's own as many as a micro-batch has, no loss may have a gradient in
+others' rows. Losses and the engine's gradients of a short and the longest example are compared with plain autograd on each
+alone. This finds what couples examples (norms and means over the batch or its tokens, padding, collators that mix rows),
+statistics that a forward pass keeps, and a wrong rule of the engine.
+
+Nothing about the examples is released: the outcome depends on model, loss, data set and collator.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Final, NamedTuple
+
+from torch import Tensor, nn
+
+from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
+from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.comparison import compare
+from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
+from doppler_hf.privacy.autograd_check.explanation import why_gradients_change
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses, Trial, gradients_of
+from doppler_hf.privacy.autograd_check.without_randomness import is_random, moved, without_coins, without_dropout
+from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
+from doppler_hf.privacy.clipping.refused_layers import listed
+from doppler_hf.run.checks.loss import TrainedLoss
+from doppler_hf.run.checks.model import computes_in_bf16
+from doppler_hf.run.digests import adapted_parameters
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# Relative, of losses and gradients: batches of one and of several are rounded differently.
+ROUNDING: Final = 1e-3
+ROUNDING_BF16: Final = 0.1
+
+
+def check_examples(
+    clipped: ClippedGradients, model: nn.Module, loss: TrainedLoss, probe: Probe, args: DopplerTrainingArguments
+) -> None:
+    """Check the attached engine, the loss and what is trained.
+
+    Args:
+        clipped: The engine.
+        model: The model.
+        loss: The trainer's loss of each example.
+        probe: Examples of the training set.
+        args: The arguments.
+
+    Raises:
+        ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
+    """
+    tolerance = ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
+    if args.grad_sample_self_check:
+        # A loss of the user's own may read only batches of the run's size.
+        number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if loss.is_own else SHORT
+        whole = probe.collated([*itertools.islice(itertools.cycle(probe.short), number)])
+        reached = _Comparison(clipped, model, loss.of_examples, probe, whole, number, tolerance).names_reached()
+        unreached = clipped.parameters.keys() - reached
+        if unreached and not args.train_unreached_parameters:
+            with clipped.unwatched():
+                refuse_unreached(model, loss.of_examples, probe, unreached=unreached)
+    with without_coins(model), clipped.unwatched():
+        loss.check(probe.collated(probe.short[:2]), tolerance / 10)
+
+
+class _Comparison(NamedTuple):
+    clipped: ClippedGradients
+    model: nn.Module
+    losses_of: Losses
+    probe: Probe
+    whole: Inputs  # short examples in one batch
+    number: int  # of them
+    tolerance: float
+
+    def names_reached(self) -> set[str]:
+        """Compare, and return the names of the trained parameters that a loss reaches."""
+        # TF32, which is cuDNN's default, would round more than the tolerance.
+        with moved(self.model), highest_conv_precision(), highest_matmul_precision():
+            with without_coins(self.model):
+                with nothing_written(self.model, again=self._is_random):
+                    found = self._place_of_coupling()
+                try:
+                    return self._compared(*found)
+                except ValueError:
+                    if not self._is_random():
+                        raise
+            with without_dropout(self.model):  # its coins are no attributes
+                if not self._is_random():
+                    return self._compared(*self._place_of_coupling())
+        print(
+            "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
+            "`doppler-hf check` tests whether each depends on its example alone."
+        )
+        _, place = self._place_of_coupling()
+        if place is not None:
+            raise read_by_others(place)
+        with self.clipped.unwatched():
+            return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
+
+    def _place_of_coupling(self) -> tuple[Tensor, str | None]:
+        return place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
+
+    def _is_random(self) -> bool:
+        with self.clipped.unwatched():
+            return is_random(self.losses_of, self.whole)
+
+    def _compared(self, losses: Tensor, place: str | None) -> set[str]:
+        probe, model, losses_of = self.probe, self.model, self.losses_of
+        if not losses.isfinite().any():
+            raise ValueError(
+                "The loss of an example must be finite, got none that is: nothing would be learnt. Look for NaN and "
+                "infinities in the weights and the data, and for a division by zero in the loss."
+            )
+        if place is not None:
+            with self.clipped.unwatched():
+                together, each = probe.in_parts(probe.short)
+                raise read_by_others(place, why_gradients_change(Trial(model, losses_of, each, together)))
+        usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
+        together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
+        return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
+
+
+@contextlib.contextmanager
+def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
+    """Refuse a forward pass that keeps statistics of the data in buffers or parameters, or replaces layers.
+
+    Args:
+        model: The model.
+        again: Makes the same pass once more.
+
+    Raises:
+        ValueError: If it does, by name.
+    """
+    layers, buffers = dict(model.named_modules()), _copies(model)
+    versions = {name: parameter._version for name, parameter in model.named_parameters()}
+    rewritten = {parameter: sums_of_bytes(parameter.detach()).tolist() for parameter in adapted_parameters(model)}
+    yield
+    replaced = [name for name, module in model.named_modules() if layers.get(name) is not module]
+    if replaced:
+        raise ValueError(
+            f"A forward pass must leave the layers of a model in place, got one that replaces {replaced[0]!r} for all later "
+            "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full')."
+        )
+    written = [
+        name
+        for name, parameter in model.named_parameters()
+        if versions.get(name) != parameter._version
+        and rewritten.get(parameter) != sums_of_bytes(parameter.detach()).tolist()
+    ]
+    changed = _changed(model, buffers)
+    if changed:
+        # A table that grows with the longest example, such as one of positions, stays as it is the next time.
+        first, saved = _copies(model), model.state_dict().keys()
+        again()
+        written += [name for name in changed if name in saved] + _changed(model, first)
+    if written:
+        raise ValueError(
+            f"The forward pass writes {written[0]!r}, which would keep statistics of the data that are neither clipped nor "
+            "noised. Replace the layer by one that keeps none."
+        )
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, buffer in model.named_buffers() if name not in before or not same(buffer, before[name])]
+
+
+def reached_by(inputs: Inputs, model: nn.Module, losses_of: Losses, *, names: Set[str]) -> set[str]:
+    """Return those of some trained parameters that the losses of a batch reach in training, with dropout and all else."""
+    model.train()
+    return {*gradients_of(losses_of(inputs), {name: model.get_parameter(name) for name in names})}
+
+
+def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unreached: Set[str]) -> None:
+    """Refuse trained parameters that no loss reaches: noise alone would move them.
+
+    Args:
+        model: The model.
+        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
+        probe: Examples of the training set, of which more are looked at, such as for experts that few of them reach.
+        unreached: Names of parameters that the losses of the compared examples do not reach.
+
+    Raises:
+        ValueError: If there are others.
+    """
+    never = {*unreached}
+    for inputs in probe.further():
+        never -= reached_by(inputs, model, losses_of, names=never)
+        if not never:
+            break
+    if never:
+        tops = sorted({_top_of(model, name, never) for name in never})
+        lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
+        raise ValueError(
+            f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
+            f"noise alone would move them. Freeze them before trainer.train(): {lines}. Or set "
+            "train_unreached_parameters=True."
+        )
+
+
+def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
+    """Return the outermost module around a parameter of which no trained one is reached, or the parameter itself."""
+    trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        prefix = ".".join(parts[:end])
+        if all(other in never for other in trained if other.startswith(f"{prefix}.")):
+            return prefix, "submodule"
+    return name, "parameter"

@@ -1,0 +1,92 @@
+"""Compare the loss that `Trainer` would train with the loss that a private run trains and evaluates.
+
+The rule of `privacy.losses` follows from the model's class and not from its forward. What that adds or changes (class
+weights, a penalty, labels that are not shifted) would fall away without a sign. They are compared on a batch of several
+examples: in the mean of a single one class weights cancel out.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from doppler_hf.privacy import losses as rules
+from doppler_hf.privacy.autograd_check.plain_autograd import Losses
+from doppler_hf.privacy.dense_losses import ignored_pixel
+from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
+
+
+class TrainedLoss(NamedTuple):
+    """The loss of each example, as a trainer has it."""
+
+    of_examples: Losses  # calls the model with a micro-batch, and returns one loss for each of its examples
+    check: Callable[[dict[str, Any], float], None]  # refuses a model whose own loss differs by more than a share of it
+    is_of_class: Callable[[Tensor], bool]  # whether losses are those of the rule for the model's class
+    is_own: bool  # whether code of the user's own computes them, which may count labels that no other loss does
+    rows_each: int  # as `rows_per_loss` in `ClippedGradients`
+
+
+def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
+    """Refuse a model whose own loss, which `Trainer` would train, is no mean of the per-example losses trained here."""
+    accepted = inspect.signature(base_model.forward).parameters
+    name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
+    if {"labels", *rules.ANSWER}.isdisjoint(accepted) and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
+    ):
+        return
+    if rules.ANSWER[0] in inputs:
+        inputs = without_padding(inputs)
+    with torch.no_grad(), filled_generators(0):
+        losses = rules.per_sample_losses(model, dict(inputs), base_model=base_model)
+    try:
+        with torch.no_grad(), filled_generators(0):  # the same dropout
+            outputs = model(**inputs)
+    except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
+        if "device" in str(error):  # a tensor that was left on another one is torch's to name
+            raise
+        if base_model.config.problem_type == "multi_label_classification" and not inputs["labels"].is_floating_point():
+            raise ValueError(
+                f"The labels of a multi_label_classification must be of floating point for {name}, which also computes the "
+                f"loss of evaluations, got {inputs['labels'].dtype}. Return floats from the data set or collator: 1.0 for 1."
+            ) from error
+        raise ValueError(
+            # Not the error's words, which may hold the sizes of examples: messages end in logs.
+            f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "
+            "Override compute_per_sample_loss, and call the model without them."
+        ) from error
+    own = outputs.get("loss") if isinstance(outputs, dict) else None
+    if own is None or not own.isfinite().all():
+        return
+    task = rules.token_task(base_model)
+    # The first token is no target of a causal model, except behind a prompt.
+    first = int(task == "causal_lm" and not rules.places_of_prompt(model))
+    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
+    if rules.has_pixels(base_model):
+        labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
+    if rules.has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
+        own = own / len(losses)
+    labels = inputs.get("labels")
+    if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
+        labelled = labels != IGNORED_LABEL  # Transformers' mean leaves out what has no class
+    weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
+    if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
+        raise ValueError(
+            f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
+            "Override compute_per_sample_loss to return it for each example."
+        )
+
+
+def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch of question answering whose padding counts as text, with every answer in the text.
+
+    The rule leaves out positions outside of the text, and Transformers takes padding for text: they agree only here.
+    """
+    if "attention_mask" not in inputs:
+        return inputs
+    mask = inputs["attention_mask"]
+    positions = {name: inputs[name] % mask.shape[1] for name in rules.ANSWER if name in inputs}
+    return inputs | positions | {"attention_mask": torch.ones_like(mask)}

@@ -1,0 +1,174 @@
+"""Models that a private run refuses before its engine is attached, from their settings."""
+
+import re
+import sys
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from doppler_hf.privacy.autograd_check.without_randomness import owners_of_options
+from doppler_hf.privacy.batching.probe import Probe
+from doppler_hf.privacy.clipping.refused_layers import listed
+from doppler_hf.training_args import DopplerTrainingArguments
+
+ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
+# LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
+_OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
+_FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
+
+# PEFT's initial weights that are made of batches of a data set.
+_OF_DATA: Final = ("eva", "corda", "lora_ga")
+
+
+def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
+    """Refuse a model whose settings show that it cannot be trained privately.
+
+    Raises:
+        ValueError: If nothing is trained, trained parameters are complex or of too small a range, adapters begin with
+            weights made of data, or positions or random numbers depend on the other examples of a micro-batch.
+    """
+    _refuse_trainable(model)
+    _refuse_adapters(model)
+    _refuse_changing_positions(model, probe)
+    _refuse_quantized(model)
+    # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
+    small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
+    if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
+        raise ValueError(
+            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
+            "experts would drop tokens depending on the other examples. Load the model with from_pretrained(..., "
+            f"expert_capacity={ENOUGH_TOKENS})."
+        )
+    # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
+    if any(vars(module).get("init_option") == "original" for module in model.modules()):
+        raise ValueError(
+            "The init_option of Nyströmformer's attention must not be 'original' in a private run, which divides by a "
+            "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'."
+        )
+    _refuse_shared_coins(model)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
+            raise ValueError(
+                f"The adapters must not be of {type(config).__name__}, whose loss has a penalty on weights that is no "
+                "example's. Use LoraConfig."
+            )
+        # Privacy: such weights move with each record, before a step is counted.
+        if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
+            raise ValueError(
+                f"The init_lora_weights must not make the adapters' first weights of training data, which ε does not cover, "
+                f"got {kind!r}. Leave it out. Only if the data were public, say so before train(): "
+                f"model.peft_config[{name!r}].init_lora_weights = True."
+            )
+
+
+def _refuse_shared_coins(model: nn.Module) -> None:
+    # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
+    # examples there would follow numbers that all rows of another micro-batch share.
+    shared: set[str] = set()
+    for owner in owners_of_options(model):  # a model copies what its config has, and the copy counts
+        is_masking = getattr(owner, "apply_spec_augment", True)
+        for name, value in vars(owner).items():
+            is_on = isinstance(value, float) and value > 0.0 and (is_masking or not name.startswith("mask"))
+            if is_on and _FOR_ALL_ROWS.search(name):
+                shared.add(name)
+    if shared:
+        names = ", ".join(map(repr, sorted(shared)))
+        raise ValueError(
+            f"{names} must be 0 in a private run: all rows of a micro-batch share these random numbers. Set them in the "
+            "model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, 'config', m)) "
+            f"for n in ({names},) if hasattr(o, n)]."
+        )
+    # DeBERTa's and Funnel's, on tables of positions that have no batch.
+    of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]
+    if of_tables:
+        raise ValueError(
+            f"{listed(of_tables)} must have p = 0 in a private run: all rows of a micro-batch share this dropout. Set it: "
+            "[setattr(m, 'p', 0.0) for n, m in model.named_modules() "
+            "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))]."
+        )
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    quantized = sys.modules.get("bitsandbytes")
+    if quantized is None:
+        return
+    modules = dict(model.named_modules())
+    # Sensitivity: a number above the threshold takes its column out of the 8 bits for the rows of all examples.
+    mixing = [
+        module for module in modules.values() if isinstance(module, quantized.nn.Linear8bitLt) and module.state.threshold
+    ]
+    if mixing:
+        raise ValueError(
+            f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
+            "example changes how those of others are rounded. Load the model with "
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
+        )
+    # On some CPUs an evaluation stores such weights anew, with other scales, and no gradient passes them from then on.
+    for name, module in modules.items():
+        if isinstance(module, quantized.nn.Linear4bit) and module.weight.device.type == "cpu":
+            is_packed = bool(vars(module.weight.quant_state).get("packing_format_for_cpu"))
+            if is_packed or module.support_avx512bf16_for_cpu:
+                raise ValueError(
+                    f"The 4-bit weights of {name!r} must stay as they were loaded, got a layer that rewrites them in "
+                    "evaluations on this CPU. Load the model again, and set before it is used: for module in "
+                    "model.modules(): module.support_avx512bf16_for_cpu = False."
+                )
+
+
+def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
+    # Sensitivity: such rotary embeddings change for every row of a batch with an example beyond the length of pretraining.
+    limits = [limit for module in model.modules() for limit in _limits_of(module)]
+    if not limits or probe.are_of_one_length:
+        return
+    known = probe.longest_length
+    if known is None or known > min(limits):
+        raise ValueError(
+            f"Examples must have at most {min(limits)} tokens with dynamic or long rotary embeddings, whose positions "
+            f"depend on the longest of a batch, got {'unknown lengths' if known is None else 'longer ones'}. Tokenize with "
+            f"max_length={min(limits)} beforehand, pad all to one length, or take another rope_type."
+        )
+
+
+def _limits_of(module: nn.Module) -> list[int]:
+    """Return up to which lengths the positions of a module's rotary embeddings stay, where they change beyond."""
+    config = vars(module).get("config")
+    if "rope_type" not in vars(module) or config is None:
+        return []
+    rope = config.rope_parameters  # of the model, or of each kind of layer
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
+    changing = [kind for kind in kinds if kind["rope_type"] in ("dynamic", "longrope")]
+    return [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in changing]
+
+
+def _refuse_trainable(model: nn.Module) -> None:
+    trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
+    half = next((name for name, dtype in trainable.items() if dtype == torch.float16), None)
+    if half is not None:
+        raise ValueError(
+            f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
+            "the model with dtype=torch.float32, or torch.bfloat16."
+        )
+    # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
+    complex_name = next((name for name, dtype in trainable.items() if dtype.is_complex), None)
+    if complex_name is not None:
+        raise ValueError(
+            f"Trained parameters must be real numbers, got {complex_name!r} of type {trainable[complex_name]}. Keep its "
+            "real and its imaginary part in the last dimension of a real one, and use torch.view_as_complex in the forward."
+        )
+
+
+def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
+    """Return whether a model computes in bfloat16, by autocast or with some weights, or rounds as coarsely.
+
+    So do 8-bit layers, which round a row of activations to multiples of 1/127 of its largest. Weights in 4 bits are
+    constants, the same for all examples; what rounds is the dtype in which they compute.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {vars(module)["compute_dtype"] for module in model.modules() if "compute_dtype" in vars(module)}
+    return args.bf16 or not dtypes.isdisjoint({torch.bfloat16, torch.float16, torch.int8})

@@ -1,0 +1,164 @@
+"""A rehearsal before anything is spent: an evaluation of a few rows, and a checkpoint without weights.
+
+Transformers evaluates and saves for the first time after an epoch. A failure there ends the training with ε spent.
+"""
+
+import contextlib
+import copy
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset
+from transformers import PreTrainedModel, Trainer
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.trainer_utils import has_length
+
+from doppler_hf.privacy.batching.columns import LABELS, lengths_of
+from doppler_hf.run.checks.values import refuse_out_of_range
+from doppler_hf.run.processes import on_process_0
+
+# Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.
+_ROWS, _ROWS_AGAIN = 2, 64
+_WORKERS: Final = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
+
+
+def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
+    """Do once, small, what the training will do after its first steps, and leave the trainer as it was."""
+    args, metrics = trainer.args, {}
+    # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
+    if args.eval_strategy != "no" and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
+        _refuse_out_of_range(trainer)
+        metrics = _metrics_of_few_rows(trainer, ignore_keys)
+        if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
+            which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
+            default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
+            mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
+            raise ValueError(
+                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
+            )
+    on_process_0(lambda: _save_small(trainer, metrics))
+
+
+def _refuse_out_of_range(trainer: Any) -> None:
+    """Refuse evaluation sets with numbers that the model cannot take, which would end the training when they come up."""
+    given = trainer.eval_dataset
+    sets = given.values() if isinstance(given, dict) else [given]
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
+    for each in sets:
+        refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=trainer._has_own_loss, name="eval_dataset")
+
+
+def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
+    """Return the metrics of a few rows of each evaluation set, by the call that Transformers makes during a training."""
+    own, fails = trainer.compute_metrics, False
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fails
+        fails = True  # unless it returns
+        found = own(*args, **kwargs)
+        fails = False
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}. Return one."
+            )
+        return found
+
+    def of_rows(count: int) -> dict[str, Any]:
+        with _quiet(trainer, eval_dataset=few_rows(trainer.eval_dataset, count), compute_metrics=own and watched):
+            return dict(trainer.evaluate(ignore_keys=ignore_keys))
+
+    with _told_as_refusal("an evaluation"):
+        try:
+            return of_rows(_ROWS)
+        except Exception:
+            if not fails:
+                raise
+    with _told_as_refusal(f"compute_metrics, on up to {_ROWS_AGAIN} rows,"):  # a score of two may be undefined
+        return of_rows(_ROWS_AGAIN)
+
+
+@contextlib.contextmanager
+def _told_as_refusal(what: str) -> Iterator[None]:
+    """Turn an error of the block into one that says where it came from, and that no ε is spent."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).rstrip(".")
+        raise ValueError(
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
+            "rehearse=False to skip the rehearsal."
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet(trainer: Any, **replaced: Any) -> Iterator[None]:
+    """Let the trainer evaluate in the block without callbacks, trackers, workers and warnings, and leave no trace."""
+    replaced["callback_handler"] = handler = copy.copy(trainer.callback_handler)
+    handler.callbacks = []
+    replaced |= {name: copy.deepcopy(getattr(trainer, name)) for name in ("state", "control")}
+    of_args = {f"dataloader_{name}": value for name, value in _WORKERS.items()}
+    objects = [(trainer, replaced), (trainer.args, of_args), *((each, {}) for each in trainer.model.modules())]
+    before = [(each, {name: vars(each)[name] for name in new or ("training",)}) for each, new in objects]
+    try:
+        for each, new in objects:
+            vars(each).update(new)
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for each, old in before:
+            vars(each).update(old)
+
+
+def few_rows(dataset: Any, count: int) -> Any:
+    """Return rows of a data set, or of each, spread over it: two, short ones of two labels if a table has them, or 64."""
+    if isinstance(dataset, dict):
+        return {name: few_rows(each, count) for name, each in dataset.items()}
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+        return dataset.take(count) if hasattr(dataset, "take") else [*islice(dataset, count)]
+    looked = min(len(dataset), _ROWS_AGAIN)
+    rows = [(len(dataset) - 1) * i // max(1, looked - 1) for i in range(looked)]
+    if count == _ROWS and rows:
+        columns = [name for name in LABELS if name in getattr(dataset, "column_names", ())]
+        if columns and (lengths := lengths_of(dataset.with_format(None).select(rows))) is not None:
+            rows = [rows[place] for place in np.argsort(lengths, kind="stable")]
+        labels = list(dataset.with_format(None).select(rows)[columns[0]]) if columns else []
+        others = [row for row, label in zip(rows, labels, strict=False) if label != labels[0]] or rows[1:][-1:]
+        rows = [rows[0], *others[:1]]
+    return dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
+
+
+def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
+    """Save a model without weights, or a checkpoint, into a temporary folder in the output folder."""
+    args, model = trainer.args, trainer.model
+    saves = args.save_strategy != "no"  # during the training; a model is saved after most
+    is_pretrained = isinstance(model, PreTrainedModel)
+    if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end must be False with adapters of model.add_adapter, which Transformers cannot load "
+            "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config)."
+        )
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if saves and (free := shutil.disk_usage(args.output_dir).free) < size:
+        raise ValueError(
+            f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir."
+        )
+    what = "a checkpoint" if saves else "save_model()"
+    with _told_as_refusal(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
+        if saves:
+            json.dumps(metrics, sort_keys=True)  # as in the state of the training
+        if is_pretrained:
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+            remove_tied_weights_from_state_dict(model.state_dict(), model)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
+        torch.save(args, f"{folder}/training_args.bin")

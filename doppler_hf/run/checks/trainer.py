@@ -1,0 +1,146 @@
+"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint.
+
+Each message has the value, the reason and the fix.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+from transformers import Trainer
+
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.run.checks.data import refuse_stream
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
+
+# A method of Transformers → when an override of it has no effect, and the fix.
+_NOT_CALLED: Final = {
+    "_get_train_sampler": (" on a private training, whose ε needs its own random batches", "Leave it out"),
+    "get_optimizer_cls_and_kwargs": (
+        " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
+    ),
+    "create_optimizer_and_scheduler": (
+        ": Transformers calls create_optimizer and create_scheduler",
+        "Leave it out, set base_optimizer, and override create_scheduler",
+    ),
+}  # fmt: skip
+# TRL's trainer → what to take in its place.
+_OF_TRL: Final = {
+    "SFTTrainer": "Use DopplerSFTTrainer",
+    "DPOTrainer": "Use DopplerDPOTrainer",
+    "CPOTrainer": "Use DopplerDPOTrainer with loss_type=['cpo', 'sft']",
+    "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
+    "KTOTrainer": "Its loss compares the examples of a batch. Use DopplerDPOTrainer, with pairs of answers",
+    "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md)",
+}
+
+
+def refuse_other_bases(trainer: type) -> None:
+    """Refuse a class that is one of TRL's trainers too, which make their own of the arguments, the data and the loss."""
+    other = next((kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), None)
+    if other is not None and f"Doppler{other}" not in {kind.__name__ for kind in trainer.__mro__}:
+        fix = _OF_TRL.get(other, "Use DopplerSFTTrainer or DopplerDPOTrainer")
+        raise TypeError(f"{trainer.__name__} must not derive from TRL's {other} too, got both. {fix}.")
+
+
+def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+    """Refuse what `Trainer` would accept, or refuse for another reason."""
+    if args.disable_dp:  # maybe since they were made, with other defaults
+        refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
+        return
+    refuse_what_breaks_privacy(args)  # which may have changed since they were made
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"model must have no wrapper, got {type(model).__name__}, which splits batches. Pass model.module. For several "
+            "GPUs start the script with `accelerate launch`."
+        )
+    refuse_stream(train_dataset)
+
+
+def refuse_of_trainer(trainer: Any) -> None:
+    """Refuse arguments and methods of the trainer that would break the guarantee, or have no effect."""
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
+            "compute_per_sample_loss, which returns one loss per example."
+        )
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise ValueError(
+            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
+            "base_optimizer. For learning rates by layer override create_optimizer (docs/guides/own-loss.md)."
+        )
+    if trainer.lr_scheduler is not None:
+        raise ValueError(
+            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
+            "rate of the optimizer that it was made for. Override create_scheduler."
+        )
+    if (processes := getattr(trainer.model, "tp_size", None) or 1) > 1:
+        # Sensitivity: the norm of a process's part of a gradient is less than that of the whole.
+        raise ValueError(
+            f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism). Load it "
+            "without tp_plan, and set fsdp if it is too large for one process."
+        )
+    own = type(trainer)
+    for name, (reason, fix) in _NOT_CALLED.items():
+        if getattr(own, name) is not getattr(Trainer, name):
+            raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {fix}.")
+    if own.compute_loss is not own.inherited_compute_loss and own.compute_per_sample_loss is own.default_per_sample_loss:
+        raise ValueError(
+            f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
+            "Override compute_per_sample_loss. Keep compute_loss only for evaluations."
+        )
+
+
+def refuse_another_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer that the user's `create_optimizer` made instead of the arguments' one."""
+    if not isinstance(optimizer, DopplerOptimizer):
+        raise ValueError(
+            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}. Change the "
+            "groups of super().create_optimizer() (docs/guides/own-loss.md)."
+        )
+
+
+def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
+    """Refuse an optimizer with more or fewer parameters than are trained."""
+    of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
+        raise ValueError(
+            "The optimizer must have only the model's parameters, got others. Make learned weights of a loss a layer of the "
+            "model. With FSDP leave create_optimizer() to train(), or make a new trainer."
+        )
+    named = model.named_parameters()
+    missing = [name for name, parameter in named if parameter.requires_grad and parameter not in of_optimizer]
+    if missing:
+        raise ValueError(
+            f"The optimizer must have each parameter that is trained, got one without {missing[0]!r} and {len(missing) - 1} "
+            "others. Freeze what is not to be trained (requires_grad_(False)), and leave create_optimizer() to train()."
+        )
+
+
+def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
+    """Refuse to train with privacy if the trainer or checkpoint was made without it, or the other way round."""
+    if args.disable_dp != was_disabled:
+        raise ValueError(
+            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Make a new trainer."
+        )
+    if checkpoint is not None and args.disable_dp == (Path(checkpoint) / LEDGER_NAME).exists():
+        if args.disable_dp:
+            raise ValueError(
+                f"disable_dp must be False to resume from {checkpoint}, which holds a privacy ledger, got True. Leave it "
+                "out, or load the weights with from_pretrained."
+            )
+        raise ValueError(
+            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
+            "start, put the ledger back, or set disable_dp=True."
+        )
+
+
+def refuse_search(args: DopplerTrainingArguments) -> None:
+    """Refuse a search of hyper-parameters with privacy."""
+    if not args.disable_dp:
+        raise ValueError(
+            "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
+            "disable_dp=True on public data, or add up the ε of one run per setting."
+        )

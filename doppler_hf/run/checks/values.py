@@ -1,0 +1,132 @@
+"""Find numbers of the training set that the model cannot take before any ε is spent.
+
+The columns of a stored table are scanned once, many rows at a time. Of data that make their rows, such as torch's data sets
+and transforms, as many rows as ten seconds allow are read by chance. A row beyond the model's range is collated alone and
+checked again, since a collator may cut or change it. So nothing that would train is refused,
+unless a collator of your own makes up missing labels.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from accelerate import PartialState
+from torch import nn
+from transformers.trainer_utils import has_length
+
+from doppler_hf.privacy.batching.columns import LABELS, numbers_in, rows_with_gaps
+from doppler_hf.privacy.batching.fetching import fetch_one, is_stored, is_table
+from doppler_hf.run.checks.limits import Limit, limits_of
+
+MOST_NUMBERS: Final = 10**8  # of a column; a second
+MOST_SECONDS: Final = 10.0  # of rows that are read one by one
+_ROWS_AT_ONCE: Final = 1 << 14
+_SCANNED: Final[set[tuple[str, frozenset[Limit]]]] = set()  # fingerprints of data sets, and what they are within
+
+
+def refuse_out_of_range(
+    model: nn.Module,
+    examples: Any,
+    *,
+    collate: Callable[[list[Any]], Any],
+    has_own_loss: bool,
+    name: str = "train_dataset",
+) -> None:
+    """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for, or no label.
+
+    A column of more than `MOST_NUMBERS` is sampled; `name` is the data set's argument, for messages.
+    """
+    if not has_length(examples) or len(examples) == 0:
+        return
+    hint = " Change rows ahead of with_transform, or in it." if is_table(examples) else " Or change what its rows return."
+    hint = "" if is_stored(examples) or isinstance(examples, list) else hint
+    _refuse_missing_labels(examples, name, hint)
+
+    def limits_in(columns: Collection[str]) -> frozenset[Limit]:
+        found = limits_of(model, [*columns], has_own_loss=has_own_loss)
+        return frozenset(limit for limit in found if limit.column in columns)
+
+    beyond, within = [], []
+    if is_table(examples):
+        limits = limits_in(examples.column_names)
+        if (scanned := (examples._fingerprint, limits)) not in _SCANNED:
+            beyond, within = [*_beyond_in_table(examples, limits)], [scanned]
+    if not is_stored(examples) and isinstance(first := fetch_one(examples, 0), Mapping):
+        beyond += _beyond_in_rows(examples, limits_in(first.keys()))
+    for index, limit in beyond:
+        if limit.kind == "not empty" and name != "train_dataset":  # of evaluations they stand beside others
+            continue
+        try:
+            collated = collate([fetch_one(examples, index)])
+        except Exception as error:
+            if limit.kind in ("no text", "not empty"):
+                raise limit.refusal(name, hint) from error
+            raise
+        # Transformers' default collator leaves out text.
+        is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
+        if is_left_out or limit.is_exceeded_in(collated):
+            raise limit.refusal(name, hint)
+    if not beyond:  # of which another collator may make something else
+        _SCANNED.update(within)
+
+
+def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
+    for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
+        example = fetch_one(examples, row)  # behind a transform it may have one
+        if any(example[key] is None for key in LABELS if key in example):
+            # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
+            raise ValueError(
+                f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
+                f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint
+            )
+
+
+def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
+    """Yield for each limit the first row that exceeds it, of rows by chance, for some seconds."""
+    left, end = {*limits}, time.monotonic() + MOST_SECONDS
+    for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
+        if not left or time.monotonic() > end:
+            return
+        row = fetch_one(examples, index)
+        for limit in [limit for limit in left if limit.is_exceeded_in(row)]:
+            left.remove(limit)
+            yield index, limit
+
+
+def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
+    """Yield for each limit the first scanned row that exceeds it."""
+    # In the order in which they lie: of a shuffled table each row would have to be looked up.
+    places = None if examples._indices is None else examples._indices.column(0).to_numpy()
+    rows: Any = range(len(examples)) if places is None else np.unique(places)
+    for column in {limit.column for limit in limits}:
+        left = {limit for limit in limits if limit.column == column}
+        for chunk, of_chunk in _chunks(examples.data.column(column), rows, name=column):
+            for limit in [limit for limit in left if limit.is_exceeded(_found(chunk, limit))]:
+                row = next(row for row in range(len(chunk)) if limit.is_exceeded(_found(chunk.slice(row, 1), limit)))
+                left.remove(limit)
+                yield of_chunk[row] if places is None else int(np.flatnonzero(places == of_chunk[row])[0]), limit
+
+
+def _chunks(stored: Any, rows: Any, *, name: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of ascending rows of a column in arrays of pyarrow, each with its rows; of too many a sample."""
+    first = _block(stored, rows[:_ROWS_AT_ONCE])
+    numbers = sum(len(numbers_in(chunk)) for chunk in first.chunks) * len(rows) / max(1, len(first))
+    every = max(1, math.ceil(numbers / MOST_NUMBERS))
+    if every > 1 and PartialState().is_main_process:
+        print(f"The column {name!r} is large: one row in {every} was scanned for what the model cannot take.")
+    for start in range(0, len(rows), _ROWS_AT_ONCE * every):
+        for chunk in _block(stored, rows[start : start + _ROWS_AT_ONCE]).chunks:
+            yield chunk, rows[start : start + len(chunk)]
+            start += len(chunk)
+
+
+def _block(stored: Any, rows: Any) -> Any:
+    """Return ascending rows of a column."""
+    block = stored.slice(int(rows[0]), int(rows[-1]) - int(rows[0]) + 1)
+    return block if len(block) == len(rows) else block.take(rows - rows[0])
+
+
+def _found(chunk: Any, limit: Limit) -> np.ndarray:
+    return numbers_in(chunk, lengths=limit.kind in ("lengths", "not empty"))

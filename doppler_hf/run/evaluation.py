@@ -1,0 +1,80 @@
+"""Evaluations of a `DopplerTrainer`: with your own loss, and beside what always naming one label reaches."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalLoopOutput
+
+from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.sharding import ShardedTrainer
+
+
+class EvaluatingTrainer(ShardedTrainer):
+    """`Trainer` whose evaluations have the loss of each example; `DopplerTrainer` sets the attributes."""
+
+    _ledger_keeper: PrivacyCallback
+    compute_per_sample_loss: Callable[..., Any]
+    default_per_sample_loss: ClassVar[Callable[..., Any]]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch: as Transformers, or the mean of your own `compute_per_sample_loss`.
+
+        It is called in evaluations, and with `disable_dp` in the training, too.
+        """
+        own = type(self)
+        if own.compute_per_sample_loss is own.default_per_sample_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
+        mean = self.compute_per_sample_loss(model, dict(inputs)).mean()
+        # Transformers takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
+        is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        return mean / self.current_gradient_accumulation_steps if is_share else mean
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
+        if self._sharding.is_asked_for:
+            self._prepare_model()
+        with self._ledger_keeper.evaluating(self.args, model=self.model):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if not self.args.disable_dp:
+            is_own_loss = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
+            add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
+        return output
+
+
+def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
+    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
+    labels = output.label_ids
+    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not len(labels):
+        return
+    if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
+        _, counts = np.unique(labels, return_counts=True)
+        output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max() / len(labels))
+    if labels.dtype.kind == "f" and not is_own_loss:  # of a regression: several classes have a row each
+        output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
+
+
+def mean_and_outputs(
+    losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
+) -> tuple[Float[Tensor, ""], Any]:
+    """Return the mean loss of an evaluated batch, and the model's outputs as Transformers takes them."""
+    found: list[Any] = []
+    with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
+        mean = losses_of(model, dict(inputs)).mean()
+    outputs = found[0] if len(found) == 1 else ()
+    if len(found) != 1:
+        warnings.warn(
+            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch. Call "
+            "model(...) once, or for metrics override prediction_step.",
+            stacklevel=2,
+        )
+    if isinstance(outputs, dict):
+        return mean, outputs
+    return mean, (mean, *(outputs if isinstance(outputs, tuple) else (outputs,)))

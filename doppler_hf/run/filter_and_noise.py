@@ -1,0 +1,90 @@
+"""The filter and the shape of the noise of a run: as they are named, or as `auto` chooses them.
+
+Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the schedule.
+"""
+
+import functools
+
+import torch
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
+from doppler_hf.filters.noise_shape import WHITE
+from doppler_hf.privacy import AllocationSampler, PrivacyStatement
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
+from doppler_hf.run.checkpoints import filter_of_checkpoint
+from doppler_hf.run.plan import planned_delta, planned_steps
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# What the noise of earlier steps may take, in bytes, where the shape is chosen and not named.
+MOST_MEMORY = 2**31
+
+
+def chosen_filter(
+    args: DopplerTrainingArguments, statement: PrivacyStatement, *, checkpoint: str | None = None
+) -> LowPassFilter:
+    """Return the filter of a run."""
+    if args.low_pass_filter != "auto":
+        return LowPassFilter.parse(args.low_pass_filter)
+    if (saved := filter_of_checkpoint(checkpoint)) is not None:  # which holds its states
+        return saved
+    shape = NoiseShape.parse(statement.noise_shape)
+    if shape.is_white and args.base_optimizer != "sgd":
+        # White noise costs as much behind a filter as without one (`filters.closed_loop`). SGD still gains larger rates.
+        return PAPER_FILTERS["none"]
+    rates = learning_rates_of(args, steps=statement.steps_planned)
+    return auto_filter(statement.steps_planned, learning_rates=rates, noise=shape)
+
+
+def chosen_noise_shape(
+    args: DopplerTrainingArguments, *, sampler: AllocationSampler, num_trained: int, resumed: PrivacyStatement | None = None
+) -> NoiseShape:
+    """Return the shape of the noise of a run."""
+    if args.noise_shape != "auto":
+        return NoiseShape.parse(args.noise_shape)
+    # Poisson sampling may draw a unit at every step. Without a target there are no shapes of equal ε. GaLore saves memory,
+    # and shaped noise keeps bands - 1 whole gradients of it.
+    if args.sampling == "poisson" or args.target_epsilon is None or args.optim_target_modules:
+        return WHITE
+    # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
+    if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
+        return kept
+    steps = planned_steps(args, sampler)
+    of_strategy = functools.partial(
+        noise_multiplier_if_any,
+        target_epsilon=args.target_epsilon,
+        target_delta=planned_delta(args, sampler),
+        sample_rate=sampler.sample_rate,
+        steps=steps,
+    )
+    return auto_noise_shape(
+        lambda bands: of_strategy(NoiseShape.banded(bands).c),
+        steps,
+        learning_rates=learning_rates_of(args, steps=steps),
+        low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
+        most_bands=1 + MOST_MEMORY // (4 * max(1, num_trained)),  # of none the engine says that it is none
+    )
+
+
+def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[float] | None:
+    """Return the learning rate of each step by the arguments' schedule, shape (steps,), in units of `learning_rate`.
+
+    None for a schedule that follows the evaluations, which are unknown before the run.
+    """
+    if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
+        return None
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    rates = []
+    for _ in range(steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates

@@ -1,0 +1,151 @@
+"""The same terms, weights and outcomes on every process; each updates its weights from one private gradient."""
+
+import contextlib
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.run.digests import replicas_digest
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# The digest takes a thousandth of a step or less, and waits for all.
+COMPARED_EVERY: Final = 100
+# Arguments by which a step, or what all do together after it, would be another; those first that a statement follows from.
+_GIVEN: Final = (
+    "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
+    "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
+    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+)  # fmt: skip
+OF_EXAMPLES: Final = "train_dataset"
+# Relative, of the noise multipliers, for which processors may solve with other last bits.
+_ROUNDING: Final = 1e-6
+_Outcome = TypeVar("_Outcome")
+# What gloo says of a process that is no more, in messages without a class of their own.
+_OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
+
+
+class SharedError(RuntimeError):
+    """An error that the other processes have too, or cannot be told of."""
+
+
+def another_has_ended() -> SharedError:
+    """Return the error of a process that cannot go on without another one."""
+    return SharedError(
+        "Another process of this training has ended, so this one ends too. Its output says why. Start all processes again "
+        "with resume_from_checkpoint=True."
+    )
+
+
+@contextlib.contextmanager
+def one_line_if_a_process_ends() -> Iterator[None]:
+    """Say in one line that another process has ended, instead of torch's message about a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SharedError) or not (isinstance(error, dist.DistError) or _OF_A_SOCKET.search(str(error))):
+            raise
+        raise another_has_ended() from error
+
+
+def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
+    """Do something on process 0, and return its outcome, or raise its refusal, on every process."""
+    found: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            found = [action()]
+        except ValueError as error:
+            found = [error]
+        except Exception:
+            broadcast_object_list([another_has_ended()])
+            raise
+    with one_line_if_a_process_ends():
+        (outcome,) = broadcast_object_list(found)
+    if isinstance(outcome, ValueError | SharedError):
+        raise outcome
+    result: _Outcome = outcome
+    return result
+
+
+def on_all_processes(is_so: bool) -> bool:
+    """Return, on every process, whether something is so on all of them."""
+    if not dist.is_available() or not dist.is_initialized():
+        return is_so
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, is_so)
+    return all(found)
+
+
+def refuse_processes_that_draw_alone(world_size: int) -> None:
+    """Refuse to add up sums if torch has another number of processes than the arguments."""
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if processes != world_size:
+        # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
+        raise ValueError(
+            f"The process group must match the arguments, got {processes} and {world_size} processes: each would sample "
+            "alone. Start with `accelerate launch` or `torchrun`, or call torch.distributed.destroy_process_group() before "
+            "train()."
+        )
+
+
+def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: str) -> None:
+    """Refuse, on every process, processes with other terms of drawing, clipping, noise or steps, or other data."""
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
+    own = {
+        **{name: getattr(args, name) for name in _GIVEN},
+        **asdict(statement),
+        "what is trained of the model": f"{len(trained)} parameters ({digest})",
+        OF_EXAMPLES: data,
+    }
+    terms: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(terms, own)
+    refuse_different_terms(terms)
+
+
+def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
+    """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
+    for rank, name in itertools.product(range(1, len(terms)), terms[0]):
+        first, other = terms[0][name], terms[rank][name]
+        is_solved = name.endswith("noise_multiplier") and None not in (first, other)
+        if not math.isclose(first, other, rel_tol=_ROUNDING) if is_solved else first != other:
+            # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
+            # beneath other noise would be in the same sum.
+            # Not what is computed of the examples: messages end in logs.
+            ours, theirs = ("one", "another") if name == OF_EXAMPLES else (repr(first), repr(other))
+            raise ValueError(
+                f"{name} must be the same on all processes, got {ours} on process 0 and {theirs} on process {rank}. "
+                "Start all with the same arguments, model, checkpoint and data in the same order."
+            )
+
+
+def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Give every process the weights and buffers of process 0, as DDP would, except for shards (in place)."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.data, src=0, group=group)
+
+
+def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
+    """Refuse, on every process, to continue if weights differ in any bit."""
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, replicas_digest(model))
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
+        raise RuntimeError(
+            f"The weights must be the same on all processes, got different ones on process {', '.join(others)} than on "
+            f"process 0 after step {step}, as by a callback on one process alone. Let all do the same, and resume from an "
+            "earlier checkpoint."
+        )

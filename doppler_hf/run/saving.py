@@ -1,0 +1,125 @@
+"""What a `DopplerTrainer` saves and logs: models and checkpoints beside their ledger, a card, and ε in every log."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_callback import ExportableState
+
+from doppler_hf.disk import space_for
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.run.checkpoints import begin_checkpoint
+from doppler_hf.run.digests import note_trained_shards
+from doppler_hf.run.gradient_recorder import recorders_in
+from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.model_card import with_columns_in_one_order
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.sharded_states import whole_state, with_whole_states
+from doppler_hf.run.sharding import ShardedTrainer
+
+
+def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as safetensors takes it: each value in one piece, and tied weights once for each of their names."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        is_tied = (place := value.untyped_storage().data_ptr()) in seen
+        seen.add(place)
+        return value.clone(memory_format=torch.contiguous_format) if is_tied else value.contiguous()
+
+    return {name: own(value) for name, value in state.items()}
+
+
+def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
+    """Return a trainer's `create_model_card`, whose card then names our optimizer and has a section on privacy."""
+
+    def create_model_card(self: "SavingTrainer", *args: Any, **kwargs: Any) -> None:
+        """Write Transformers' model card, with the optimizer in use and a section on privacy."""
+        history = self.state.log_history
+        # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
+        self.state.log_history = with_columns_in_one_order(history)
+        try:
+            inherited(self, *args, **kwargs)
+        finally:
+            self.state.log_history = history
+        if self.is_world_process_zero():
+            self._ledger_keeper.complete_card(self.args, model=self.model)
+
+    return create_model_card
+
+
+class SavingTrainer(ShardedTrainer):
+    """`Trainer` that saves a ledger with each model and none of the draws; `DopplerTrainer` sets its attributes."""
+
+    optimizer: Any
+    _run: PrivateRun | None
+    _ledger_keeper: PrivacyCallback
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as Transformers does, and the ledger beside the model.
+
+        Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
+        """
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # This is how Transformers saves checkpoints. It calls `on_save` only after it has pushed them.
+        step = self.state.global_step if _internal_call and output_dir is not None else None
+        keeper, is_first = self._ledger_keeper, self.args.process_index == 0  # which alone writes
+        with contextlib.ExitStack() as saving:
+            if self._run is not None:
+                saving.enter_context(self._run.unwatched())
+            saving.enter_context(space_for("the model", folder=folder))
+            if is_first:
+                saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
+            note_trained_shards(self.model)  # which no process could do alone
+            if step is not None and is_first:
+                begin_checkpoint(folder)
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Transformers' only method that all processes call before it saves on process 0 alone.
+        if self._sharding.is_cut:
+            state_dict = whole_state(self.model)
+        if state_dict is None and not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
+            state_dict = as_safetensors_takes_it(self.model.state_dict())
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Transformers' only method around a whole checkpoint: optimizer, schedule and state have no public one.
+        for callback in self.callback_handler.callbacks:  # of one that was added at a resume the loaded state knows nothing
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
+        with space_for("a checkpoint", folder=Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Checkpoints are those of a plain run, and resume on any number of processes.
+        with with_whole_states(self.optimizer.optimizer) if self._sharding.is_cut else contextlib.nullcontext():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
+        if self.args.disable_dp:
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.args.disable_dp:
+            super()._load_rng_state(checkpoint)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Count the units of a private run: Transformers logs and saves this, and how many rows a unit has is private."""
+        if isinstance(dataloader, PrivateLoader):
+            return self.private_run.sampler.num_units
+        return super().num_examples(dataloader)
+
+    create_model_card = with_privacy_section(Trainer.create_model_card)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as Transformers does, with ε, and without the training loss if it is not reported."""
+        self._ledger_keeper.complete_log(logs, model=self.model)
+        for recorder in recorders_in(self.callback_handler.callbacks):
+            recorder.add_estimates(logs)
+        super().log(logs, start_time)

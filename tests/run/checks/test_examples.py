@@ -1,0 +1,855 @@
+"""What reaches the engine is checked before the first step: rows, losses and layers that look at their neighbours."""
+
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset, Sequence, Value
+from torch import nn
+from torch.nn import functional as F
+from torch.torch_version import TorchVersion
+from torch.utils.data import default_collate
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertTokenizer,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+    DataCollatorForMultipleChoice,
+    DataCollatorWithPadding,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    FNetConfig,
+    FNetForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    NystromformerConfig,
+    NystromformerForSequenceClassification,
+    TrainerCallback,
+    default_data_collator,
+)
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.checks.model import refuse_model
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import OfLogits, TokenMean, trained
+from tests.support.trainers import checked_trainer_of as trainer_of
+
+# Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
+draws_for_layers_that_stay = pytest.mark.skipif(
+    TorchVersion(transformers.__version__) < "5.23", reason="draws coins for layers that always stay"
+)
+
+
+def refused(tmp_path, match, *, collator=None, **options):
+    """Train, and expect a refusal before the first step."""
+    trainer = trainer_of(tmp_path, **options)
+    if collator is not None:
+        trainer.data_collator = collator
+    with pytest.raises(ValueError, match=match):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "out" / "privacy_ledger.json").exists()
+
+
+def trains(tmp_path, *, collator=pad, **options):
+    """Train a step without a refusal, and return the trainer."""
+    trainer = trainer_of(tmp_path, **{"max_steps": 1} | options)
+    trainer.data_collator = collator
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+    return trainer
+
+
+# --- the model and its optimizer ------------------------------------------------------------------------------------------
+
+
+class Waves(torch.nn.Module):
+    """Weights of a Fourier layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (torch.fft.fft(x) @ self.weight).real
+
+
+class LinearLoss(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return model(inputs["x"]).mean(dim=1)
+
+
+def test_complex_weights_are_refused_since_noise_is_of_real_numbers(tmp_path):
+    data = Dataset.from_dict({"x": torch.randn(24, 64).tolist()})
+    refused(
+        tmp_path, r"must be real numbers, got 'weight' of type torch\.complex64\. Keep .* and use torch\.view_as_complex",
+        model=Waves(), cls=LinearLoss, data=data, collator=default_data_collator, remove_unused_columns=False,
+    )  # fmt: skip
+
+
+class PlainSGD(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+class OwnDoppler(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = DopplerOptimizer(self.model.parameters(), lr=0.1, base="sgd")
+        return self.optimizer
+
+
+def test_a_doppler_optimizer_of_the_users_own_is_told_the_size_of_the_noise(tmp_path):
+    trainer = trained(trainer_of(tmp_path, cls=OwnDoppler, max_steps=1))
+    assert trainer.optimizer.optimizer.noise_std == trainer.private_run.mechanism.noise_std(0) > 0.0
+
+
+# --- the collator ---------------------------------------------------------------------------------------------------------
+
+
+def without_mask(examples):
+    return {name: value for name, value in pad(examples).items() if name != "attention_mask"}
+
+
+def twice(examples):
+    return {name: torch.cat([value, value]) for name, value in pad(examples).items()}
+
+
+def randomly_mixed_up(examples):
+    """MixUp as it is: each row with another one, in random order and with a random share."""
+    batch = pad(examples)
+    share = torch.rand(())
+    other = batch["input_ids"][torch.randperm(len(examples))]
+    return batch | {"input_ids": (share * batch["input_ids"] + (1 - share) * other).long()}
+
+
+@pytest.mark.parametrize("coin", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_mixing_of_one_batch_in_ten_is_found(tmp_path, coin):
+    refused(
+        tmp_path,
+        "MixUp, CutMix or packing",
+        collator=lambda examples: randomly_mixed_up(examples) if coin() < 0.1 else pad(examples),
+    )
+
+
+def padded_on_the_left(examples):
+    width = max(len(example["input_ids"]) for example in examples)
+    rows = {
+        name: [[0] * (width - len(e[name])) + list(e[name]) for e in examples] for name in ("input_ids", "attention_mask")
+    }
+    return {name: torch.tensor(value) for name, value in rows.items()} | {
+        "labels": torch.tensor([example["labels"] for example in examples])
+    }
+
+
+class Detached(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs).detach()
+
+
+def test_rows_are_not_taken_for_examples(tmp_path):
+    refused(tmp_path, r"losses of 8 collated examples must have shape \(8,\), got .* one row for each", collator=twice)
+
+
+class OfEachClass(DopplerTrainer):
+    """Returns a loss for each class, until told to take their mean."""
+
+    is_mean = False
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses = torch.nn.functional.log_softmax(model(**inputs).logits, dim=1)
+        return losses.mean(dim=1) if self.is_mean else losses
+
+
+def test_losses_of_each_class_are_refused_and_their_mean_trains(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"shape \(8,\), got several a row\. Reduce .*: losses\.mean\(dim=1\) of classes, or"
+    ):
+        trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
+    monkeypatch.setattr(OfEachClass, "is_mean", True)
+    trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
+
+
+def every_other(examples):
+    return pad(examples[::2])
+
+
+@pytest.mark.parametrize(("collator", "got"), [(twice, "more"), (every_other, "fewer")])
+def test_rows_are_counted_in_every_step(tmp_path, collator, got):
+    trainer = trainer_of(tmp_path, grad_sample_self_check=False, per_device_train_batch_size=10)
+    trainer.data_collator = lambda examples: collator(examples) if len(examples) > 3 else pad(examples)
+    with pytest.raises(ValueError, match=rf"losses of a micro-batch must be one for each of its examples, got {got}\. Let"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("collator", [randomly_mixed_up, padded_on_the_left])
+def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
+    refused(
+        tmp_path,
+        r"MixUp, CutMix or packing|depends on the padding on the left",
+        collator=collator,
+        gradient_accumulation_steps=1,
+    )
+
+
+def test_a_decoder_that_is_padded_on_the_left_is_told_to_pad_on_the_right(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0, num_labels=2)
+    model = GPT2ForSequenceClassification(config)
+    refused(tmp_path, r"Pad on the right: tokenizer\.padding_side = 'right'\.", model=model, collator=padded_on_the_left)
+    trains(tmp_path, model=model, collator=pad)
+
+
+def test_left_padding_trains_where_positions_are_relative(tmp_path):
+    trains(tmp_path, model=llama(), collator=padded_on_the_left)
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------------
+
+
+class Plus(DopplerTrainer):
+    """Adds a term to the cross-entropy, of the logits and itself."""
+
+    def term(self, z, losses):
+        raise NotImplementedError
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        logits = model(**inputs)["logits"]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses + self.term(logits, losses)
+
+
+# Far below what rounding may change, and each times the number of examples of a draw.
+OF_THE_BATCH = {
+    "the sum of logits": lambda z, losses: 1e-4 * (z * z.sum(0)).sum(-1),
+    "the mean of losses": lambda z, losses: -1e-4 * losses.mean(),
+    "next to nothing": lambda z, losses: 1e-12 * (z * z.sum(0)).sum(-1),
+    "the one before": lambda z, losses: 1e-4 * (z * z.roll(1, 0)).sum(-1),
+    "the first": lambda z, losses: 1e-4 * (z * z[:1]).sum(-1),
+    "the last": lambda z, losses: 1e-4 * (z * z[-1:]).sum(-1),
+    "those before": lambda z, losses: 1e-4 * z.cumsum(0).square().sum(-1),
+    "its own label's": lambda z, losses: 1e-4 * (z @ z.mT).softmax(1).square().sum(1),
+    "larger batches": lambda z, losses: max(len(z) - 8, 0) * 1e-4 * (z * z.sum(0)).sum(-1),
+}
+OF_ITSELF = {
+    "a penalty": lambda z, losses: 1e-4 * z.square().sum(-1),
+    "entropy": lambda z, losses: -(z.softmax(1) * z.log_softmax(1)).sum(1),
+    "a weight by confidence": lambda z, losses: losses * (1 - z.softmax(1).amax(1).detach()) ** 2,
+    "nothing": lambda z, losses: 0.0 * losses,
+}
+
+
+def with_term(monkeypatch, term):
+    monkeypatch.setattr(Plus, "term", lambda self, z, losses: term(z, losses))
+    return Plus
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for name in OF_THE_BATCH for size in (8, 32) if (name, size) != ("larger batches", 8)]
+)
+def test_a_loss_that_reads_the_batch_is_refused_however_little(tmp_path, monkeypatch, name, size):
+    options = dict(
+        per_device_train_batch_size=size, gradient_accumulation_steps=1, noise_multiplier=None, target_epsilon=3.0
+    )
+    options["data"] = text_data(64)
+    refused(
+        tmp_path, "in the places of others at 'classifier.bias'", cls=with_term(monkeypatch, OF_THE_BATCH[name]), **options
+    )
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_a_loss_of_its_own_example_trains(tmp_path, monkeypatch, name):
+    trains(tmp_path, cls=with_term(monkeypatch, OF_ITSELF[name]), per_device_train_batch_size=32, data=text_data(64))
+
+
+class Mixer(nn.Module):
+    """Adds a little of the batch's mean, or lets examples attend to each other."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden):
+        if self.kind == "attention":
+            rows = hidden.transpose(0, 1)
+            return hidden + 1e-4 * F.scaled_dot_product_attention(rows, rows, rows).transpose(0, 1)
+        return hidden - 1e-4 * hidden.mean(0)
+
+
+@pytest.mark.parametrize("trains_below", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "mean"])
+def test_a_layer_that_reads_the_batch_is_refused_however_little(tmp_path, kind, trains_below):
+    model, mixer = tiny_bert(), Mixer(kind)
+    model.bert.embeddings.register_forward_hook(lambda module, args, output: mixer(output))
+    model.bert.requires_grad_(trains_below)
+    at = r"'bert\.embeddings\.LayerNorm\.bias'" if trains_below else "the model's inputs"
+    refused(tmp_path, f"in the places of others at {at}", model=model)
+
+
+class BatchMean(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return losses / len(losses)
+
+
+def of_each_row(module, args, output):
+    return output + 0.3 * output.detach().std(dim=-1, keepdim=True) * torch.randn_like(output)
+
+
+def test_noise_of_a_forward_may_follow_its_own_row(tmp_path):
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.register_forward_hook(of_each_row)
+    trains(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("trainer", [TokenMean, BatchMean])
+def test_a_loss_that_scales_with_the_batch_is_refused(tmp_path, trainer):
+    # The first two have equal shares, as if both were merely clipped to less.
+    refused(tmp_path, "the loss depends on the other examples", cls=trainer, data=rows_of([6, 6, 3, 8] * 6))
+
+
+# --- models that look at their neighbours' padding ------------------------------------------------------------------------
+
+
+SIZES = dict(
+    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=2,
+    max_position_embeddings=32, pad_token_id=0,
+)  # fmt: skip
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(LlamaConfig(**(SIZES | dict(num_key_value_heads=2) | more)))
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 6}  # fmt: skip
+NEIGHBOURLY = {
+    "fnet": lambda: FNetForSequenceClassification(FNetConfig(**SIZES, hidden_dropout_prob=0.0)),
+    "llama, dynamic": lambda: llama(max_position_embeddings=4, rope_parameters=DYNAMIC),
+    "llama, longrope": lambda: llama(rope_parameters=LONG),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("fnet", r"layer '\S+' \(\w+\) depends on the length"),
+        ("llama, dynamic", "at most 4 tokens with dynamic or long rotary"),
+        ("llama, longrope", "at most 6 tokens with dynamic or long rotary"),
+    ],
+)
+def test_a_model_that_sees_its_neighbours_padding_is_refused_by_name(tmp_path, name, match):
+    options = dict(model=NEIGHBOURLY[name](), remove_unused_columns=False, collator=pad if name != "fnet" else without_mask)
+    refused(tmp_path, match, **options)
+
+
+class OnTheFly(torch.utils.data.Dataset):
+    """Texts whose lengths nobody knows beforehand; one of them is long."""
+
+    def __init__(self, number, *, padded_to=0):
+        self.number, self.padded_to = number, padded_to
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, index):
+        length = 30 if index == self.number // 2 + 1 else 3 + index % 3
+        tokens, rest = [5 + (index + 7 * place) % 40 for place in range(length)], max(self.padded_to - length, 0)
+        return {"input_ids": tokens + [0] * rest, "attention_mask": [1] * length + [0] * rest, "labels": index % 2}
+
+
+def test_lengths_are_asked_for_where_positions_depend_on_the_longest(tmp_path):
+    model = llama(max_position_embeddings=8, rope_parameters=DYNAMIC, initializer_range=0.2)
+    refused(tmp_path, "got unknown lengths", model=model, data=OnTheFly(300))
+    trains(tmp_path, model=model, data=OnTheFly(300, padded_to=32))  # the fix
+
+
+def test_a_model_that_sees_padding_trains_where_all_examples_are_of_one_length(tmp_path):
+    model, data = NEIGHBOURLY["fnet"](), rows_of([8] * 24)
+    trains(tmp_path, model=model, data=data, remove_unused_columns=False, collator=without_mask)
+
+
+def of_tokens(examples):
+    batch = pad(examples)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+# --- statistics of the data -----------------------------------------------------------------------------------------------
+
+
+class Remembering(BertForSequenceClassification):
+    """Keeps a running mean of its embeddings, and subtracts it."""
+
+    kind = "buffer"
+
+    def __init__(self, config):
+        super().__init__(config)
+        mean = torch.zeros(config.hidden_size)
+        if self.kind == "parameter":
+            self.mean = nn.Parameter(mean, requires_grad=False)
+        else:
+            self.register_buffer("mean", mean, persistent=self.kind == "saved buffer")
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        hidden = self.bert.embeddings(input_ids)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.mean(dim=(0, 1)), alpha=0.1)
+        embedded = self.bert.embeddings.word_embeddings(input_ids) - self.mean
+        return super().forward(inputs_embeds=embedded, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "saved buffer", "parameter"])
+def test_statistics_of_the_data_are_refused_wherever_they_are_kept(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(Remembering, "kind", kind)
+    refused(tmp_path, "writes 'mean', which would keep statistics", model=Remembering(tiny_bert().config))
+
+
+# --- what would be ignored ------------------------------------------------------------------------------------------------
+
+
+class OfTheBatch(DopplerTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+
+
+class OfBoth(OfTheBatch):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_loss_of_the_batch_is_refused_where_it_would_not_be_called(tmp_path):
+    with pytest.raises(ValueError, match=r"OfTheBatch\.compute_loss has no effect .* Override compute_per_sample_loss"):
+        trainer_of(tmp_path, cls=OfTheBatch)
+    trainer_of(tmp_path, cls=OfBoth)
+    trainer_of(tmp_path, cls=OfTheBatch, disable_dp=True, noise_multiplier=None)
+
+
+class InOrderOf(nn.Module):
+    """Takes the rows of a batch with the longest first, as for packing, and puts them back."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings, self.mixed, self.head = nn.Embedding(50, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        order = torch.argsort(-attention_mask.sum(dim=1), stable=True)
+        kept = attention_mask.unsqueeze(-1)
+        sequences = (self.embeddings(input_ids) * kept)[order]
+        sequences = torch.tanh(self.mixed(sequences.mT)).mT[torch.argsort(order)]
+        logits = self.head((sequences * kept).sum(dim=1) / kept.sum(dim=1))
+        return F.cross_entropy(logits, labels, reduction="none")
+
+
+class OfOwnLosses(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return model(**inputs)
+
+
+def of_no_number():
+    model = tiny_bert()
+    model.classifier.weight.data[0, 0] = math.nan
+    return model
+
+
+# What is refused, its message, and options of the trainer.
+REFUSED = {
+    "nothing is trained": (
+        r"must have a trainable parameter, got none\. Set requires_grad",
+        lambda: dict(model=tiny_bert().requires_grad_(False)),
+    ),
+    "a model in float16": (
+        r"must not be in float16, got 'bert\..*Load the model with dtype=torch\.float32",
+        lambda: dict(model=tiny_bert().half()),
+    ),
+    "weights of which no loss is finite": (
+        "loss of an example must be finite, got none .* Look for NaN", lambda: dict(model=of_no_number())
+    ),
+    "an optimizer of the user's own": (
+        "create_optimizer must make a DopplerOptimizer in a private run, got SGD", lambda: dict(cls=PlainSGD)
+    ),
+    "losses that are not attached to the graph": (
+        r"must return a tensor that is attached to the graph, got one without a gradient\.", lambda: dict(cls=Detached)
+    ),
+    "a batch that is no dictionary": (
+        r"collator must return a dictionary of tensors, .* got a tuple\. Return one",
+        lambda: dict(collator=lambda rows: tuple(pad(rows).values())),
+    ),
+    "rows that a layer takes in an order of its own": (
+        r"layer 'mixed' \(Conv1d\) depends on the other examples", lambda: dict(model=InOrderOf(), cls=OfOwnLosses)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused_before_the_first_step(tmp_path, what):
+    message, options = REFUSED[what]
+    refused(tmp_path, message, **options())
+
+
+class Freezing(TrainerCallback):
+    def __init__(self, event, trainable):
+        def change(*args, model=None, **kwargs):
+            model.classifier.requires_grad_(trainable)
+
+        setattr(self, event, change)
+
+
+@pytest.mark.parametrize(("trainable", "change"), [(False, "frozen"), (True, "unfrozen")])
+@pytest.mark.parametrize(("event", "steps"), [("on_train_begin", 0), ("on_step_begin", 0), ("on_step_end", 1)])
+def test_what_is_trained_stays_the_same_or_no_further_step_is_counted(tmp_path, event, steps, trainable, change):
+    model = tiny_bert()
+    model.classifier.requires_grad_(not trainable)
+    trainer = trainer_of(tmp_path, model=model, callbacks=[Freezing(event, trainable)])
+    with pytest.raises(ValueError, match=rf"stay the same .*, got 'classifier.bias' {change}\. .* before train\(\)\."):
+        trainer.train()
+    assert trainer.state.global_step == steps
+    if not steps:
+        assert PrivacyLedger.load(tmp_path / "out").epsilon() == 0.0
+        trainer.train()  # it is frozen before it now
+
+
+def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path):
+    # Without an optimizer's state there is nothing that the other optimizer cannot read.
+    saving = dict(save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer_of(tmp_path, **saving).train()
+    public = trainer_of(tmp_path, noise_multiplier=None, disable_dp=True, **saving)
+    with pytest.raises(ValueError, match=r"disable_dp must be False to resume from .* holds a privacy ledger, got True\."):
+        public.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+# --- in training mode -----------------------------------------------------------------------------------------------------
+
+
+class MixedUp(DopplerTrainer):
+    """Mixes each row with the one before it, in training only."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        if model.training:
+            embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+            inputs = {name: value for name, value in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = 0.5 * embedded + 0.5 * embedded.roll(1, 0)
+        return DopplerTrainer.compute_per_sample_loss(self, model, inputs)
+
+
+def frozen_embeddings(**more):
+    model = tiny_bert(initializer_range=0.3, **more)
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
+def test_what_couples_examples_in_training_only_is_refused(tmp_path):
+    refused(tmp_path, "changes with the examples beside it", cls=MixedUp, model=frozen_embeddings(hidden_dropout_prob=0.1))
+
+
+def test_dropout_with_a_number_trains(tmp_path):
+    model = tiny_bert(hidden_dropout_prob=0.1)
+    model.bert.embeddings.register_forward_hook(lambda module, inputs, output: F.dropout(output, 0.1, module.training))
+    trains(tmp_path, model=model)
+
+
+def mixture(**more):
+    torch.manual_seed(0)
+    config = NllbMoeConfig(
+        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4, encoder_sparse_step=1, decoder_sparse_step=1,
+        max_position_embeddings=64, init_std=0.2, pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
+        **more,
+    )  # fmt: skip
+    model = NllbMoeForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("router" not in name and "expert" not in name)
+    return model
+
+
+@draws_for_layers_that_stay
+def test_a_capacity_that_the_batch_shares_is_refused(tmp_path):
+    def collate(examples):
+        batch = of_tokens(examples)
+        return batch | {"input_ids": batch["input_ids"].clamp(min=1)}
+
+    options = dict(encoder_layerdrop=0.0, decoder_layerdrop=0.0, router_jitter_noise=0.0)
+    refused(tmp_path, "The expert_capacity must be at least 1048576", model=mixture(**options), collator=collate)
+    trains(tmp_path, model=mixture(expert_capacity=2**20, **options), collator=collate)  # the fix
+
+
+# --- which examples are looked at -----------------------------------------------------------------------------------------
+
+
+def rows_of(lengths):
+    generator = np.random.default_rng(0)
+    tokens = [generator.integers(5, 50, size=length).tolist() for length in lengths]
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": index % 2} for index, row in enumerate(tokens)]
+    return Dataset.from_list(rows)
+
+
+class Unlabelled(DopplerTrainer):
+    """The shortest and the longest examples have no gradient, or none that is finite; all losses scale with the batch."""
+
+    value = 0.0
+
+    def compute_per_sample_loss(self, model, inputs):
+        lengths = inputs["attention_mask"].sum(dim=1)
+        losses = super().compute_per_sample_loss(model, inputs) * len(lengths)
+        return losses * torch.where((lengths == 3) | (lengths == 8), self.value, 1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(Unlabelled, "value", value)
+    refused(tmp_path, "the loss depends on the other examples", cls=Unlabelled)
+
+
+def test_a_transform_is_given_one_example_at_a_time(tmp_path):
+    """`datasets` transforms all examples that are fetched together, and could mix them, or draw one number for all."""
+    seen = []
+
+    def counted(rows):
+        seen.append(len(rows["input_ids"]))
+        return rows
+
+    trainer_of(tmp_path, data=text_data().with_transform(counted), remove_unused_columns=False, max_steps=2).train()
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(("views", "checked"), [(1, True), (2, False)])
+def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, views, checked):
+    """Each window of a long text would contribute C."""
+    data = text_data().with_transform(lambda rows: {name: [*values, *values] for name, values in rows.items()})
+    options = dict(grad_sample_self_check=checked, augmentation_multiplicity=views, remove_unused_columns=False)
+    refused(tmp_path, "train_dataset must return one row for each example, got more or fewer", data=data, **options)
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [default_data_collator, DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})), default_collate],
+    ids=["default", "padding", "torch's"],
+)
+def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
+    """Transformers' collators ask the first example alone which columns there are."""
+    data = [{"input_ids": [index + 1] * 4, "token_type_ids": [0] * 4, "label": index % 2} for index in range(8)]
+    del data[0]["token_type_ids"]
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, data=data, **everyone)
+    trainer.data_collator = collator
+    with pytest.raises(ValueError, match="must all have the same columns, got one without a value in some"):
+        trainer.train()
+
+
+def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
+    """Transformers' collator takes as many choices of each example as the first one has."""
+    torch.manual_seed(0)
+    model = BertForMultipleChoice(tiny_bert().config)
+    data = [{"input_ids": [[index + 1] * 4] * (3 if index else 2), "label": index % 2} for index in range(8)]
+    everyone = dict(per_device_train_batch_size=7, gradient_accumulation_steps=1, grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, model=model, data=data, **everyone)
+    trainer.data_collator = DataCollatorForMultipleChoice(BertTokenizer(vocab={"[PAD]": 0}))
+    with pytest.raises(ValueError, match="must all have the same number of choices, got different ones"):
+        trainer.train()
+
+
+# --- precision, and what is remembered ------------------------------------------------------------------------------------
+
+
+def big_bird(**more):
+    config = BigBirdConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2,
+        block_size=2, num_random_blocks=1, max_position_embeddings=64, pad_token_id=0, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, classifier_dropout=0.0, **more,
+    )  # fmt: skip
+    model = BigBirdForSequenceClassification(config)
+    model.bert.pooler.requires_grad_(False)  # which the head does not use
+    return model
+
+
+def test_a_model_that_replaces_its_layers_for_good_is_refused(tmp_path):
+    data = rows_of([8] * 20 + [30] * 20)
+    refused(tmp_path, r"replaces 'bert\.encoder\S+' for all later batches", model=big_bird(), data=data)
+    trains(tmp_path, model=big_bird(attention_type="original_full"), data=data)  # the fix
+
+
+def bart():
+    parts = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads", "layers")}
+    return BartForSequenceClassification(BartConfig(vocab_size=50, d_model=16, encoder_layerdrop=0.1, **parts))
+
+
+def deberta():
+    return DebertaV2ForSequenceClassification(
+        DebertaV2Config(**tiny_bert(hidden_dropout_prob=0.1).config.to_diff_dict(), relative_attention=True)
+    )
+
+
+SHARED = {
+    "LayerDrop": (bart, "'encoder_layerdrop', 'layerdrop' must be 0"),
+    "SpecAugment": (lambda: tiny_bert(mask_time_prob=0.05), "'mask_time_prob' must be 0"),
+    "dropout of a table": (deberta, r"pos_dropout' must have p = 0"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_random_numbers_that_all_rows_share_are_refused_and_the_line_that_is_named_switches_them_off(tmp_path, name):
+    """A model copies them from its config, and the copy is what counts."""
+    make, match = SHARED[name]
+    model = make()
+    trainer = trainer_of(tmp_path, model=model)
+    with pytest.raises(ValueError, match=match) as refusal:
+        trainer.train()
+    exec(re.search(r": ((?:for|\[).*\])\.$", str(refusal.value))[1])  # as the user would
+    probabilities = ("layerdrop", "encoder_layerdrop", "mask_time_prob")
+    assert not any(getattr(owner, each, 0.0) for owner in (*model.modules(), model.config) for each in probabilities)
+    assert not any(module.p for of, module in model.named_modules() if of.endswith("pos_dropout"))
+    refuse_model(model, trainer.args, None)
+
+
+def test_masks_that_are_switched_off_are_not_refused(tmp_path):
+    trains(tmp_path, model=tiny_bert(mask_time_prob=0.05, apply_spec_augment=False))  # as Whisper's by default
+
+
+def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_its_mend(tmp_path):
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = NystromformerConfig(**sizes, num_landmarks=4, segment_means_seq_len=16, conv_kernel_size=3)
+    torch.manual_seed(0)
+    model, data = NystromformerForSequenceClassification(config), rows_of([16] * 24)
+    refused(tmp_path, "^The init_option of Nyströmformer's attention must not be 'original'", model=model, data=data)
+    for module in model.modules():
+        module.init_option = "exact"
+    trains(tmp_path, model=model, data=data)
+
+
+def labels_as(form):
+    return Dataset.from_list([row | {"labels": form(row["labels"])} for row in text_data()])
+
+
+def one_label(data):
+    return data.map(lambda row: {"labels": int(row["labels"][0])})
+
+
+def whole_numbers(data):
+    return data.cast_column("labels", Value("int64"))
+
+
+LABELS = {
+    "an amount": (float, "For one number an example set num_labels=1", lambda data: data, 1),
+    "a float, which is a class": (float, r"cast_column\('labels', datasets.Value\('int64'\)\)", whole_numbers, 2),
+    "a class in a list": (lambda label: [label], r"map\(lambda row: .*int\(row\['labels'\]\[0\]\)}\)", one_label, 2),
+    "a float in a list": (lambda label: [float(label)], r"int\(row\['labels'\]\[0\]\)", one_label, 2),
+    "several whole numbers": (
+        lambda label: [label, 1], r"cast_column\('labels', datasets.Sequence\(datasets.Value\('float32'\)\)\)",
+        lambda data: data.cast_column("labels", Sequence(Value("float32"))), 2,
+    ),
+    "more than there are classes": (lambda label: [0.0, 1.0, label], "Set num_labels to how many", lambda data: data, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_labels_of_another_shape_are_refused_and_train_with_the_mend_that_is_named(tmp_path, form):
+    make, message, mend, num_labels = LABELS[form]
+    refused(tmp_path, message, data=labels_as(make))
+    trains(tmp_path / "mended", data=mend(labels_as(make)), model=tiny_bert(num_labels=num_labels))
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+IGNORED = {
+    "classes": (tiny_bert, lambda row: -100, lambda row: row["labels"]),
+    "tokens": (tiny_llama, lambda row: [-100] * 6, lambda row: row["input_ids"]),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_labels_that_no_loss_counts_are_refused_unless_one_example_has_others(tmp_path, kind):
+    model, ignored, counted = IGNORED[kind]
+    rows = rows_of([6] * 200)
+    none = rows.map(lambda row: {"labels": ignored(row)})
+    refused(
+        tmp_path, r"must not all be -100, .*Give examples a class, or tokens: .*row\['input_ids'\]", model=model(), data=none
+    )
+    one = rows.map(lambda row, index: {"labels": (counted if index == 137 else ignored)(row)}, with_indices=True)
+    for name, data in (("one", one), ("all", rows.map(lambda row: {"labels": counted(row)}))):
+        trains(tmp_path / name, model=model(), data=data, collator=default_data_collator)
+    # A loss of one's own may count them.
+    trains(tmp_path / "own", model=model(), data=none, cls=WithoutLabels, collator=default_data_collator)
+
+
+class WithoutLabels(DopplerTrainer):
+    """Knows what to learn from elsewhere."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        return model(**inputs).logits.flatten(1).square().mean(dim=1)
+
+
+class Labels(DopplerTrainer):
+    """Keeps the labels that reach the loss."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen = [*getattr(self, "seen", []), *inputs["labels"].flatten().tolist()]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
+    """Transformers' default collator asks the first example alone whether labels are whole numbers."""
+    data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
+    everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1)
+    everyone |= dict(grad_sample_self_check=False)
+    trainer = trainer_of(tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, **everyone)
+    trainer.data_collator = default_data_collator
+    trainer.train()
+    assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
+
+
+class WithoutMask(nn.Module):
+    """A bag of embeddings that reads the padding, whose row is zero until noise is added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8, padding_idx=0), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head(self.embedding(input_ids).sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+def test_a_model_that_reads_the_padding_is_refused_although_its_row_is_zero_at_first(tmp_path):
+    model = WithoutMask()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    options = dict(cls=OfLogits, remove_unused_columns=False)
+    refused(tmp_path, r"'embedding' \(Embedding\) depends on the length|changes with the examples", model=model, **options)
+    assert all(torch.equal(*pair) for pair in zip(before, model.cpu().parameters(), strict=True))
+
+
+# --- what a refusal says --------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_has_no_number_that_is_computed_from_examples(tmp_path):
+    with pytest.raises(ValueError, match="changes with the examples beside it") as refusal:
+        trainer_of(tmp_path, cls=TokenMean).train()
+    assert not re.search(r"\d", re.sub(r"'[\w.]+'", "", str(refusal.value)))
+
+
+def test_a_refusal_names_no_length_of_an_example(tmp_path):
+    trainer = trainer_of(tmp_path, model=tiny_bert(max_position_embeddings=64), data=rows_of([7] * 20 + [31]))
+    trainer.data_collator = lambda examples: pad(examples) | {"labels": pad(examples)["input_ids"]}
+    with pytest.raises(ValueError, match="dimensions") as refusal:
+        trainer.train()
+    for number in ("31", "62", "93", "7,", "14"):
+        assert number not in str(refusal.value)

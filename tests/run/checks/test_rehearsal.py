@@ -1,0 +1,289 @@
+"""The rehearsal: what would fail after the first steps is refused before them, and nothing else is changed."""
+
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from sklearn.metrics import roc_auc_score
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.cli import main
+from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.run.checkpoints import kept_evaluations
+from doppler_hf.run.checks import rehearsal
+from doppler_hf.run.checks.rehearsal import few_rows
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
+from tests.support.trainers import arguments, on_cpu, trained, weights
+
+EVALUATES = dict(eval_strategy="steps", eval_steps=2)
+SAVES = dict(save_strategy="steps", save_steps=2)
+BEST = EVALUATES | SAVES | dict(load_best_model_at_end=True)
+NO_TOKENS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+ADAPTER = LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], init_lora_weights=False)
+
+
+def trainer_with(tmp_path, *, model=None, cls=DopplerTrainer, evaluated=None, metrics=None, tokenizer=None, **options):
+    return cls(
+        model=tiny_bert() if model is None else model,
+        args=arguments(tmp_path, **options),
+        train_dataset=text_data(),
+        eval_dataset=text_data(8, seed=1) if evaluated is None else evaluated,
+        data_collator=pad,
+        compute_metrics=metrics,
+        processing_class=tokenizer,
+    )
+
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).sum() / len(prediction.label_ids))}
+
+
+class Unsaveable:
+    """A tokenizer that cannot be written."""
+
+    pad_token_id, model_input_names = 0, ["input_ids"]
+
+    def save_pretrained(self, folder):
+        raise OSError("Not found: vocab.txt")
+
+
+def with_adapter():
+    model = tiny_bert()
+    model.add_adapter(ADAPTER)
+    return model
+
+
+def generating(**options):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2, n_positions=16, **NO_TOKENS))
+    model.generation_config.update(**options)
+    return model
+
+
+class OfGenerating(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return super().compute_per_sample_loss(model, inputs | {"labels": inputs["input_ids"]})
+
+
+def missing(name):
+    return lambda prediction: {"found": prediction.missing}[name]
+
+
+TWO_SETS = dict(a=text_data(8, seed=1), b=text_data(8, seed=2))
+FAILS = {
+    "a metric that raises": (
+        dict(metrics=missing("found"), **EVALUATES),
+        r"compute_metrics, on up to 64 rows,.*AttributeError",
+    ),
+    "an unknown metric": (
+        dict(metrics=accuracy, metric_for_best_model="acuracy", **BEST),
+        r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
+    ),
+    "several sets, and the best by the loss": (
+        dict(evaluated=TWO_SETS, **BEST),
+        r"must be one that .* of eval_a_loss, eval_b_loss, got 'loss'",
+    ),
+    "a schedule by the loss of several sets": (
+        dict(evaluated=TWO_SETS, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATES),
+        r"of eval_a_loss, eval_b_loss, got 'loss'",
+    ),
+    "a metric that is no number": (
+        dict(metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
+        r"rehearsal of a checkpoint failed with TypeError: .*ndarray",
+    ),
+    "adapters that cannot be loaded": (lambda: dict(model=with_adapter(), **BEST), "add_adapter.*get_peft_model"),
+    "a tokenizer that cannot be saved": (dict(tokenizer=Unsaveable(), **SAVES), "OSError: Not found"),
+    "a tokenizer that save_model() cannot save": (
+        dict(tokenizer=Unsaveable()),
+        r"rehearsal of save_model\(\) .*OSError: Not",
+    ),
+    "a generation config that cannot be saved": (
+        lambda: dict(model=generating(temperature=0.5), cls=OfGenerating),
+        r"save_model\(\) .*GenerationConfig is invalid",
+    ),
+}
+
+
+def options_of(case):
+    options, message = FAILS[case]
+    return (options() if callable(options) else dict(options)), message
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_what_would_fail_later_is_refused_before_anything_is_spent(tmp_path, case):
+    options, message = options_of(case)
+    trainer = trainer_with(tmp_path, **options)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trainer.train()
+    assert trainer.privacy.ledger is None
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    assert not [*(tmp_path / "out").glob("rehearsal-*")]
+
+
+def test_a_disk_without_space_for_the_weights_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(1000))
+    with pytest.raises(ValueError, match=r"must have 12\d\d\d bytes free for a checkpoint, got 1000"):
+        trainer_with(tmp_path, **SAVES).train()
+    trainer_with(tmp_path).train()  # which saves nothing
+
+
+# --- the fixes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
+def test_adapters_train_without_the_best_model_or_as_a_model_of_peft(tmp_path):
+    assert trained(trainer_with(tmp_path / "a", model=with_adapter(), **(EVALUATES | SAVES))).state.global_step == 4
+    best = trained(trainer_with(tmp_path / "b", model=get_peft_model(tiny_bert(), ADAPTER), **BEST))
+    assert best.state.best_model_checkpoint is not None
+
+
+class Plain(nn.Module):
+    """A module of one's own whose input and output embeddings are tied, and one of whose weights is not in one piece."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.middle = nn.Linear(16, 16)
+        self.middle.weight = nn.Parameter(torch.randn(16, 16).t() / 4)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.head(self.middle(self.embedding(input_ids).mean(dim=1)))
+
+
+class OfPlain(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return nn.functional.cross_entropy(model(inputs["input_ids"]), inputs["labels"], reduction="none")
+
+
+def test_a_module_with_tied_weights_is_saved_chosen_and_resumed(tmp_path):
+    trainer = trained(trainer_with(tmp_path, model=Plain(), cls=OfPlain, **BEST))
+    chosen = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(chosen[name], value.cpu(), rtol=0, atol=0)
+    Plain().load_state_dict(chosen)
+    assert not trainer.privacy.ledger.unknown_weights(Path(trainer.state.best_model_checkpoint))
+    resumed = trainer_with(tmp_path, model=Plain(), cls=OfPlain, max_steps=6, **BEST)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert resumed.state.global_step == 6
+    assert resumed.model.head.weight is resumed.model.embedding.weight
+
+
+def test_metrics_that_are_no_dictionary_are_named(tmp_path):
+    trainer = trainer_with(tmp_path, metrics=lambda prediction: None, **EVALUATES)
+    with pytest.raises(ValueError, match="compute_metrics must return a dictionary of numbers, got a NoneType"):
+        trainer.train()
+    assert trainer.privacy.epsilon() == 0.0
+
+
+# --- no false alarm -------------------------------------------------------------------------------------------------------
+
+
+def area(prediction):
+    assert len({*prediction.label_ids}) > 1, "one class"
+    return {"auc": roc_auc_score(prediction.label_ids, prediction.predictions[:, 1])}
+
+
+def of_many(prediction):
+    if len(prediction.label_ids) < 20:
+        raise ValueError("too few rows")
+    return accuracy(prediction)
+
+
+def in_order(num_examples=40):
+    """Sorted by label, as some public data sets are."""
+    rows = text_data(num_examples, seed=1)
+    return rows.select(sorted(range(num_examples), key=rows["labels"][:].__getitem__))
+
+
+@pytest.mark.parametrize(("metrics", "evaluated"), [(area, in_order()), (of_many, Rows(in_order()))])
+def test_a_metric_that_two_rows_do_not_define_is_no_error(tmp_path, metrics, evaluated):
+    assert trained(trainer_with(tmp_path, metrics=metrics, evaluated=evaluated, **EVALUATES)).state.global_step == 4
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 2), (200, 64)])
+@pytest.mark.parametrize("kind", [Dataset.from_list, Rows, Dataset.to_iterable_dataset])
+def test_few_rows_are_few_and_no_more_than_there_are(kind, size, count):
+    rows = [dict(input_ids=[index], labels=int(index > 150)) for index in range(size)]
+    given = kind(Dataset.from_list(rows)) if kind is Dataset.to_iterable_dataset else kind(rows)
+    found = [*few_rows(given, count)]
+    assert len(found) == min(size, count)
+    assert all(row in rows for row in found)
+    assert all(found.count(row) == 1 for row in found)
+
+
+def test_two_rows_have_two_labels():
+    found = few_rows(in_order(500), 2)
+    assert sorted(found["labels"]) == [0, 1]
+
+
+class Words:
+    def __repr__(self):
+        return "words"
+
+
+def test_metrics_that_are_no_json_lose_no_run_and_are_written_as_what_they_are(tmp_path):
+    """Without checkpoints, as the stock trainer."""
+    found = {
+        "confusion": np.eye(2),
+        "best": np.float32(0.5),
+        "of_classes": {("a", "b"): 1, "c": torch.ones(1)},
+        "own": Words(),
+    }
+    trainer = trained(trainer_with(tmp_path, metrics=lambda prediction: dict(found), **EVALUATES))
+    written = kept_evaluations(tmp_path / "out", ledger=trainer.privacy.ledger)[-1]
+    kept = {name: written[f"eval_{name}"] for name in found}
+    assert kept == {"confusion": [[1.0, 0.0], [0.0, 1.0]], "best": 0.5, "of_classes": {"c": 1.0}, "own": "words"}
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert "[[1.0, 0.0], [0.0, 1.0]]" in (tmp_path / "out" / "privacy_report.html").read_text("utf-8")
+
+
+# --- without a trace ------------------------------------------------------------------------------------------------------
+
+
+class Watcher(TrainerCallback):
+    """Notes what it is told of, and the numbers that it gets."""
+
+    def __init__(self):
+        self.told = []
+
+    def note(self, event):
+        return lambda args, state, control, **kwargs: self.told.append((event, state.global_step))
+
+    def __getattribute__(self, name):
+        return self.note(name) if name.startswith("on_") else super().__getattribute__(name)
+
+
+def without_times(history):
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("_runtime", "_per_second"))} for entry in history
+    ]
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "options", [dict(metric_for_best_model="a_loss"), dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy")]
+)
+def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
+    found = []
+    for rehearse in (True, False):
+        trainer = trainer_with(
+            tmp_path / str(rehearse), model=tiny_bert(hidden_dropout_prob=0.1), noise_seed=3, rehearse=rehearse,
+            evaluated=TWO_SETS, metrics=accuracy, **BEST, **options,
+        )  # fmt: skip
+        trainer.add_callback(watcher := Watcher())
+        capsys.readouterr()
+        trainer.train()
+        lines = len(capsys.readouterr().out.splitlines())
+        found.append((weights(trainer), without_times(trainer.state.log_history), watcher.told, lines))
+    (first, *of_first), (second, *of_second) = found
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert of_first == of_second

@@ -1,0 +1,343 @@
+"""What the model cannot take is refused before anything is spent, and what it can take is not: its own forward decides."""
+
+import re
+
+import datasets
+import pytest
+import torch
+from torch import nn
+from transformers import default_data_collator
+
+from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.run.checks import values
+from doppler_hf.run.checks.limits import limits_of
+from doppler_hf.run.checks.values import refuse_out_of_range
+from tests.support.models import CLASSES, MODELS, VOCABULARY, build
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
+from tests.support.trainers import trained, trainer_of
+
+COLUMNS = ("input_ids", "token_type_ids", "position_ids", "decoder_input_ids", "labels", "label")
+TEXT = [name for name in MODELS if not name.startswith(("vit", "resnet"))]
+ABSOLUTE = [name for name in TEXT if not name.startswith(("llama", "qwen", "t5"))]
+BEYOND, ROW = 4321, 137
+
+
+@pytest.fixture(autouse=True)
+def _nothing_scanned(monkeypatch):
+    monkeypatch.setattr(values, "_SCANNED", set())
+
+
+def ends(model, columns=COLUMNS, *, kind="numbers", has_own_loss=False):
+    limits = [limit for limit in limits_of(model, columns, has_own_loss=has_own_loss) if limit.kind == kind]
+    return {limit.column: limit.end for limit in limits}
+
+
+def forward(model, **inputs):
+    if "choice" in type(model).__name__.lower():
+        inputs = {name: value.unsqueeze(1) for name, value in inputs.items()}
+    if model.config.is_encoder_decoder:
+        inputs = {"decoder_input_ids": torch.ones(1, 1, dtype=torch.long)} | inputs
+    return model(**inputs)
+
+
+# --- the limits are those of the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_number_below_the_end_is_taken_and_the_end_is_not(name):
+    model = build(name).eval()
+    found = ends(model)
+    assert found["input_ids"] == VOCABULARY
+    assert ("token_type_ids" in found) == ("bert" in name and not name.startswith("distil"))
+    assert ("decoder_input_ids" in found) == name.startswith("t5")
+    for column in found.keys() & {"input_ids", "token_type_ids", "decoder_input_ids"}:
+        others = dict(input_ids=torch.full((1, 3), 2))
+        forward(model, **others | {column: torch.full((1, 3), found[column] - 1)})
+        with pytest.raises(IndexError):
+            forward(model, **others | {column: torch.full((1, 3), found[column])})
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_the_longest_text_is_taken_and_a_longer_one_is_not(name):
+    model = build(name).eval()
+    found = ends(model, kind="lengths")
+    assert set(found) == ({"input_ids"} if name in ABSOLUTE else set())
+    forward(model, input_ids=torch.full((1, found.get("input_ids", 100) - 1), 2))
+    if name in ABSOLUTE:
+        with pytest.raises((IndexError, RuntimeError)):
+            forward(model, input_ids=torch.full((1, found["input_ids"]), 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_labels_are_those_that_the_loss_takes(name):
+    names = ("labels", "label")
+    of_labels = {column: end for column, end in ends(build(name), names).items() if column in names}
+    if name == "bert-choice":
+        assert not of_labels
+    else:
+        assert of_labels == dict.fromkeys(names, VOCABULARY if "lm" in name or "llama" in name else CLASSES)
+    assert not {*names} & {*ends(build(name), names, has_own_loss=True)}
+    for no_classes in (dict(num_labels=1), dict(problem_type="multi_label_classification"), dict(problem_type="regression")):
+        assert not {*names} & {*ends(tiny_bert(**no_classes))}
+
+
+def test_of_a_model_of_ones_own_nothing_is_known():
+    assert not ends(nn.Embedding(3, 2))
+    model = build("roberta")
+    model.get_input_embeddings = lambda: nn.Parameter(torch.zeros(3, 2))  # as Perceiver's
+    assert "input_ids" not in ends(model)
+
+
+# --- what is refused, and its fix ----------------------------------------------------------------------------------------
+
+
+def with_one(number, *, column="input_ids", rows=300):
+    """Texts of which one has a number that others have not."""
+
+    def put(row, index):
+        if index != ROW:
+            return row
+        return row | {column: [*row[column][:-1], number] if isinstance(row[column], list) else number}
+
+    data = text_data(rows).map(lambda row: row | {"token_type_ids": [0] * len(row["input_ids"])})
+    return data.map(put, with_indices=True)
+
+
+def with_tokens(tokens, rows=300):
+    """Texts of which one has these tokens."""
+    mask = [1] * len(tokens)
+    return text_data(rows).map(
+        lambda row, index: {"input_ids": tokens, "attention_mask": mask} if index == ROW else row, with_indices=True
+    )
+
+
+def truncated(row):
+    return row | {name: row[name][:16] for name in ("input_ids", "attention_mask")}
+
+
+def pad_all(examples):
+    batch = pad(examples)
+    if "token_type_ids" in examples[0]:
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+        for row, example in zip(batch["token_type_ids"], examples, strict=True):
+            row[: len(example["token_type_ids"])] = torch.tensor(example["token_type_ids"])
+    return batch
+
+
+def resized(model, data):
+    model.resize_token_embeddings(BEYOND + 1)
+    return model, data
+
+
+CASES = {
+    "id": (lambda: with_one(BEYOND), "'input_ids'.* from 0 to 49, got others .*resize_token_embeddings", resized),
+    "negative id": (
+        lambda: with_one(-BEYOND), "'input_ids' .* from 0 to 49, got others .*or tokenize with",
+        lambda model, data: (model, text_data(300)),
+    ),
+    "type": (
+        lambda: with_one(BEYOND, column="token_type_ids"), "'token_type_ids' .* from 0 to 1, .*remove_columns",
+        lambda model, data: (model, data.remove_columns("token_type_ids")),
+    ),
+    "length": (
+        lambda: with_tokens([7] * 40),
+        "'input_ids' .* at most 16 tokens in a row, as many as .*truncation=True and max_length=16",
+        lambda model, data: (model, data.map(truncated)),
+    ),
+    "class": (
+        lambda: with_one(7, column="labels"), "'labels' .* from 0 to 1, or -100, .*Set num_labels to the number of classes",
+        lambda model, data: (tiny_bert(num_labels=8), data),
+    ),
+    "negative class": (
+        lambda: with_one(-1, column="labels"),
+        r"'labels' .* from 0 to 1, or -100, .*leave out: train_dataset\.filter\(lambda row: row\['labels'\] >= 0\)\.",
+        lambda model, data: (model, data.filter(lambda row: row["labels"] >= 0)),
+    ),
+    "boolean": (
+        lambda: text_data(300).cast_column("labels", datasets.Value("bool")),
+        r"'labels' .* numbers of classes, got True .*cast_column\('labels', datasets.Value\('int64'\)\)",
+        lambda model, data: (model, data.cast_column("labels", datasets.Value("int64"))),
+    ),
+    "booleans in lists": (
+        lambda: text_data(300).map(lambda row: {"labels": [row["labels"] == 1, True]}),
+        r"'labels' .* got True .*, or of lists datasets.Sequence\(datasets.Value\('float32'\)\)",
+        lambda model, data: (model, data.cast_column("labels", datasets.Sequence(datasets.Value("float32")))),
+    ),
+    "empty text": (
+        lambda: with_tokens([]),
+        r"'input_ids' .* a token in each row, got none .*filter\(lambda row: len\(row\['input_ids'\]\) > 0\)",
+        lambda model, data: (model, data.filter(lambda row: len(row["input_ids"]) > 0)),
+    ),
+    "words": (
+        lambda: text_data(300).cast_column("labels", datasets.Value("string")),
+        r"'labels' .* numbers of classes, got words .*train_dataset\.class_encode_column\('labels'\)",
+        lambda model, data: (model, data.class_encode_column("labels")),
+    ),
+    "amounts": (
+        lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .* from 0 to 1.* 1 for amounts",
+        lambda model, data: (tiny_bert(num_labels=1), data),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_path, case):
+    made, message, fix = CASES[case]
+    trainer = trainer_of(tmp_path, data=made())
+    trainer.data_collator = pad_all
+    with pytest.raises(ValueError, match=message) as refused:
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    # Neither the number nor its place: messages end in logs.
+    assert not re.search(rf"{BEYOND}|{BEYOND:,}|\b{ROW}\b|\b40\b|\b7\b", str(refused.value))
+    model, data = fix(tiny_bert(), made())
+    fixed = trainer_of(tmp_path, model=model, data=data, max_steps=1)
+    fixed.data_collator = pad_all
+    fixed.train()
+
+
+def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
+    evaluated = {"one": text_data(), "two": with_one(-1, column="labels")}
+    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer.eval_dataset = evaluated
+    with pytest.raises(
+        ValueError, match=r"'labels' of eval_dataset .* out: eval_dataset\.filter\(lambda row: row\['labels'\]"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    evaluated["two"] = evaluated["two"].map(lambda row: {"labels": None if row["labels"] < 0 else row["labels"]})
+    with pytest.raises(
+        ValueError, match=r"'labels' of eval_dataset must have a label .*eval_dataset\.filter\(lambda row: .* not None"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    evaluated["two"] = evaluated["two"].filter(lambda row: row["labels"] is not None)
+    trainer.train()
+
+
+def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transform_has_one(tmp_path):
+    data = text_data(300).map(lambda row, index: {"labels": None if index == ROW else row["labels"]}, with_indices=True)
+    for lacking in (data, data.map(lambda row: {"labels": None})):  # one label, and all
+        with pytest.raises(
+            ValueError,
+            match=r"'labels' of train_dataset must have a label .* not None\)\. Change rows ahead of with_transform",
+        ):
+            trainer_of(tmp_path, data=lacking.with_transform(lambda rows: rows), max_steps=1).train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    mended = data.filter(lambda row: row["labels"] is not None).with_transform(lambda rows: rows)
+    trainer_of(tmp_path, data=mended, max_steps=1).train()
+    filled = data.with_transform(lambda rows: rows | {"labels": [label or 0 for label in rows["labels"]]})
+    trainer_of(tmp_path, data=filled, max_steps=1).train()
+
+
+def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_that_the_mend_makes(tmp_path):
+    ints = text_data().map(lambda row: {"labels": [row["labels"], 1]}, remove_columns="labels")
+    floats = ints.cast_column("labels", datasets.Sequence(datasets.Value("float32")))
+    options = dict(eval_strategy="steps", eval_steps=1, max_steps=1)
+    for train, evaluated, name in ((ints, floats, "train_dataset"), (floats, ints, "eval_dataset")):
+        model = tiny_bert(problem_type="multi_label_classification")
+        trainer = trainer_of(tmp_path, data=train, model=model, **options)
+        trainer.eval_dataset, trainer.data_collator = evaluated, labelled
+        mend = re.escape(f"{name}.cast_column('labels', datasets.Sequence(datasets.Value('float32')))")
+        with pytest.raises(ValueError, match=f"'labels' of {name} must have 0.0 or 1.0 .* got whole numbers .*{mend}"):
+            trainer.train()
+        assert not (tmp_path / "out" / LEDGER_NAME).exists()
+        trainer.train_dataset = trainer.eval_dataset = floats
+        trainer.train()
+        (tmp_path / "out" / LEDGER_NAME).unlink()
+
+
+def labelled(examples):
+    return pad(examples) | {"labels": torch.tensor([row["labels"] for row in examples])}
+
+
+def is_beyond(model, data, *, collate=default_data_collator, has_own_loss=False):
+    try:
+        refuse_out_of_range(model, data, collate=collate, has_own_loss=has_own_loss)
+    except ValueError:
+        return True
+    return False
+
+
+# --- which rows are scanned -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_there"),
+    [
+        (lambda data: data.select(range(100, 200)), True),
+        (lambda data: data.select(range(200, 300)), False),
+        (lambda data: data.shuffle(seed=1).filter(lambda row: row["input_ids"][-1] == BEYOND), True),
+        (lambda data: data.shuffle(seed=1).filter(lambda row: row["input_ids"][-1] != BEYOND), False),
+        (lambda data: data.select([ROW + 1, 3, ROW, ROW - 1]), True),
+        (lambda data: data.select([ROW + 1, 3, ROW - 1]), False),
+        (lambda data: list(data), True),
+        (lambda data: data.with_transform(lambda rows: rows), True),
+        (lambda data: data.with_transform(lambda rows: rows | {"input_ids": [[1, 2]] * len(rows["input_ids"])}), False),
+        (lambda data: text_data(300).with_transform(lambda rows: data[:]), True),
+        (lambda data: Rows(data), True),
+        (lambda data: Rows(data.select(range(200, 300))), False),
+    ],
+)
+def test_the_rows_of_the_data_set_are_scanned_and_no_others(monkeypatch, chosen, is_there):
+    monkeypatch.setattr(values, "_ROWS_AT_ONCE", 64)
+    assert is_beyond(tiny_bert(), chosen(with_one(BEYOND))) == is_there
+
+
+class Counting(Rows):
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("seconds", "reads"), [(10.0, 301), (-1.0, 1)])
+def test_rows_that_a_data_set_makes_are_read_by_chance_as_long_as_there_is_time(monkeypatch, seconds, reads):
+    monkeypatch.setattr(values, "MOST_SECONDS", seconds)
+    data = Counting(text_data(300))
+    assert not is_beyond(tiny_bert(), data)
+    assert data.reads == reads  # the first tells the columns
+
+
+def test_a_data_set_of_torch_is_refused_before_anything_is_spent(tmp_path):
+    trainer = trainer_of(tmp_path, data=Rows(with_one(BEYOND)))
+    with pytest.raises(
+        ValueError, match=r"'input_ids' of train_dataset must have numbers from 0 to 49, got others.* Or change what"
+    ):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(tmp_path, monkeypatch):
+    scans, beyond = [], values._beyond_in_table
+    monkeypatch.setattr(values, "_beyond_in_table", lambda *args: scans.append(1) or beyond(*args))
+    trainer = trained(trainer_of(tmp_path, max_steps=1))
+    trainer.train()
+    assert len(scans) == 1
+    trainer_of(tmp_path / "larger", model=tiny_bert(vocab_size=60), max_steps=1).train()
+    assert len(scans) == 2
+    trainer_of(tmp_path / "fewer", data=text_data().select(range(20)), max_steps=1).train()
+    assert len(scans) == 3
+    with pytest.raises(ValueError, match="resize_token_embeddings"):
+        trainer_of(tmp_path / "smaller", model=tiny_bert(vocab_size=10), max_steps=1).train()
+
+
+def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
+    words = text_data(10).cast_column("labels", datasets.Value("string"))
+    assert is_beyond(tiny_bert(), words, collate=pad_all)
+    assert not is_beyond(
+        tiny_bert(), words, collate=lambda rows: {"labels": torch.tensor([int(row["labels"]) for row in rows])}
+    )
+    # The default collator leaves them out, or fails.
+    for named in (words, words.rename_column("labels", "label")):
+        with pytest.raises(ValueError, match=r"got words in some rows.*class_encode_column\('label"):
+            refuse_out_of_range(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
+    assert not is_beyond(tiny_bert(), words.class_encode_column("labels"))
+
+
+def test_an_empty_text_is_taken_where_the_collator_adds_a_token_and_among_others_of_an_evaluation():
+    empty = with_tokens([])
+    assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"input_ids": torch.ones(len(rows), 3)})
+    assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"inputs_embeds": torch.ones(len(rows), 3, 16)})
+    refuse_out_of_range(tiny_bert(), empty, collate=default_data_collator, has_own_loss=False, name="eval_dataset")

@@ -1,0 +1,49 @@
+"""Where one process refuses or ends, the others are told, in one line, and none waits."""
+
+import pickle
+
+import pytest
+
+from doppler_hf.run import processes
+from doppler_hf.run.processes import SharedError, one_line_if_a_process_ends
+
+
+def refuse():
+    raise ValueError("no")
+
+
+def end():
+    raise PermissionError("the folder cannot be written to")
+
+
+@pytest.mark.parametrize(
+    ("action", "raised", "told", "message"),
+    [
+        (lambda: 7, None, 7, None),
+        (refuse, ValueError, ValueError, "no"),
+        (end, PermissionError, SharedError, "has ended, so this one ends too"),
+    ],
+)
+def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypatch, action, raised, told, message):
+    sent = []
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: sent.append(objects[0]) or objects)
+    if raised is None:
+        assert processes.on_process_0(action) == told
+    else:
+        with pytest.raises(raised):
+            processes.on_process_0(action)
+    (outcome,) = (pickle.loads(pickle.dumps(each)) for each in sent)
+    if message is None:
+        assert outcome == told
+    else:
+        assert type(outcome) is told
+        assert message in str(outcome)
+
+
+def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_are():
+    with pytest.raises(SharedError, match="Another process of this training has ended"), one_line_if_a_process_ends():
+        raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
+        raise RuntimeError("shapes differ")
+    with pytest.raises(SharedError, match="in the same order"), one_line_if_a_process_ends():
+        raise SharedError("gloo: in the same order")
