@@ -9,7 +9,7 @@ test watches the sums that the mechanism receives, returns zeros as private grad
 
 The coins are held. The model is in training mode without dropout, a random data set gives an example the same numbers each
 time, and a unit with too many examples contributes its first ones. A random collator draws for a whole batch, so its coins
-cannot be held for one example. `privacy.generators` makes all of these follow secret coins.
+cannot be held for one example. `privacy.randomness` makes all of these follow secret coins.
 """
 
 import contextlib
@@ -30,15 +30,14 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.autograd_check.plain_autograd import norm_of
+from doppler_hf.privacy.autograd_check.trial import norm_of
 from doppler_hf.privacy.autograd_check.without_randomness import is_random, without_coins, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.fetching import fetch, fetch_one
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.batching.probe import Inputs
-from doppler_hf.privacy.generators import fill_generators, filled_generators
 from doppler_hf.privacy.noise import Mechanism
+from doppler_hf.privacy.randomness import fill_generators, filled_generators
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.shards import part_here

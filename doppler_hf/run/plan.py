@@ -18,8 +18,7 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
-from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
+from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
 from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.accounting.plans import Spent
+from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.batching.same_data import digest_of_data
-from doppler_hf.privacy.generators import fill_in_worker, filled_generators
+from doppler_hf.privacy.batching.sampling import digest_of_data
 from doppler_hf.privacy.losses import has_one_label, without_adapters
+from doppler_hf.privacy.randomness import fill_in_worker, filled_generators
 from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model

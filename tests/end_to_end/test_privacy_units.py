@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.columns import lengths_of
-from doppler_hf.privacy.batching.fetching import DrawnExamples
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
+from doppler_hf.privacy.batching.micro_batches import DrawnExamples, PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
 from tests.support.tiny import pad, pad_numbered, text_data, tiny_bert
 from tests.support.tolerances import RAISED

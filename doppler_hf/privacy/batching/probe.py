@@ -10,10 +10,9 @@ from torch import Tensor
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
-from doppler_hf.privacy.batching.fetching import fetch
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
-from doppler_hf.privacy.generators import filled_generators, next_numbers
+from doppler_hf.privacy.randomness import filled_generators, next_numbers
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 SHORT: Final = 8

@@ -11,6 +11,7 @@ belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/
 Poisson sampling has rounds of a single step: each draws every unit with probability q, whatever was drawn before.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.random_words import WordsByNumber, bit_stream
+from doppler_hf.privacy.batching.columns import labels_of
+from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
 _AT_ONCE = 1 << 20  # units whose words are in memory together
 
@@ -284,3 +286,16 @@ class AllocationSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of micro-batches per epoch on this process."""
         return self.steps_per_epoch * self.micro_batches
+
+
+def digest_of_data(dataset: Any, sampler: AllocationSampler) -> str:
+    """Return a digest of the number of examples, their lengths, units and labels, 8 hexadecimal digits.
+
+    Shares of processes, turns of shaped noise and units of privacy are by the numbers of examples. One that has one number
+    here and another there is drawn more often than is accounted for.
+    """
+    digest = hashlib.sha256(f"{sampler.num_examples}".encode())
+    for values in (sampler.lengths, sampler.units, labels_of(dataset)):
+        if values is not None:
+            digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()[:8]

@@ -21,7 +21,7 @@ from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.noise.shaped import ShapedNoise
-from doppler_hf.privacy.random_words import bit_stream
+from doppler_hf.privacy.randomness import bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")

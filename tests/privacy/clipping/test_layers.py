@@ -10,7 +10,7 @@ from opacus.layers import DPGRU
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from doppler_hf.privacy import ClippedGradients, check_per_sample_gradients
+from doppler_hf.privacy import ClippedGradients
 from tests.support.per_example import (
     NORM_RULES,
     TOLERANCE,
@@ -19,6 +19,7 @@ from tests.support.per_example import (
     assert_same_sums,
     book_keeping,
     clip_and_sum,
+    compare_with_autograd,
     gradients_of_each,
     norms_of,
 )
@@ -381,9 +382,9 @@ def test_a_tensor_that_the_batch_shares_is_refused():
     net = ready(Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture()))
     assert_equals_loop_or_is_refused(net, on(net, draw(5, 6, 3)), 5, naming="own")
     x = draw(6, 6, 3)  # as many examples as it has rows
-    options = dict(alone=[{"x": row[None]} for row in x], together={"x": x}, engine="book_keeping")
+    options = dict(alone=[{"x": row[None]} for row in x], together={"x": x})
     with pytest.raises(ValueError, match=r"'own.*' are wrong"):
-        check_per_sample_gradients(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
+        compare_with_autograd(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
 
 
 def test_a_class_token_is_expanded_over_the_batch():
