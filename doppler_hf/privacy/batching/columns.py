@@ -55,19 +55,16 @@ def lengths_of(dataset: Any) -> Int[np.ndarray, " num_examples"] | None:
         return None
     if not is_stored(dataset):  # a transform may change the lengths
         return np.array([length_of(tokens) for tokens in dataset[LENGTH_COLUMN]], dtype=np.int32)
-    lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
-    for tokens in _parts(dataset, LENGTH_COLUMN):
-        lengths[filled : filled + len(tokens)] = _lengths_in(tokens)
-        filled += len(tokens)
-    return lengths
-
-
-def _lengths_in(tokens: Any) -> Any:
     from pyarrow import compute, types
 
-    kind = tokens.type
-    is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
-    return compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
+    lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
+    for tokens in _parts(dataset, LENGTH_COLUMN):
+        kind = tokens.type
+        is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
+        of_each = compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
+        lengths[filled : filled + len(tokens)] = of_each
+        filled += len(tokens)
+    return lengths
 
 
 def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:

@@ -104,23 +104,24 @@ class MicroBatch(NamedTuple):
     rows_each: int = 1
 
 
-def collate_piece(
-    examples: OfStep,
-    *,
-    collator: Collator,
-    max_rows: int,
-    max_tokens: int | None,
-    views: int = 1,
-    clip_unit_mean: bool = False,
-) -> OfStep:
+class Cut(NamedTuple):
+    """How a piece is cut into micro-batches."""
+
+    max_rows: int
+    max_tokens: int | None = None
+    views: int = 1  # rows of each example
+    clip_unit_mean: bool = False  # whether all rows of a unit are clipped as one
+
+
+def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
     """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
     micro_batches = []
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
         # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
         # the same size, one: that of all its rows, each once.
-        weight, rows_each = (1.0, views * count) if clip_unit_mean else (share_of(count), views)
+        weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (share_of(count), cut.views)
         rows = [example for example, _ in group]
-        for part in parts_of(rows, max_rows=max_rows, max_tokens=max_tokens, rows_each=rows_each):
+        for part in parts_of(rows, cut, rows_each=rows_each):
             micro_batches.append(MicroBatch(collator(part), len(part), weight, rows_each))
     return OfStep(micro_batches, step=examples.step)
 
@@ -132,32 +133,16 @@ class PrivateLoader(DataLoader[Any]):
     example could then count twice. `options` are further ones of `DataLoader`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        sampler: AllocationSampler,
-        collator: Collator,
-        max_rows: int,
-        max_tokens: int | None,
-        views: int = 1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, dataset: Any, *, sampler: AllocationSampler, collator: Collator, cut: Cut, **options: Any) -> None:
         # Sensitivity: parts of a unit would each contribute up to C.
-        clip_unit_mean = sampler.keeps_units_whole
-        if max_tokens is not None:
-            counts = sampler.counts if clip_unit_mean else None
-            check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
+        cut = cut._replace(clip_unit_mean=sampler.keeps_units_whole)
+        if cut.max_tokens is not None:
+            counts = sampler.counts if cut.clip_unit_mean else None
+            check_token_budget(sampler.lengths, max_tokens=cut.max_tokens, views=cut.views, counts=counts)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         self.numbers = columns_of_numbers(dataset)
-        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views)
-        cut: dict[str, Any] = {
-            "max_rows": max_rows,
-            "max_tokens": max_tokens,
-            "views": views,
-            "clip_unit_mean": clip_unit_mean,
-        }
-        collate = functools.partial(collate_piece, collator=collator, **cut)
+        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=cut.views)
+        collate = functools.partial(collate_piece, collator=collator, cut=cut)
         super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -207,15 +192,15 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     return parts
 
 
-def parts_of(examples: Sequence[Any], *, max_rows: int, max_tokens: int | None, rows_each: int = 1) -> list[Sequence[Any]]:
+def parts_of(examples: Sequence[Any], cut: Cut, *, rows_each: int) -> list[Sequence[Any]]:
     """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
     number = len(examples) // rows_each
-    parts = -(-number // max(1, max_rows // rows_each))
+    parts = -(-number // max(1, cut.max_rows // rows_each))
     ends = [number * part // parts for part in range(parts + 1)]
     slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
-    if max_tokens is not None:
+    if cut.max_tokens is not None:
         lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
         longest = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
-        within = [(part.start, cut_by_tokens(longest[part], max_tokens=max_tokens)) for part in slices]
-        slices = [slice(start + cut.start, start + cut.stop) for start, cuts in within for cut in cuts]
+        within = [(part.start, cut_by_tokens(longest[part], max_tokens=cut.max_tokens)) for part in slices]
+        slices = [slice(start + each.start, start + each.stop) for start, cuts in within for each in cuts]
     return [examples[part.start * rows_each : part.stop * rows_each] for part in slices]

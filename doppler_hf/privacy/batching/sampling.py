@@ -126,7 +126,15 @@ class AllocationSampler(Sampler[list[int]]):
         self.num_units, self.counts = num_examples, None
         self.unit_sizes: np.ndarray | None = None
         if self.units is not None:
-            self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(self.units)
+            if self.units.shape != (num_examples,):
+                found = self.units.shape
+                raise ValueError(f"units must have one entry for each of {num_examples} examples, got shape {found}.")
+            self.unit_sizes = np.bincount(self.units)
+            if not self.unit_sizes.all():
+                gap = np.flatnonzero(self.unit_sizes == 0)[0]
+                raise ValueError(f"units must be numbered from 0 without gaps, got no {gap}.")
+            self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
+            self._examples_by_unit = np.argsort(self.units, kind="stable")
             limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
             self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
@@ -163,15 +171,6 @@ class AllocationSampler(Sampler[list[int]]):
         """Keep the groups and turns of another sampler of the same units, whose first round began at `first_step`."""
         # Sensitivity: a round that goes on is the same round. A unit that had its turn has no other one in it.
         self.secret, self._words, self.first_step = secret, WordsByNumber(secret), first_step
-
-    def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
-        if units.shape != (self.num_examples,):
-            raise ValueError(f"units must have one entry for each of {self.num_examples} examples, got shape {units.shape}.")
-        counts = np.bincount(units)
-        if not counts.all():
-            raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
-        return counts, np.cumsum(counts) - counts, np.argsort(units, kind="stable")
 
     @property
     def sample_rate(self) -> float:

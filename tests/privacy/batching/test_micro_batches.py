@@ -9,7 +9,7 @@ import torch
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
 
 from doppler_hf.privacy.batching.columns import columns_of_numbers, lengths_of
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, check_token_budget, cut_by_tokens, fetch
+from doppler_hf.privacy.batching.micro_batches import Cut, PrivateLoader, check_token_budget, cut_by_tokens, fetch
 from doppler_hf.privacy.batching.sampling import AllocationSampler
 from tests.support.tiny import pad_numbered, text_data
 
@@ -21,8 +21,8 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
     sampler = AllocationSampler(
         num_examples=12, expected_batch_size=8, micro_batches=2, lengths=lengths_of(data), units=units, seed=1
     )
-    options = dict(collator=pad_numbered, max_rows=max_rows, max_tokens=max_tokens, views=views)
-    loader, once = (PrivateLoader(data, sampler=sampler, **(options | more)) for more in ({}, {"views": 1}))
+    options, cut = dict(sampler=sampler, collator=pad_numbered), Cut(max_rows, max_tokens)
+    loader, once = (PrivateLoader(data, **options, cut=cut._replace(views=each)) for each in (views, 1))
     parts, drawn = [], {}
     for name, each in (("views", loader), ("once", once)):
         sampler.begin_at(0)
@@ -43,7 +43,7 @@ def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_
     data = text_data(60).add_column("number", list(range(60)))
     options = dict(num_examples=60, expected_batch_size=pieces * size if size < 20 else 30, lengths=lengths_of(data))
     sampler = AllocationSampler(**options, micro_batches=pieces, micro_batch_size=size, seed=0)
-    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, max_rows=size, max_tokens=None)
+    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(size))
     found = list(loader)
     assert len(found) == pieces * sampler.steps_per_epoch
     for step in range(sampler.steps_per_epoch):
