@@ -31,7 +31,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.privacy.autograd_check.trial import norm_of
-from doppler_hf.privacy.autograd_check.without_randomness import is_random, without_coins, without_dropout
+from doppler_hf.privacy.autograd_check.without_randomness import in_evaluation_mode, is_random, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
@@ -285,9 +285,9 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
 def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
     """Hold the model's coins: in training mode without dropout, or in evaluation mode if others are left."""
     model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
-    with without_coins(model):
+    with without_dropout(model):
         is_held = not is_random(trainer._losses, inputs)
-    with without_coins(model) if is_held else without_dropout(model):
+    with without_dropout(model) if is_held else in_evaluation_mode(model):
         yield
 
 

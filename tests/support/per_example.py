@@ -11,9 +11,9 @@ import torch
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.autograd_check.comparison import compare
-from doppler_hf.privacy.autograd_check.coupling import some_of
+from doppler_hf.privacy.autograd_check.coupling import random_half
 from doppler_hf.privacy.autograd_check.trial import Trial
-from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
+from doppler_hf.privacy.autograd_check.without_randomness import away_from_zero, without_dropout
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]
@@ -97,7 +97,7 @@ def assert_matches(
     """
     chosen = dict(max_grad_norm=max_grad_norm or median_norm(gradients), clipping=clipping, granularity=granularity)
     with book_keeping(model, **chosen, **options) as clipped:
-        for examined in (some_of(len(gradients)), ~some_of(len(gradients))):
+        for examined in (random_half(len(gradients)), ~random_half(len(gradients))):
             if coupled := clipped.coupled(losses(slice(0, len(gradients))), examined=examined):
                 raise ValueError(f"coupled, as the start check finds it: {coupled}")
         norms = clipped.backward(losses(slice(0, len(gradients))))
@@ -129,5 +129,5 @@ def assert_refused(model, losses, batch, *, message):
 
 def compare_with_autograd(model, losses_of, *, alone, together, tolerance=1e-3, **options):
     """Compare the engine's gradients of a batch with autograd's of each example alone, as before a training."""
-    with moved(model), without_coins(model), ClippedGradients(model, **options) as clipped:
+    with away_from_zero(model), without_dropout(model), ClippedGradients(model, **options) as clipped:
         return compare(clipped, Trial(model, losses_of, alone, together), tolerance=tolerance)

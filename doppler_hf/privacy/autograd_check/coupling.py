@@ -19,7 +19,7 @@ from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.losses import without_adapters
 
 
-def some_of(number: int) -> Bool[Tensor, " number"]:
+def random_half(number: int) -> Bool[Tensor, " number"]:
     """Return a half of some rows by chance, so that no order of labels or lengths is that of the halves.
 
     Neither the first nor the last row is among them, which some losses compare all others with.
@@ -46,7 +46,7 @@ def place_of_coupling(
             raise
         losses, places = losses_of(inputs), []
     refuse_number_of_losses(losses, number)
-    examined = some_of(number).to(losses.device)
+    examined = random_half(number).to(losses.device)
     coupled = clipped.coupled(losses, examined=examined)
     slopes = (place.grad.unflatten(0, (number, -1)) for place in places if place.grad is not None)
     # As `has_terms`: 0·∞ is none of others.

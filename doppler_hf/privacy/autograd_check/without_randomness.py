@@ -18,7 +18,7 @@ _PROBABILITY: Final = re.compile(r"drop|jitter|mask_\w*prob")
 
 
 @contextlib.contextmanager
-def without_coins(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Put a model into training mode with every probability of its modules and configs at zero, and restore both."""
     owners = owners_of_options(model)
     before = [
@@ -39,8 +39,8 @@ def without_coins(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, but leave gradient checkpointing on: for models that keep coins elsewhere."""
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, but leave gradient checkpointing on: for models whose chance is no attribute."""
     with modes_kept(model) as training:
         model.eval()
         for module, was_training in training.items():
@@ -62,7 +62,7 @@ def owners_of_options(model: nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def moved(model: nn.Module) -> Iterator[None]:
+def away_from_zero(model: nn.Module) -> Iterator[None]:
     """Fill trained parameters of zeros with small noise, and restore them: no gradient passes new adapters otherwise.
 
     So are embeddings of the padding, which noise moves too: a model that reads them shows it from the second step only.

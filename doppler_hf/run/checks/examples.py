@@ -21,7 +21,12 @@ from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
 from doppler_hf.privacy.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
-from doppler_hf.privacy.autograd_check.without_randomness import is_random, moved, without_coins, without_dropout
+from doppler_hf.privacy.autograd_check.without_randomness import (
+    away_from_zero,
+    in_evaluation_mode,
+    is_random,
+    without_dropout,
+)
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.refused_layers import listed
 from doppler_hf.run.checks.loss import TrainedLoss
@@ -59,7 +64,7 @@ def check_examples(
         if unreached and not args.train_unreached_parameters:
             with clipped.unwatched():
                 refuse_unreached(model, loss.of_examples, probe, unreached=unreached)
-    with without_coins(model), clipped.unwatched():
+    with without_dropout(model), clipped.unwatched():
         loss.check(probe.collated(probe.short[:2]), tolerance / 10)
 
 
@@ -75,8 +80,8 @@ class _Comparison(NamedTuple):
     def names_reached(self) -> set[str]:
         """Compare, and return the names of the trained parameters that a loss reaches."""
         # TF32, which is cuDNN's default, would round more than the tolerance.
-        with moved(self.model), highest_conv_precision(), highest_matmul_precision():
-            with without_coins(self.model):
+        with away_from_zero(self.model), highest_conv_precision(), highest_matmul_precision():
+            with without_dropout(self.model):
                 with nothing_written(self.model, again=self._is_random):
                     found = self._place_of_coupling()
                 try:
@@ -84,7 +89,7 @@ class _Comparison(NamedTuple):
                 except ValueError:
                     if not self._is_random():
                         raise
-            with without_dropout(self.model):  # its coins are no attributes
+            with in_evaluation_mode(self.model):  # its chance is no attribute
                 if not self._is_random():
                     return self._compared(*self._place_of_coupling())
         print(
