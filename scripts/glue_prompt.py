@@ -207,8 +207,10 @@ def load_model(
     """Return what makes tokens of sentences, and the model.
 
     Raises:
-        ValueError: If the model has no pretrained head, or a pooling is set.
+        ValueError: If the model has no pretrained head, or a pooling or frozen layers are set.
     """
+    if args.frozen_layers:  # whose numbers of rows hide where the gap is
+        raise ValueError(f"frozen_layers must not be set for a prompt, got {args.frozen_layers}. Leave it out.")
     if args.pooling != "model":
         raise ValueError(
             f"pooling must not be set for a prompt, got {args.pooling!r}. Leave it out, or run scripts/glue.py."

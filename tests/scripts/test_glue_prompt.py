@@ -126,3 +126,5 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path):
             parse_recipe([*flags, f"--model_name_or_path={out}", f"--pooling={pooling}"])
     with pytest.raises(ValueError, match=r"^pooling must not be set for a prompt, got 'mean'\. Leave it out"):
         build(PROMPT, argv=[*flags, f"--model_name_or_path={bert}", "--pooling=mean"])
+    with pytest.raises(ValueError, match=r"^frozen_layers must not be set for a prompt, got 1\. Leave it out"):
+        build(PROMPT, argv=[*flags, f"--model_name_or_path={bert}", "--frozen_layers=1", "--lora_r=2"])
