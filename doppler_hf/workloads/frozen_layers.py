@@ -2,7 +2,7 @@
 
     h = f(tokens of one example),    logits = g(h; trained weights)
 
-f costs no privacy, as a tokenizer costs none: in evaluation mode it is a fixed map of one example. It has no dropout, no
+Privacy: f costs none, as a tokenizer costs none. In evaluation mode it is a fixed map of one example: it has no dropout, no
 statistics of a batch and no weights fitted to these data, and masked padding does not enter it. Gradients are clipped behind
 it, whatever its values. The file is as private as the examples, which could be guessed from it.
 
@@ -107,7 +107,8 @@ def _write_outputs(
     bf16: bool,
 ) -> None:
     was_training, hidden_size = encoder.training, encoder.config.hidden_size
-    encoder.eval()  # dropout would be noise that the file keeps
+    # Privacy: without dropout and with masked padding, each output follows from the tokens of one example alone.
+    encoder.eval()
     dtype = np.float16 if bf16 else np.float32
     table = np.lib.format.open_memmap(path, "w+", dtype, shape=(int(ends[-1]), hidden_size))
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]["input_ids"]))

@@ -38,9 +38,9 @@ def texts(tokenizer, *sentences):
     return {"train": Dataset.from_dict({**tokenizer(list(sentences)), "label": [0] * len(sentences)})}
 
 
-def loaded(folder):
+def loaded(folder, **entries):
     torch.manual_seed(1)
-    return MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=2).eval()
+    return MeanPoolingForSequenceClassification.from_encoder(folder, num_labels=2, **entries).eval()
 
 
 def logits(model, tokenizer, data):
@@ -92,7 +92,8 @@ def test_adapters_are_trained_and_load_onto_the_whole_model(folder, tokenizer, t
         model_name_or_path=str(folder),
         dataset_dir=str(write_glue(tmp_path / "sst2", "sst2")),
         pooling="mean",
-        frozen_layers=2,
+        num_hidden_layers=2,
+        frozen_layers=1,
     )
     training_args = DopplerTrainingArguments(
         output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", noise_multiplier=1.0, max_steps=1, seed=1
@@ -102,12 +103,14 @@ def test_adapters_are_trained_and_load_onto_the_whole_model(folder, tokenizer, t
     trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
     trainer.train()
     trainer.save_model()
-    whole = PeftModel.from_pretrained(loaded(folder), tmp_path / "out").eval()
+    assert len([*trainer.model.get_base_model().encoder.encoder.layer]) == 1  # of three: one is frozen, and one left out
+    whole = PeftModel.from_pretrained(loaded(folder, num_hidden_layers=2), tmp_path / "out").eval()
     plain = glue.build(glue.GlueArguments(**vars(args) | {"frozen_layers": 0}), lora, training_args)
     expected = logits(whole, tokenizer, plain.eval_dataset)
     found = logits(trainer.model.eval(), tokenizer, workload.eval_dataset)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert not torch.equal(expected, logits(loaded(folder), tokenizer, plain.eval_dataset))
+    untrained = loaded(folder, num_hidden_layers=2)
+    assert not torch.equal(expected, logits(untrained, tokenizer, plain.eval_dataset))
 
 
 def test_what_cannot_be_frozen(folder, tokenizer, tmp_path):
