@@ -16,7 +16,6 @@ from doppler_hf.filters.design import (
     momentum,
     moving_average,
 )
-from doppler_hf.filters.grammar import parse_name
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.filters.optimal_fir import optimal_fir
@@ -44,5 +43,5 @@ __all__ = [
     "butterworth", "corrected_noise_gain", "corrected_output",
     "estimate_power", "filter_figures", "frequency_response",
     "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
-    "parse_name", "power_spectral_density", "step_response",
+    "power_spectral_density", "step_response",
 ]  # fmt: skip

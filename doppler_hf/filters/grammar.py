@@ -11,18 +11,12 @@ from typing import Final
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
-DESIGNS: Final[Mapping[str, Callable[..., LowPassFilter]]] = {
-    "butterworth": butterworth,
-    "momentum": momentum,
-    "moving-average": moving_average,
-}
-
-# What each word takes behind its colon. The last is chosen by a run, so no fixed filter belongs to it.
-KEYS: Final[Mapping[str, Mapping[str, type[int] | type[float]]]] = {
-    "butterworth": {"order": int, "cutoff": float},
-    "momentum": {"beta": float},
-    "moving-average": {"taps": int},
-    "auto": {},
+AUTO: Final = "auto"  # chosen by a run, so that no fixed filter belongs to it
+# What makes each design, and what it takes behind its colon.
+DESIGNS: Final[Mapping[str, tuple[Callable[..., LowPassFilter], Mapping[str, type[int] | type[float]]]]] = {
+    "butterworth": (butterworth, {"order": int, "cutoff": float}),
+    "momentum": (momentum, {"beta": float}),
+    "moving-average": (moving_average, {"taps": int}),
 }
 
 
@@ -30,28 +24,6 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     """Return ' (did you mean …?)' with the nearest known word, or '' if the word is known or none is near."""
     near = [] if word in known else difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def parse_name(text: str) -> tuple[str, dict[str, float]]:
-    """Split a name into its word and the values behind the colon, as ``("butterworth", {"order": 2, "cutoff": 0.1})``.
-
-    No filter is made; coefficients give ``("b", {})``.
-    """
-    compact = re.sub(r"\s", "", text)
-    if compact.startswith("b="):
-        return "b", {}
-    word, colon, listed = compact.partition(":")
-    if word in PAPER_FILTERS and not colon:
-        return word, {}
-    if word not in KEYS:
-        raise _unreadable(text)
-    keys = KEYS[word]
-    pairs = [pair.partition("=") for pair in listed.split(",")] if colon else []
-    given = [key for key, _, _ in pairs]
-    if sorted(given) != sorted(keys):
-        found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
-        raise ValueError(f"{text!r} must have the form {_form(word)!r}, got {found} after {word!r}.")
-    return word, {key: _number(text, key, value, keys[key]) for key, _, value in pairs}
 
 
 def parse_filter(text: str) -> LowPassFilter:
@@ -66,22 +38,34 @@ def parse_filter(text: str) -> LowPassFilter:
     Raises:
         ValueError: If the text is none of these, the filter is not valid, or a run chooses its coefficients.
     """
-    word, values = parse_name(text)
-    if word == "b":
-        low_pass_filter = _read_coefficients(text)
-    elif word in DESIGNS and values:
-        low_pass_filter = DESIGNS[word](**values)
-    elif word in PAPER_FILTERS:
-        return PAPER_FILTERS[word]
-    else:
+    compact = re.sub(r"\s", "", text)
+    if compact in PAPER_FILTERS:
+        return PAPER_FILTERS[compact]
+    if compact == AUTO:
         raise ValueError(
             f"{text!r} is not a fixed filter: its coefficients come from a training run. Give a preset, a design or "
             "coefficients here."
         )
+    low_pass_filter = _read_coefficients(text) if compact.startswith("b=") else _designed(text, compact)
+    # A preset's name is shorter than its coefficients, and says where they are from.
     return next((preset for preset in PAPER_FILTERS.values() if preset == low_pass_filter), low_pass_filter)
 
 
 LowPassFilter.parse = staticmethod(parse_filter)
+
+
+def _designed(text: str, compact: str) -> LowPassFilter:
+    word, _, listed = compact.partition(":")
+    if word not in DESIGNS:
+        raise _unreadable(text)
+    design, keys = DESIGNS[word]
+    pairs = [pair.partition("=") for pair in listed.split(",") if pair]
+    given = [key for key, _, _ in pairs]
+    if sorted(given) != sorted(keys):
+        form = f"{word}:{','.join(f'{key}=...' for key in keys)}"
+        found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
+        raise ValueError(f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
+    return design(**{key: _number(text, key, value, keys[key]) for key, _, value in pairs})
 
 
 def _read_coefficients(text: str) -> LowPassFilter:
@@ -103,12 +87,8 @@ def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> f
         raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
 
 
-def _form(word: str) -> str:
-    return f"{word}:{','.join(f'{key}=...' for key in KEYS[word])}" if KEYS[word] else word
-
-
 def _unreadable(text: str) -> ValueError:
-    near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *KEYS))
+    near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *DESIGNS, AUTO))
     return ValueError(
         f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design such as butterworth:order=2,cutoff=0.1, or "
         f"coefficients such as b=0.1,0.1;a=1,-0.8, got {text!r}{near}. All are in docs/method/filters.md."

@@ -12,7 +12,8 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.training_args import OptimizerNames
 
-from doppler_hf.filters import LowPassFilter, NoiseShape, parse_name
+from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.filters.grammar import AUTO
 from doppler_hf.optim.update import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Sampling
@@ -231,7 +232,5 @@ class DopplerTrainingArguments(TrainingArguments):
 
 def canonical(low_pass_filter: str) -> str:
     """Return the shortest name of a filter in the grammar; `auto` is its own."""
-    word, _ = parse_name(low_pass_filter)
-    if word == "auto":
-        return word
-    return str(LowPassFilter.parse(low_pass_filter))
+    name = low_pass_filter.strip()
+    return name if name == AUTO else str(LowPassFilter.parse(name))

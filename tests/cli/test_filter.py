@@ -59,7 +59,7 @@ def test_picture_is_written_into_a_new_folder(options, ending, tmp_path, capsys)
         (["f7"], "A filter must be one of none, momentum, "),
         (["--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
         (["--plot=/proc/x/a.png"], "The picture /proc/x/a.png cannot be written"),
-        (["momentum:"], "must have the form 'momentum:beta=...', got '' after"),
+        (["momentum:"], "must have the form 'momentum:beta=...', got nothing after"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

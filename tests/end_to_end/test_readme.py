@@ -227,7 +227,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
     fetched = r"<(?:script|img|iframe)[^>]*src=\"https?:|<link[^>]*rel=\"(?:stylesheet|preload|preconnect)\"[^>]*https?:"
     assert not [page for page in pages if re.search(fetched, page.read_text())]
     assert not [sheet for sheet in tmp_path.rglob("*.css") if re.search(r"@import|url\(.?https?:", sheet.read_text())]
-    reference = (tmp_path / "docs" / "reference" / "api.html").read_text()
+    reference = "".join((tmp_path / "docs" / "reference" / f"{page}.html").read_text() for page in ("api", "arguments"))
     facades = doppler_hf, filters, optim, privacy, audit
     public = {f"{module.__name__}.{name}" for module in facades for name in module.__all__} - {"doppler_hf.__version__"}
     assert {name for name in public if f'id="{name}"' not in reference} == set()

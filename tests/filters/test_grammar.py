@@ -12,7 +12,6 @@ from doppler_hf.filters import (
     butterworth,
     momentum,
     moving_average,
-    parse_name,
 )
 
 
@@ -44,22 +43,6 @@ def test_designs_survive_the_round_trip_by_name(designed):
     assert text == designed.design
     # One tap is no filter, whatever it was designed as.
     assert str(LowPassFilter.parse(text)) == ("none" if designed == PAPER_FILTERS["none"] else text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("auto", ("auto", {})),
-        ("moving-average:taps=8", ("moving-average", {"taps": 8})),
-        ("butterworth:order=2,cutoff=0.1", ("butterworth", {"order": 2, "cutoff": 0.1})),
-        ("momentum", ("momentum", {})),
-        ("b=0.1,0.1;a=1,-0.8", ("b", {})),
-    ],
-)
-def test_names_are_split(text, expected):
-    word, values = parse_name(text)
-    assert (word, values) == expected
-    assert all(isinstance(value, int) == (key in ("order", "taps")) for key, value in values.items())
 
 
 def test_the_filter_that_a_run_chooses_is_no_fixed_one():
