@@ -218,7 +218,8 @@ def losses(trainer: Trainer, texts: "Dataset") -> Float[np.ndarray, " texts"]:
     predicted = trainer.predict(texts)
     # In float64: in float32 losses of confident models are 0, and equal.
     log_probabilities = log_softmax(np.asarray(predicted.predictions, dtype=np.float64), axis=1)
-    return -log_probabilities[np.arange(len(texts)), predicted.label_ids]
+    negative: Float[np.ndarray, " texts"] = -log_probabilities[np.arange(len(texts)), predicted.label_ids]
+    return negative
 
 
 def recognised(inside: Float[np.ndarray, " canaries"], outside: Float[np.ndarray, " outsiders"]) -> int:
