@@ -23,6 +23,7 @@ from doppler_hf.privacy.pair_losses import (
     PAIR_LOSSES,
     REFERENCES,
     WITHOUT_REFERENCE,
+    PairTerms,
     collate_pairs,
     lengths_of_answers,
     log_ratios,
@@ -180,10 +181,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             references_of(inputs),
             lengths_of_answers(inputs),
             weights=list(zip(self.loss_types, self.loss_weights, strict=True)),
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-            discopop_tau=self.args.discopop_tau,
-            simpo_gamma=self.args.simpo_gamma,
+            terms=PairTerms(self.beta, self.label_smoothing, self.args.discopop_tau, self.args.simpo_gamma),
         )
 
     default_per_sample_loss = compute_per_sample_loss

@@ -9,7 +9,7 @@ test watches the sums that the mechanism receives, returns zeros as private grad
 
 The coins are held. The model is in training mode without dropout, a random data set gives an example the same numbers each
 time, and a unit with too many examples contributes its first ones. A random collator draws for a whole batch, so its coins
-cannot be held for one example. `privacy.generators` makes all of these follow secret coins.
+cannot be held for one example. `privacy.randomness` makes all of these follow secret coins.
 """
 
 import contextlib
@@ -30,15 +30,14 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.autograd_check.plain_autograd import norm_of
+from doppler_hf.privacy.autograd_check.trial import norm_of
 from doppler_hf.privacy.autograd_check.without_randomness import is_random, without_coins, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.fetching import fetch, fetch_one
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.batching.probe import Inputs
-from doppler_hf.privacy.generators import fill_generators, filled_generators
-from doppler_hf.privacy.noise import Mechanism
+from doppler_hf.privacy.noise import GaussianMechanism
+from doppler_hf.privacy.randomness import fill_generators, filled_generators
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.shards import part_here
@@ -202,7 +201,7 @@ class Witness:
         moved: Of every pair of draws the distance and the coupling, in units of the bound.
     """
 
-    def __init__(self, mechanism: Mechanism, *, max_norm: float) -> None:
+    def __init__(self, mechanism: GaussianMechanism, *, max_norm: float) -> None:
         self._mechanism, self._max_norm = mechanism, max_norm
         self.expected_batch_size = mechanism.expected_batch_size
         self._waiting: list[dict[str, Tensor]] = []
@@ -259,11 +258,11 @@ class ScriptedRun:
                 return loader
 
             run.loader = held_loader  # type: ignore[method-assign]
-        run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)
+        run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)  # type: ignore[assignment]
         self.witnesses = [witness]
         if run.private_loss is not None:
             of_loss = Witness(run.private_loss.mechanism, max_norm=run.private_loss.mechanism.max_grad_norm)
-            run.private_loss.mechanism = of_loss
+            run.private_loss.mechanism = of_loss  # type: ignore[assignment]
             self.witnesses.append(of_loss)
         return run
 

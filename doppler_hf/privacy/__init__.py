@@ -10,8 +10,7 @@
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
-- random_words: secret random words, for draws and noise
-- generators: the global generators, for dropout and random collators
+- randomness: secret random words for draws and noise, and the global generators
 """
 
 from importlib import import_module
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from doppler_hf.privacy.accounting import default_delta, get_epsilon, get_noise_multiplier
-    from doppler_hf.privacy.autograd_check import check_per_sample_gradients
     from doppler_hf.privacy.batching import AllocationSampler
     from doppler_hf.privacy.clipping import ClippedGradients
     from doppler_hf.privacy.ledger import LEDGER_NAME, PrivacyLedger, PrivacyStatement
@@ -32,7 +30,6 @@ __all__ = [
     "GaussianMechanism",
     "PrivacyLedger",
     "PrivacyStatement",
-    "check_per_sample_gradients",
     "default_delta",
     "get_epsilon",
     "get_noise_multiplier",
@@ -40,7 +37,6 @@ __all__ = [
 
 _NAMES: Final = {
     "accounting": ("default_delta", "get_epsilon", "get_noise_multiplier"),
-    "autograd_check": ("check_per_sample_gradients",),
     "batching": ("AllocationSampler",),
     "clipping": ("ClippedGradients",),
     "ledger": ("LEDGER_NAME", "PrivacyLedger", "PrivacyStatement"),

@@ -98,23 +98,23 @@ def has_one_label(model: nn.Module, labels: Any) -> bool:
 
 def has_choices(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
+    return _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
 
 
 def has_pixels(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel has a label."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(
-        model, modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES
-    )
+    return _is_of_table(model, modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
 
 
 def has_ctc(model: nn.Module) -> bool:
     """Return whether a model, without PEFT's wrapper, is one of speech whose frames are aligned with labels by CTC."""
-    return isinstance(model, PreTrainedModel) and _is_of_table(model, modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
+    return _is_of_table(model, modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
 
 
-def _is_of_table(model: PreTrainedModel, table: Mapping[str, str]) -> bool:
-    return not {cls.__name__ for cls in type(model).__mro__}.isdisjoint(table.values())
+def _is_of_table(model: nn.Module, table: Mapping[str, str]) -> bool:
+    # A subclass under a name of its own has the task of the class above it.
+    is_one = not {cls.__name__ for cls in type(model).__mro__}.isdisjoint(table.values())
+    return isinstance(model, PreTrainedModel) and is_one
 
 
 def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Float[Tensor, " batch"]:

@@ -10,8 +10,7 @@ two rows, and on two numbers that the reference computed from that pair alone. N
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -26,8 +25,16 @@ REFERENCES: Final = ("ref_chosen_logps", "ref_rejected_logps")  # as TRL names t
 _COMPLETION: Final = "completion_mask"  # 1 for the tokens of the answer
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class PairTerms(NamedTuple):
+    """The public numbers in the losses of pairs, by TRL's arguments."""
+
+    beta: float
+    label_smoothing: float = 0.0  # the share of pairs, below ½, taken to be labelled wrongly: of "robust" and "exo_pair"
+    discopop_tau: float = 0.05
+    simpo_gamma: float = 0.5
+
+
+class _Pairs(NamedTuple):
     """What the loss of a pair is a function of."""
 
     chosen: Float[Tensor, " pairs"]  # log π − log ref of an answer
@@ -35,8 +42,8 @@ class _Pairs:
     mean: Float[Tensor, " pairs"]  # the difference of both, each divided by the tokens of its answer
     policy_margin: Float[Tensor, " pairs"]  # the difference of log π
     likelihoods: tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]  # log π of each, divided by its tokens
-    beta: float
-    share: float  # of pairs that are labelled wrongly
+    beta: float  # this and the next three as `PairTerms`
+    share: float
     tau: float
     gamma: float
 
@@ -123,34 +130,19 @@ def pair_losses(
     lengths: Int[Tensor, "pairs 2"],
     *,
     weights: Sequence[tuple[str, float]],
-    beta: float,
-    label_smoothing: float = 0.0,
-    discopop_tau: float = 0.05,
-    simpo_gamma: float = 0.5,
+    terms: PairTerms,
 ) -> Float[Tensor, " pairs"]:
-    """Return the loss of each pair: the weighted sum of the given `PAIR_LOSSES`.
-
-    `label_smoothing` is for "robust" and "exo_pair": the share of pairs whose labels are taken to be the wrong way round,
-    below ½. `discopop_tau` is for "discopop", `simpo_gamma` for "simpo", `references` for losses that have none.
+    """Return the loss of each pair: the weighted sum of the given `PAIR_LOSSES`; `references` is for those without one.
 
     Example:
         >>> zeros = torch.zeros(1, 2)
-        >>> pair_losses(zeros, zeros, torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], beta=0.1)
+        >>> pair_losses(zeros, zeros, torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], terms=PairTerms(0.1))
         tensor([0.6931])
     """
     # Sensitivity: every term is of one pair's two rows, and of what the reference said of these.
     chosen, rejected = ratios.unbind(dim=1)
     of_tokens, policy = ratios / lengths, ratios + references
     first, second = (policy / lengths).unbind(dim=1)
-    pairs = _Pairs(
-        chosen=chosen,
-        rejected=rejected,
-        mean=of_tokens[:, 0] - of_tokens[:, 1],
-        policy_margin=policy[:, 0] - policy[:, 1],
-        likelihoods=(first, second),
-        beta=beta,
-        share=label_smoothing,
-        tau=discopop_tau,
-        gamma=simpo_gamma,
-    )
+    mean, policy_margin = (each[:, 0] - each[:, 1] for each in (of_tokens, policy))
+    pairs = _Pairs(chosen, rejected, mean, policy_margin, (first, second), *terms)
     return torch.stack([weight * PAIR_LOSSES[name](pairs) for name, weight in weights]).sum(dim=0)

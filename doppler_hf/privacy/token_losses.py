@@ -103,7 +103,9 @@ def head_in_chunks(
         return
     body, length = base_model.base_model, labels.shape[-1]
     time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
-    outside = _weights_outside(base_model, body)
+    # The weights of the head, those that it shares with the body too.
+    layers = itertools.chain.from_iterable(child.parameters() for child in base_model.children() if child is not body)
+    outside = [*layers, *base_model.parameters(recurse=False)]
     # Without gradients it is an evaluation, whose logits are wanted. FSDP would gather a head anew for each chunk.
     if (
         time >= length
@@ -162,12 +164,6 @@ def summed_next_token_losses(
     if len(found) == 1 and logits.shape[1] == 1:
         return found[0].sum(dim=1)
     return summed_token_losses(logits, labels, shift=True)
-
-
-def _weights_outside(model: PreTrainedModel, body: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a model's head, those that it shares with the body too."""
-    layers = itertools.chain.from_iterable(child.parameters() for child in model.children() if child is not body)
-    return [*layers, *model.parameters(recurse=False)]
 
 
 class _InChunks(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.plans import Spent
+from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.record import ModelDigests
 from doppler_hf.run.digests import parameters_digest

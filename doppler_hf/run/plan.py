@@ -18,9 +18,8 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
-from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
-from doppler_hf.privacy.noise import Mechanism, PrivateLoss, noise_source
+from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
@@ -162,7 +161,7 @@ def mechanisms_of(
     *,
     shape: NoiseShape,
     first_step: int,
-) -> tuple[Mechanism, PrivateLoss | None]:
+) -> tuple[GaussianMechanism, PrivateLoss | None]:
     """Return what turns clipped sums into private gradients, and the private training loss if there is one.
 
     Args:

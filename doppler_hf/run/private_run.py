@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
-from doppler_hf.privacy.accounting.plans import Spent
+from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.batching.same_data import digest_of_data
-from doppler_hf.privacy.generators import fill_in_worker, filled_generators
+from doppler_hf.privacy.batching.sampling import digest_of_data
 from doppler_hf.privacy.losses import has_one_label, without_adapters
+from doppler_hf.privacy.randomness import fill_in_worker, filled_generators
 from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model
@@ -169,9 +169,9 @@ class PrivateRun:
             dataset,
             sampler=self.sampler,
             collator=collator,
-            max_rows=args.per_device_train_batch_size,
-            max_tokens=args.max_tokens_per_micro_batch,
-            views=self.statement.augmentation_multiplicity,
+            cut=Cut(
+                args.per_device_train_batch_size, args.max_tokens_per_micro_batch, self.statement.augmentation_multiplicity
+            ),
             worker_init_fn=fill,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -277,7 +277,7 @@ class PrivateRun:
         assert self.steps is not None, "a run begins once its engine is attached"
         statement, earlier = self.statement, self.earlier.ledger
         # The statement and the account must describe what the sampler and the mechanism do.
-        assert statement.noise_source == self.mechanism.describe()
+        assert statement.noise_source == self.mechanism.source
         assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
         assert self.sampler.turns_of_round == statement.releases(statement.steps_planned).turns
         # The ledger that is saved is that of process 0. By the name of its run each process finds its own secret again.

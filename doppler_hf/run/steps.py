@@ -18,8 +18,8 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.generators import fill_generators
-from doppler_hf.privacy.noise import Mechanism, PrivateLoss
+from doppler_hf.privacy.noise import GaussianMechanism, PrivateLoss
+from doppler_hf.privacy.randomness import fill_generators
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.sharding import Sharding
@@ -55,7 +55,7 @@ class Steps:
     clipped: ClippedGradients
     loss: TrainedLoss
     has_odds: bool
-    mechanism: Mechanism
+    mechanism: GaussianMechanism
     private_loss: PrivateLoss | None
     raw_recorders: Sequence[GradientRecorder]
     sharding: Sharding

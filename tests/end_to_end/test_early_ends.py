@@ -9,7 +9,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
-from doppler_hf.privacy.accounting.plans import get_epsilon_of_plans
+from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.tiny import text_data, tiny_bert

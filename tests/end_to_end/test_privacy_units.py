@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.columns import lengths_of
-from doppler_hf.privacy.batching.fetching import DrawnExamples
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, collate_piece
+from doppler_hf.privacy.batching.micro_batches import Cut, DrawnExamples, PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
 from tests.support.tiny import pad, pad_numbered, text_data, tiny_bert
 from tests.support.tolerances import RAISED
@@ -98,14 +97,14 @@ def test_shares_stay_with_their_examples(max_tokens):
     order = sorted(range(10), key=lambda index: (counts[index], len(data[index]["input_ids"])))
     for examples in (data, data.to_list()):
         drawn = DrawnExamples(examples, counts, numbers=set())
-        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5)), collator=pad, max_rows=24, max_tokens=max_tokens)
+        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5)), collator=pad, cut=Cut(24, max_tokens))
         assert batches.step == 5
         shares = [share_of(count) for count in counts[order].tolist()]
         assert [batch.weight for batch in batches for _ in range(batch.size)] == shares
         assert {batch.rows_each for batch in batches} == {1}
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece(OfStep([], step=0), collator=pad, max_rows=24, max_tokens=max_tokens) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, cut=Cut(24, max_tokens)) == []
 
 
 @pytest.mark.parametrize(("max_tokens", "views"), [(None, 1), (80, 2)])
@@ -115,7 +114,7 @@ def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
         num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
         keeps_units_whole=True,
     )  # fmt: skip
-    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, max_rows=9, max_tokens=max_tokens, views=views)
+    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(9, max_tokens, views))
     seen = []
     for batch in itertools.chain.from_iterable(loader):
         assert batch.weight == 1.0

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.pair_losses import (
     PAIR_LOSSES,
+    PairTerms,
     collate_pairs,
     lengths_of_answers,
     log_ratios,
@@ -57,10 +58,8 @@ collate = functools.partial(collate_pairs, collator=DataCollatorForPreference(pa
 
 def losses_of(model, rows, *, kind="sigmoid"):
     inputs = collate(rows)
-    return pair_losses(
-        log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs), weights=[(kind, 1.0)], beta=BETA,
-        label_smoothing=0.2,
-    )  # fmt: skip
+    of_rows = log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs)
+    return pair_losses(*of_rows, weights=[(kind, 1.0)], terms=PairTerms(BETA, label_smoothing=0.2))
 
 
 def plainly(model, row):
@@ -134,7 +133,7 @@ def test_rows_of_a_pair_that_do_not_stand_side_by_side_are_found():
 
 def test_ipo_divides_by_the_lengths_and_robust_flips_its_share():
     ratios, lengths = torch.tensor([[3.0, 1.0], [-4.0, 2.0]]), torch.tensor([[3, 2], [1, 4]])
-    one = functools.partial(pair_losses, ratios, torch.zeros(2, 2), lengths, beta=0.5, label_smoothing=0.25)
+    one = functools.partial(pair_losses, ratios, torch.zeros(2, 2), lengths, terms=PairTerms(0.5, label_smoothing=0.25))
     torch.testing.assert_close(one(weights=[("ipo", 1.0)]), torch.tensor([(1 - 0.5 - 1) ** 2, (-4 - 0.5 - 1) ** 2]))
     torch.testing.assert_close(one(weights=[("hinge", 1.0)]), torch.tensor([0.0, 4.0]))
     as_told, other = F.logsigmoid(torch.tensor([1.0, -3.0])), F.logsigmoid(torch.tensor([-1.0, 3.0]))

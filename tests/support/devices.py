@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from doppler_hf import kernels
-from doppler_hf.privacy import random_words
+from doppler_hf.privacy import randomness
 from doppler_hf.run import steps
 from scripts.bench.roofline import is_free
 
@@ -114,8 +114,8 @@ def far_away(device=FAR):
         (_Module, "here"): True,
         # What Transformers makes, words and normals, it makes with memory, and then moves in.
         (steps, "fill_generators"): _outside(steps.fill_generators),
-        (random_words.BitStream, "bits"): _outside(random_words.BitStream.bits),
-        (random_words.SecretBits, "fill"): _filled(random_words.SecretBits.fill, mode),
+        (randomness.BitStream, "bits"): _outside(randomness.BitStream.bits),
+        (randomness.SecretBits, "fill"): _filled(randomness.SecretBits.fill, mode),
         (kernels, "address_of"): lambda values: next(addresses),
         (kernels, "are_usable"): lambda device: device.type == FAR,
     }

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.coupling import some_of
+from doppler_hf.privacy.autograd_check.trial import Trial
+from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]
@@ -122,3 +125,9 @@ def assert_equals_loop_or_is_refused(model, losses, batch, *, naming, **options)
 def assert_refused(model, losses, batch, *, message):
     with pytest.raises(ValueError, match=message), book_keeping(model) as clipped:
         clipped.backward(losses(slice(0, batch)))
+
+
+def compare_with_autograd(model, losses_of, *, alone, together, tolerance=1e-3, **options):
+    """Compare the engine's gradients of a batch with autograd's of each example alone, as before a training."""
+    with moved(model), without_coins(model), ClippedGradients(model, **options) as clipped:
+        return compare(clipped, Trial(model, losses_of, alone, together), tolerance=tolerance)

@@ -1,10 +1,9 @@
 """The ε that a run costs, from public numbers alone.
 
-- accounting: ε of what was released
+- accounting: ε of what was released, and of plans whose terms may follow from results
 - attack: what that ε means, as the best rates of a membership attack
 - calibration: σ, or the number of steps, for a target ε
 - composition: rounds composed, by their privacy loss distributions
-- plans: ε of trainings whose terms may follow from results
 - round_loss: the likelihood ratio of one round
 - secret_groups: bounds on ε by simulation, where a unit's group is secret
 - importance_sampling: the rounds that are drawn for it, whose losses are likely

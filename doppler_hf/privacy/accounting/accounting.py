@@ -4,12 +4,22 @@ A unit belongs to one of b groups, which take turns at the steps. In a round of 
 once, in a turn that is chosen uniformly and in secret (`batching.sampling`). Poisson sampling is n = b = 1. Filter, Adam and
 projection are post-processing and cost nothing. Where groups are known ε is exact (`composition`). That they are secret
 counts by simulation (`secret_groups`).
+
+A plan is fixed before its first result: σ, q, the noise's shape, and a number of steps, or a target that ends it at a number
+of steps. Who stops it when results please publishes a part of what was planned, and a part costs no more than the whole. So
+the ε of the plan holds wherever a run ends. The ε of the steps that were made would be less, but it holds only if their
+number was fixed beforehand.
+
+A plan whose terms are chosen after results of another one is not composed with it by their privacy losses, since that
+theorem asks for fixed terms. What holds is basic composition, with an equal share of δ for each: the later plan costs at
+most its ε however it was chosen, and ε of all add up (Dwork and Roth 2014, Theorem B.1; Rogers et al. 2016,
+https://arxiv.org/abs/1605.08294, for parameters that are chosen on the way).
 """
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
@@ -48,6 +58,9 @@ class Releases(NamedTuple):
             yield Rounds(sigma, rate, self.turns, whole)
         if rest:
             yield Rounds(sigma, rate, rest // groups, 1, rest % groups / groups)
+
+
+Plan = Sequence[Releases]  # by rounds
 
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
@@ -159,3 +172,31 @@ def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False
     if smaller <= larger:
         return larger
     return max(larger, epsilon_of_runs(runs, is_removal=not is_removal, known=smaller, **terms))
+
+
+class Spent(NamedTuple):
+    """What trainings have spent on some weights."""
+
+    epsilon: float
+    delta: float
+
+
+def get_epsilon_of_plans(plans: Sequence[Plan], *, delta: float) -> float:
+    """Return ε at δ of plans, each of whose terms may have been chosen after results of those before it."""
+    return sum(get_total_epsilon(plan, delta=delta / len(plans)) for plan in plans)
+
+
+class Account(NamedTuple):
+    """All plans of a training, with the last one to its end, and up to the steps that were counted."""
+
+    planned: Sequence[Plan]
+    counted: Sequence[Plan]
+    target: float | None  # within which the guard ends the last one
+
+    def epsilon(self, *, delta: float) -> float:
+        """Return the ε that holds, whatever ends the last plan."""
+        planned = get_epsilon_of_plans(self.planned, delta=delta)
+        if self.target is None or planned <= self.target:
+            return planned
+        # Privacy: how many steps the guard allows follows from public numbers, and they cost at most the target.
+        return max(self.target, get_epsilon_of_plans(self.counted, delta=delta))

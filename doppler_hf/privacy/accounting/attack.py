@@ -20,9 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from doppler_hf.privacy.accounting.accounting import Releases, merged_rounds
+from doppler_hf.privacy.accounting.accounting import Plan, Releases, merged_rounds
 from doppler_hf.privacy.accounting.composition import delta_curve, gaussian_delta
-from doppler_hf.privacy.accounting.plans import Plan
 from doppler_hf.privacy.accounting.secret_groups import deltas_of_runs
 
 _EVERY: Final = 5  # of the pairs of ε and δ is also bounded by simulation, where groups are secret

@@ -1,22 +1,18 @@
 """σ, or the number of steps, for a target ε: the inverse of `accounting`."""
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
 
-
-class _Precision(NamedTuple):
-    unspent: float  # the largest share of the target that is left
-    spacing: float  # of ln σ, between values that are tried
-
-
-_EXACT: Final = _Precision(1e-3, 1e-7)
-_OF_GROUPS: Final = _Precision(4e-3, 1e-3)  # a simulation moves ε by some thousandths from one σ to the next
+# The largest share of the target that is left, and the spacing of ln σ between values that are tried.
+_EXACT: Final = (1e-3, 1e-7)
+_OF_GROUPS: Final = (4e-3, 1e-3)  # a simulation moves ε by some thousandths from one σ to the next
 
 
 def get_noise_multiplier(
@@ -57,16 +53,16 @@ def get_noise_multiplier(
             f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}, got "
             f"{sample_rate}. Take a shorter one, or a smaller batch."
         )
-    precision = _EXACT if len(strategy) == 1 else _OF_GROUPS
-    aim = target_epsilon * math.exp(-precision.unspent / 2)
+    unspent, spacing = _EXACT if len(strategy) == 1 else _OF_GROUPS
+    aim = target_epsilon * math.exp(-unspent / 2)
 
     def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:
         releases = Releases(math.exp(log_sigma), sample_rate, steps, strategy, sampling)
         epsilon = bound((releases,), delta=target_delta, is_rough=is_rough)
         difference = math.log(epsilon / aim) if epsilon > 0.0 else -math.inf  # ln ε against ln σ is nearly straight.
-        return 0.0 if abs(difference) < 0.49 * precision.unspent else difference
+        return 0.0 if abs(difference) < 0.49 * unspent else difference
 
-    least = functools.partial(_least_noise, spacing=precision.spacing)
+    least = functools.partial(_least_noise, spacing=spacing)
     noise_multiplier = least(functools.partial(excess, is_rough=True), start=1.0)
     if not rough and noise_multiplier is not None:
         # Where the accountant itself is above the aim by as much as here, a rough search aims below it.
@@ -120,10 +116,6 @@ def _least_noise(excess: Callable[[float], float], *, start: float, spacing: flo
 
 def most_steps(epsilon_of: Callable[[int], float], *, target_epsilon: float, at_most: int) -> int:
     """Return the most steps, up to `at_most`, whose ε is within the target; ε must not fall with the steps."""
-    if epsilon_of(at_most) <= target_epsilon:
+    if epsilon_of(at_most) <= target_epsilon:  # first, since most runs end within their target
         return at_most
-    fits, exceeds = 0, at_most
-    while exceeds - fits > 1:
-        middle = (fits + exceeds) // 2
-        fits, exceeds = (middle, exceeds) if epsilon_of(middle) <= target_epsilon else (fits, middle)
-    return fits
+    return bisect.bisect_right(range(1, at_most), target_epsilon, key=epsilon_of)

@@ -87,10 +87,13 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
     if turns == 1 or ratio.at_zero <= 2.0 * lost:
         return ratio
     # Terms are often so small that they fall between 0 and the first point of a grid that reaches to the largest.
-    return _with_addition_of(_of_capped(term, shift, turns, share, spacing=spacing, lost=lost), ratio)
+    at_zero = _ROUNDING * max(1.0, turns / 1000.0)
+    lower = _on_log_grid(_of_capped(term, shift, turns, share), at_zero, 0.0, spacing=spacing, lost=lost)
+    first, ((without, _), (_, with_unit)) = _padded(lower, ratio)
+    return Ratio(first, without, with_unit, lower.at_zero, ratio.at_infinity)
 
 
-def _of_capped(term: _Masses, shift: float, count: int, share: float, *, spacing: float, lost: float) -> Ratio:
+def _of_capped(term: _Masses, shift: float, count: int, share: float) -> _Masses:
     """Return R without the unit, with terms above a cap lowered to it, which raises δ of addition, on a fine grid."""
     cap = math.exp(-float(ndtri(_CAPPED / count)) * shift - shift**2 / 2)
     step = count * cap / (_LARGEST_SUM - 2)
@@ -98,10 +101,7 @@ def _of_capped(term: _Masses, shift: float, count: int, share: float, *, spacing
     without, _ = _on_multiples(capped, step, _LARGEST_SUM)
     without[0] += max(0.0, 1.0 - float(without.sum()))
     sums = np.maximum(scipy.fft.irfft(scipy.fft.rfft(without) ** count, _LARGEST_SUM), 0.0)
-    values = 1.0 - share + share / count * step * np.arange(_LARGEST_SUM)
-    return _on_log_grid(
-        _Masses(values, sums, np.zeros_like(sums)), _ROUNDING * max(1.0, count / 1000.0), 0.0, spacing=spacing, lost=lost
-    )
+    return _Masses(1.0 - share + share / count * step * np.arange(_LARGEST_SUM), sums, np.zeros_like(sums))
 
 
 def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
@@ -110,12 +110,6 @@ def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
     without, with_unit = ((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True))
     at_zero, at_infinity = ((1.0 - share) * a + share * b for a, b in zip(first[3:], second[3:], strict=True))
     return Ratio(low, without, with_unit, at_zero, at_infinity)
-
-
-def _with_addition_of(lower: Ratio, ratio: Ratio) -> Ratio:
-    """Return the masses without the unit of one ratio, and those with it of another, on one grid."""
-    first, ((without, _), (_, with_unit)) = _padded(lower, ratio)
-    return Ratio(first, without, with_unit, lower.at_zero, ratio.at_infinity)
 
 
 def _padded(*ratios: Ratio) -> tuple[int, list[list[Array]]]:
@@ -131,7 +125,9 @@ def _lognormal(shift: float, spacing: float) -> _Masses:
     """Return Y = exp(s·z − s²/2)."""
     most = math.ceil((_REACH * shift + shift**2 / 2) / spacing)
     grid = spacing * np.arange(-most, most + 1)
-    without, with_unit = (_normal_cells(grid / shift + sign * shift / 2) for sign in (1, -1))
+    # The standard normal's mass between neighbouring edges, with all digits in both tails.
+    edges = (grid / shift + sign * shift / 2 for sign in (1, -1))
+    without, with_unit = (np.where(x[:-1] > 0.0, -np.diff(ndtr(-x)), np.diff(ndtr(x))) for x in edges)
     # A cell's mass goes to its ends such that the mean of Y stays.
     up = np.clip((with_unit * np.exp(-grid[:-1]) - without) / math.expm1(spacing), 0.0, without)
     up_with_unit = np.clip(np.exp(grid[1:]) * up, 0.0, with_unit)
@@ -140,11 +136,6 @@ def _lognormal(shift: float, spacing: float) -> _Masses:
         np.append(without - up, 0.0) + np.append(0.0, up),
         np.append(with_unit - up_with_unit, 0.0) + np.append(0.0, up_with_unit),
     )
-
-
-def _normal_cells(edges: Array) -> Array:
-    """Return the standard normal's mass between neighbouring edges, with all digits in both tails."""
-    return np.where(edges[:-1] > 0.0, -np.diff(ndtr(-edges)), np.diff(ndtr(edges)))
 
 
 def _means(term: _Masses, count: int, *, spacing: float, lost: float) -> tuple[list[_Masses], float]:

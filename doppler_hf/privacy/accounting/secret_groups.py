@@ -195,7 +195,9 @@ def _simulated(
     if not is_cheap.any():
         return None
     order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(near, ORDERS), np.inf))])
-    random, power = _generator(runs, is_removal=is_removal), order + 1 if is_removal else -order
+    # A round that is not cut has the words that it had before groups counted apart, for the ε of older ledgers.
+    digest = hashlib.sha256(repr((runs, is_removal)).replace(", longer=0.0", "").encode()).digest()
+    random, power = np.random.default_rng(int.from_bytes(digest, "little")), order + 1 if is_removal else -order
     samples = [run.sample(count, order, power, random) for run in made]
     log_ratio, log_weight = np.sum(samples, axis=0)
     log_weight -= log_moments[order - 1]
@@ -214,12 +216,6 @@ def _simulated(
 
 def _steps(rounds: Sequence[Rounds], strategy: Sequence[float]) -> int:
     return sum(round(len(strategy) * (each.turns + each.longer)) * each.number for each in rounds)
-
-
-def _generator(runs: Sequence[OfRun], *, is_removal: bool) -> np.random.Generator:
-    # A round that is not cut has the words that it had before groups counted apart, for the ε of older ledgers.
-    digest = hashlib.sha256(repr((runs, is_removal)).replace(", longer=0.0", "").encode()).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def _log_peak(epsilon: float, order: NDArray[np.int64] | int) -> Array:

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.autograd_check.explanation import refuse_changed_losses, why_gradients_change
-from doppler_hf.privacy.autograd_check.plain_autograd import (
-    Losses,
+from doppler_hf.privacy.autograd_check.trial import (
     Trial,
     gradients_of,
     norm_of,
+    refuse_changed_losses,
     refuse_number_of_losses,
+    why_gradients_change,
 )
-from doppler_hf.privacy.autograd_check.without_randomness import moved, without_coins
-from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine
-from doppler_hf.privacy.clipping.per_sample_gradient import NormRule
+from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
@@ -36,42 +34,25 @@ OF_A_SUM: Final = 16.0
 NEXT_TO_NOTHING: Final = 1e-12
 
 
-def check_per_sample_gradients(
-    model: nn.Module,
-    losses_of: Losses,
-    *,
-    alone: Sequence[Mapping[str, Any]],
-    together: Mapping[str, Any],
-    engine: Engine,
-    norm_rule: NormRule = "auto",
-    tolerance: float = 1e-3,
-) -> None:
+def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
     """Compare an engine's gradients of a batch with ordinary gradients of its examples, each collated by itself.
 
     The examples should differ in length, so that one of them is padded in the batch and the others are not. Nothing is
-    clipped, and each example has a weight of its own. The model is in training mode, without dropout, and parameters of
-    zeros, such as those of new adapters, are moved a little during the check. Whether the two agree depends on model, loss
-    and collator, and nothing about the examples is released.
+    clipped, and each example has a weight of its own. Whether the two agree depends on model, loss and collator, and nothing
+    about the examples is released.
 
     Args:
-        model: The model; it is left unchanged.
-        losses_of: A function that calls the model with inputs and returns one loss per example.
-        alone: Each example as a batch of one.
-        together: All of them in one batch, in the same order.
-        engine: As in `ClippedGradients`.
-        norm_rule: As in `ClippedGradients`.
-        tolerance: The difference allowed, relative to a parameter's own gradient; the default suits float32.
+        clipped: The engine, on a model without chance.
+        trial: The examples.
+        tolerance: The difference allowed, relative to a parameter's own gradient.
+
+    Returns:
+        The names of the parameters that a loss reaches.
 
     Raises:
         ValueError: If the two disagree. The message names the parameter with the largest difference, and the first layer
             whose output for an example changes with the examples beside it.
     """
-    with moved(model), without_coins(model), ClippedGradients(model, engine=engine, norm_rule=norm_rule) as clipped:
-        compare(clipped, Trial(model, losses_of, alone, together), tolerance=tolerance)
-
-
-def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
-    """Compare as `check_per_sample_gradients`, on a model without chance, and return the names that a loss reaches."""
     model, losses_of, alone, together = trial
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [0.5**place for place in range(len(alone))]

@@ -4,17 +4,38 @@ They are read from the table of a `datasets.Dataset`, many rows at once, without
 takes seconds instead of half an hour.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Int
 
-from doppler_hf.privacy.batching.fetching import is_of_datasets, is_stored, is_table
-
 LENGTH_COLUMN: Final = "input_ids"
 LABELS: Final = ("labels", "label", "label_ids")  # as Transformers' collators know them
 _ROWS_AT_ONCE: Final = 1 << 16
+
+
+def is_table(examples: Any) -> bool:
+    """Return whether examples are those of a table of `datasets`, as they stand there or behind a transform."""
+    is_plain = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
+    return is_plain and isinstance(examples.format, Mapping)
+
+
+def is_stored(examples: Any) -> bool:
+    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
+
+    Not by a subclass or a method of the object's own, which may change them, or make several of one.
+    """
+    return is_table(examples) and examples.format["type"] != "custom"
+
+
+def is_of_datasets(feature: Any) -> bool:
+    """Return whether a column's type, with all types in it, is of `datasets`: others may run code of their own."""
+    if isinstance(feature, Mapping):
+        return all(map(is_of_datasets, feature.values()))
+    if isinstance(feature, list):
+        return all(map(is_of_datasets, feature))
+    return type(feature).__module__.startswith("datasets.") and is_of_datasets(getattr(feature, "feature", []))
 
 
 def length_of(tokens: Sequence[Any]) -> int:
@@ -34,19 +55,16 @@ def lengths_of(dataset: Any) -> Int[np.ndarray, " num_examples"] | None:
         return None
     if not is_stored(dataset):  # a transform may change the lengths
         return np.array([length_of(tokens) for tokens in dataset[LENGTH_COLUMN]], dtype=np.int32)
-    lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
-    for tokens in _parts(dataset, LENGTH_COLUMN):
-        lengths[filled : filled + len(tokens)] = _lengths_in(tokens)
-        filled += len(tokens)
-    return lengths
-
-
-def _lengths_in(tokens: Any) -> Any:
     from pyarrow import compute, types
 
-    kind = tokens.type
-    is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
-    return compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
+    lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
+    for tokens in _parts(dataset, LENGTH_COLUMN):
+        kind = tokens.type
+        is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
+        of_each = compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
+        lengths[filled : filled + len(tokens)] = of_each
+        filled += len(tokens)
+    return lengths
 
 
 def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:

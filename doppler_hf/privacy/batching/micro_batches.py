@@ -12,17 +12,85 @@ of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence, Set
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, length_of
-from doppler_hf.privacy.batching.fetching import DrawnExamples
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, is_of_datasets, is_stored, length_of
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
+
+# The formats of `datasets` that convert number by number, without code of the user's.
+_OF_NUMBERS: Final = ("numpy", "torch")
+
+
+def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] = frozenset()) -> list[Any]:
+    """Return some examples, each as it is alone."""
+    if is_read_together(examples, numbers):
+        rows = examples.__getitems__(list(indices))
+        return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
+    return [fetch_one(examples, index) for index in indices]
+
+
+def is_read_together(examples: Any, numbers: Set[str]) -> bool:
+    """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
+    if not is_stored(examples):
+        return False
+    # Sensitivity: Python's own format converts each value by itself. Others convert a whole column: one missing value turns
+    # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.
+    form = examples.format
+    if form["type"] is None:
+        return is_of_datasets(examples.features)
+    columns = examples.column_names if form["output_all_columns"] else form["columns"]
+    return form["type"] in _OF_NUMBERS and not form["format_kwargs"] and numbers >= {*columns}
+
+
+def _of_its_own(value: Any) -> Any:
+    # Sensitivity: rows that are read together share memory. A collator that writes into one must not reach another.
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def fetch_one(examples: Any, index: int) -> Any:
+    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one."""
+    if getattr(examples, "__getitems__", None) is None:
+        return examples[index]
+    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one.
+    rows = list(examples.__getitems__([index]))
+    if len(rows) != 1:
+        # Not their number: it is about a private example, and messages end in logs.
+        raise ValueError(
+            "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
+            "window or piece before training, as datasets.Dataset.map does, and set privacy_unit_column to the column of "
+            "the original record."
+        )
+    return rows[0]
+
+
+class DrawnExamples(Dataset[Any]):
+    """A data set of an example's views, with the size of its unit, in lists that know the step of their draw."""
+
+    def __init__(
+        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str], views: int = 1
+    ) -> None:
+        self._examples, self._counts, self._views, self._numbers = examples, counts, views, numbers
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        return len(self._examples)
+
+    def __getitems__(self, indices: OfStep) -> OfStep:
+        """Return all views of several examples side by side, each with how many examples are drawn with its unit."""
+        # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
+        rows = [index for index in indices for _ in range(self._views)]
+        examples = fetch(self._examples, rows, numbers=self._numbers)
+        counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
+        return OfStep(zip(examples, counts, strict=True), step=indices.step)
 
 
 class MicroBatch(NamedTuple):
@@ -36,23 +104,24 @@ class MicroBatch(NamedTuple):
     rows_each: int = 1
 
 
-def collate_piece(
-    examples: OfStep,
-    *,
-    collator: Collator,
-    max_rows: int,
-    max_tokens: int | None,
-    views: int = 1,
-    clip_unit_mean: bool = False,
-) -> OfStep:
+class Cut(NamedTuple):
+    """How a piece is cut into micro-batches."""
+
+    max_rows: int
+    max_tokens: int | None = None
+    views: int = 1  # rows of each example
+    clip_unit_mean: bool = False  # whether all rows of a unit are clipped as one
+
+
+def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
     """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
     micro_batches = []
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
         # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
         # the same size, one: that of all its rows, each once.
-        weight, rows_each = (1.0, views * count) if clip_unit_mean else (share_of(count), views)
+        weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (share_of(count), cut.views)
         rows = [example for example, _ in group]
-        for part in parts_of(rows, max_rows=max_rows, max_tokens=max_tokens, rows_each=rows_each):
+        for part in parts_of(rows, cut, rows_each=rows_each):
             micro_batches.append(MicroBatch(collator(part), len(part), weight, rows_each))
     return OfStep(micro_batches, step=examples.step)
 
@@ -64,32 +133,16 @@ class PrivateLoader(DataLoader[Any]):
     example could then count twice. `options` are further ones of `DataLoader`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        sampler: AllocationSampler,
-        collator: Collator,
-        max_rows: int,
-        max_tokens: int | None,
-        views: int = 1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, dataset: Any, *, sampler: AllocationSampler, collator: Collator, cut: Cut, **options: Any) -> None:
         # Sensitivity: parts of a unit would each contribute up to C.
-        clip_unit_mean = sampler.keeps_units_whole
-        if max_tokens is not None:
-            counts = sampler.counts if clip_unit_mean else None
-            check_token_budget(sampler.lengths, max_tokens=max_tokens, views=views, counts=counts)
+        cut = cut._replace(clip_unit_mean=sampler.keeps_units_whole)
+        if cut.max_tokens is not None:
+            counts = sampler.counts if cut.clip_unit_mean else None
+            check_token_budget(sampler.lengths, max_tokens=cut.max_tokens, views=cut.views, counts=counts)
         self.examples, self.lengths, self.collator = dataset, sampler.lengths, collator
         self.numbers = columns_of_numbers(dataset)
-        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=views)
-        cut: dict[str, Any] = {
-            "max_rows": max_rows,
-            "max_tokens": max_tokens,
-            "views": views,
-            "clip_unit_mean": clip_unit_mean,
-        }
-        collate = functools.partial(collate_piece, collator=collator, **cut)
+        drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=cut.views)
+        collate = functools.partial(collate_piece, collator=collator, cut=cut)
         super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -139,15 +192,15 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     return parts
 
 
-def parts_of(examples: Sequence[Any], *, max_rows: int, max_tokens: int | None, rows_each: int = 1) -> list[Sequence[Any]]:
+def parts_of(examples: Sequence[Any], cut: Cut, *, rows_each: int) -> list[Sequence[Any]]:
     """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
     number = len(examples) // rows_each
-    parts = -(-number // max(1, max_rows // rows_each))
+    parts = -(-number // max(1, cut.max_rows // rows_each))
     ends = [number * part // parts for part in range(parts + 1)]
     slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
-    if max_tokens is not None:
+    if cut.max_tokens is not None:
         lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
         longest = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
-        within = [(part.start, cut_by_tokens(longest[part], max_tokens=max_tokens)) for part in slices]
-        slices = [slice(start + cut.start, start + cut.stop) for start, cuts in within for cut in cuts]
+        within = [(part.start, cut_by_tokens(longest[part], max_tokens=cut.max_tokens)) for part in slices]
+        slices = [slice(start + each.start, start + each.stop) for start, cuts in within for each in cuts]
     return [examples[part.start * rows_each : part.stop * rows_each] for part in slices]

@@ -1,7 +1,6 @@
 """A few real examples for the check before the first step: alone, and together in one batch."""
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
-from doppler_hf.privacy.batching.fetching import fetch
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
-from doppler_hf.privacy.generators import filled_generators, next_numbers
+from doppler_hf.privacy.randomness import filled_generators, next_numbers
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 SHORT: Final = 8
@@ -54,7 +52,7 @@ class Probe:
         with filled_generators(0):
             found = fetch(loader.examples, candidates(loader), numbers=loader.numbers)
         if loader.lengths is None:
-            found.sort(key=size_of)
+            found.sort(key=self._size_of)
         self.longest, self.short = found[-1], of_two_labels(found[:-1] or found)
         shapes = [
             {name: value.shape for name, value in self.collated([row]).items() if isinstance(value, Tensor)}
@@ -87,6 +85,9 @@ class Probe:
                 f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
             )
         return dict(batch)
+
+    def _size_of(self, row: Any) -> int:
+        return sum(value.numel() for value in self.collated([row]).values() if isinstance(value, Tensor))
 
     def further(self) -> Iterator[Inputs]:
         """Make batches of further examples, 64 in all, spread over the data set."""
@@ -155,16 +156,11 @@ def candidates(loader: PrivateLoader) -> list[int]:
     shorter = shorter if len(shorter) else ascending
     # Not the shortest: of a text of one token there may be no loss.
     short = shorter[len(shorter) // 20 :][: max(_LOOKED_AT, len(shorter) // 20)]
-    return [*of_rarest_label(loader, ascending), *evenly(short, count=_LOOKED_AT), int(np.argmax(loader.lengths))]
-
-
-def of_rarest_label(loader: PrivateLoader, ascending: np.ndarray) -> list[int]:
-    """Return the first of some indices whose label is the rarest among them, if labels are in a column."""
-    labels = labels_of(loader.examples)
-    if labels is None:
-        return []
+    chosen = [*evenly(short, count=_LOOKED_AT), int(np.argmax(loader.lengths))]
+    if (labels := labels_of(loader.examples)) is None:
+        return chosen
     values, first, counts = np.unique(labels[ascending], return_index=True, return_counts=True)
-    return [int(ascending[first[np.argmin(counts)]])] if len(values) > 1 else []
+    return [*([int(ascending[first[np.argmin(counts)]])] if len(values) > 1 else []), *chosen]
 
 
 def evenly(values: np.ndarray, *, count: int) -> list[int]:
@@ -186,22 +182,6 @@ def label_of(row: Any) -> Any:
     found = [np.asarray(row[name]) for name in LABELS if isinstance(row, Mapping) and name in row]
     # Of boxes and their classes it is a dictionary, which has no order and maybe no equal.
     return found[0].item() if found and found[0].size == 1 and found[0].dtype != object else None
-
-
-def size_of(example: Any) -> int:
-    """Return how many numbers an example holds; what is no array counts as one."""
-    values = example.values() if isinstance(example, Mapping) else example
-    return sum(map(_size, values))
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel()
-    # The choices of an example are lists of unequal lengths, and so may its arrays and images be.
-    if isinstance(value, list) and value and not isinstance(value[0], int | float | str):
-        return sum(map(_size, value))
-    size = np.size(value)
-    return math.prod(size) if isinstance(size, tuple) else size  # of a PIL image width and height
 
 
 def cut_out(batch: Inputs, start: int, like: Inputs, *, number: int) -> Inputs:

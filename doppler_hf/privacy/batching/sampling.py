@@ -11,6 +11,7 @@ belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/
 Poisson sampling has rounds of a single step: each draws every unit with probability q, whatever was drawn before.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.random_words import WordsByNumber, bit_stream
+from doppler_hf.privacy.batching.columns import labels_of
+from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
 _AT_ONCE = 1 << 20  # units whose words are in memory together
 
@@ -124,7 +126,15 @@ class AllocationSampler(Sampler[list[int]]):
         self.num_units, self.counts = num_examples, None
         self.unit_sizes: np.ndarray | None = None
         if self.units is not None:
-            self.unit_sizes, self._starts, self._examples_by_unit = self._grouped(self.units)
+            if self.units.shape != (num_examples,):
+                found = self.units.shape
+                raise ValueError(f"units must have one entry for each of {num_examples} examples, got shape {found}.")
+            self.unit_sizes = np.bincount(self.units)
+            if not self.unit_sizes.all():
+                gap = np.flatnonzero(self.unit_sizes == 0)[0]
+                raise ValueError(f"units must be numbered from 0 without gaps, got no {gap}.")
+            self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
+            self._examples_by_unit = np.argsort(self.units, kind="stable")
             limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
             self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
@@ -161,15 +171,6 @@ class AllocationSampler(Sampler[list[int]]):
         """Keep the groups and turns of another sampler of the same units, whose first round began at `first_step`."""
         # Sensitivity: a round that goes on is the same round. A unit that had its turn has no other one in it.
         self.secret, self._words, self.first_step = secret, WordsByNumber(secret), first_step
-
-    def _grouped(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of examples of each unit, where each begins, and the examples, sorted by unit."""
-        if units.shape != (self.num_examples,):
-            raise ValueError(f"units must have one entry for each of {self.num_examples} examples, got shape {units.shape}.")
-        counts = np.bincount(units)
-        if not counts.all():
-            raise ValueError(f"units must be numbered from 0 without gaps, got no {np.flatnonzero(counts == 0)[0]}.")
-        return counts, np.cumsum(counts) - counts, np.argsort(units, kind="stable")
 
     @property
     def sample_rate(self) -> float:
@@ -284,3 +285,16 @@ class AllocationSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of micro-batches per epoch on this process."""
         return self.steps_per_epoch * self.micro_batches
+
+
+def digest_of_data(dataset: Any, sampler: AllocationSampler) -> str:
+    """Return a digest of the number of examples, their lengths, units and labels, 8 hexadecimal digits.
+
+    Shares of processes, turns of shaped noise and units of privacy are by the numbers of examples. One that has one number
+    here and another there is drawn more often than is accounted for.
+    """
+    digest = hashlib.sha256(f"{sampler.num_examples}".encode())
+    for values in (sampler.lengths, sampler.units, labels_of(dataset)):
+        if values is not None:
+            digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()[:8]

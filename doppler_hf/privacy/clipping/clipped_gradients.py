@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from doppler_hf import kernels
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.norms import Clipping, Squares, clip_factors, raised, shares_of_error
+from doppler_hf.privacy.clipping.norms import RAISED_BY, Clipping, Squares, clip_factors, shares_of_error
 from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS
 from doppler_hf.privacy.clipping.per_sample_gradient import (
     Lookup,
@@ -284,13 +284,10 @@ class ClippedGradients:
         bound, zero = self.max_grad_norm / len({*self._group_of.values()}) ** 0.5, finite.new_zeros((), dtype=torch.float32)
         # Without a device to wait for, one look saves a copy of every factor; the sums are the same.
         are_all = not self.on_accelerator and bool(finite.all())
-        found = {}
+        found, raised = {}, 1 + RAISED_BY * torch.finfo(self._coarsest).eps
         for group, norms in norms_of.items():
-            factors = clip_factors(
-                raised(norms, self._coarsest) + roundings.get(group, 0.0),
-                max_grad_norm=bound,
-                clipping=self._clipping,
-            )
+            most = norms * raised + roundings.get(group, 0.0)
+            factors = clip_factors(most, max_grad_norm=bound, clipping=self._clipping)
             factors = factors if weights is None else factors * weights.to(factors).nan_to_num(nan=0.0).clamp(0.0, 1.0)
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found

@@ -26,7 +26,7 @@ from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
 from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient
+from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient, combined
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
@@ -113,8 +113,12 @@ class BookKeepingEngine:
         with self._noted(losses, parameters, num_examples=len(losses) // views) as (notes, trainable):
             self._back_propagate(losses.sum() / views, trainable)
             with torch.no_grad():
-                found = {name: notes.gradient_of(parameter) for name, parameter in trainable.items()}
-            return {name: gradient for name, gradient in found.items() if gradient is not None}
+                # Each is forgotten at once, so that its memory is free for the next one.
+                return {
+                    name: combined(notes.uses.pop(parameter), shape=parameter.shape)
+                    for name, parameter in trainable.items()
+                    if parameter in notes.uses
+                }
 
     def coupled(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, examined: Bool[Tensor, " rows"]
@@ -154,7 +158,7 @@ class BookKeepingEngine:
     def _back_propagate(self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor]) -> None:
         """Fill the notes, and leave no ordinary gradients."""
         notes = self._notes
-        notes.forget_uses()
+        notes.uses.clear()  # an ordinary backward pass of the user's may have left some
         for parameter in trainable.values():
             parameter.grad = None
         loss.backward()

@@ -177,11 +177,6 @@ def dot(first: Float[Tensor, "rows m *n"], second: Float[Tensor, "rows m *n"]) -
     return torch.add(terms.sum(dim=1), sizes, alpha=TERMS * torch.finfo(terms.dtype).eps)
 
 
-def raised(norms: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Return norms that rounding in this dtype leaves above those of what is added up."""
-    return norms * (1 + RAISED_BY * torch.finfo(dtype).eps)
-
-
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
     """Return the factor that brings each norm to at most `max_grad_norm`."""
     if clipping == "vanilla":

@@ -1,7 +1,7 @@
 """What the layers of a model note during one forward and one backward pass: each use of a trained parameter."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -14,11 +14,9 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     NormRule,
     PerSampleGradient,
     Product,
-    combined,
     formed,
     has_terms,
     is_formed,
-    normalized_sum,
     squares_in_full,
     summed,
 )
@@ -80,15 +78,6 @@ class Notes:
         self.examined: Bool[Tensor, " examples"] | None = None
         self.coupled: set[Tensor] = set()  # parameters at which these have a gradient in the places of others
 
-    def forget_uses(self) -> None:
-        """Discard what backward passes have noted, as an ordinary one of the user's may have."""
-        self.uses.clear()
-
-    def gradient_of(self, parameter: Tensor) -> PerSampleGradient | None:
-        """Return what the uses of a parameter amount to, and forget them; None if there are none."""
-        uses = self.uses.pop(parameter, None)
-        return None if uses is None else combined(uses, shape=parameter.shape)
-
     def note(self, parameter: Tensor, gradient: Dense | Product | Lookup) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is None:
@@ -147,16 +136,12 @@ class Notes:
         if parameter is not None and parameter.requires_grad:
             self.note_rows(parameter, summed(terms.flatten(2) if terms.ndim > 2 else terms.unsqueeze(2)))
 
-    def note_normalized(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        x: Float[Tensor, "rows time n"],
-        mean: Float[Tensor, "rows time _"],
-        rstd: Float[Tensor, "rows time _"],
-        grad: Float[Tensor, "rows time n"],
-    ) -> None:
-        """Note a normalization, y = x̂ w + b with x̂ = (x − mean)·rstd, of which `grad` is the gradient of y."""
+    def note_normalized(self, weight: Tensor, bias: Tensor | None, terms: Sequence[Tensor]) -> None:
+        """Note a normalization, y = x̂ w + b with x̂ = (x − mean)·rstd.
+
+        The terms are x, mean, rstd and the gradient of y, each of shape (rows, time, n) or (rows, time, 1).
+        """
+        x, mean, rstd, grad = terms
         if self.in_kernels and weight.requires_grad:
             from doppler_hf.privacy.clipping.kernels import normalized_sums  # imports Triton
 
@@ -166,7 +151,7 @@ class Notes:
                 self.note_rows(bias, of_bias)
             return
         if weight.requires_grad:
-            self.note_rows(weight, normalized_sum(x, mean, rstd, grad))
+            self.note_rows(weight, summed((in_float32(x) - mean).mul_(rstd).mul_(grad)))
         self.note_sum(bias, grad)
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:

@@ -94,10 +94,6 @@ class Product:
             return flat.addmm_(left, right)
         return flat.add_(product_in_float32(left, right))
 
-    def densified(self) -> Dense:
-        """Return the same gradient with the matrix formed."""
-        return Dense(formed(self.left, self.right).flatten(1))
-
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
@@ -164,13 +160,6 @@ def summed(terms: Float[Tensor, "rows time n"]) -> Float[Tensor, "rows n"]:
     return terms.sum(dim=1, dtype=torch.float32 if terms.itemsize < 4 else None)
 
 
-def normalized_sum(
-    x: Float[Tensor, "rows time n"], mean: Float[Tensor, "rows _ _"], rstd: Float[Tensor, "rows _ _"], grad: Tensor
-) -> Float[Tensor, "rows n"]:
-    """Return the sum over time of x̂ ∘ grad, with x̂ = (x − mean)·rstd."""
-    return summed((in_float32(x) - mean).mul_(rstd).mul_(grad))
-
-
 def is_formed(time: int, p: int, q: int, *, rule: NormRule) -> bool:
     """Return whether the matrix of each example is to be formed, of p·q elements from so many positions.
 
@@ -196,10 +185,10 @@ def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSamp
     dense = [use.values for use in uses if isinstance(use, Dense)]
     if dense:
         (total,) = dense
-        for other in [Product(*pair).densified() for pair in products] + [
-            Lookup(*pair).densified(shape) for pair in lookups
-        ]:
-            total = other.values.add_(total)
+        for pair in products:
+            total = formed(*pair).flatten(1).add_(total)
+        for pair in lookups:
+            total = Lookup(*pair).densified(shape).values.add_(total)
         return Dense(total)
     product = Product(*joined(products)) if products else None
     lookup = Lookup(*joined(lookups)) if lookups else None

@@ -62,8 +62,9 @@ class _Linear(torch.autograd.Function):
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.notes, ctx.transposed = weight, bias, notes, transposed
         # As it is multiplied. Without kernels wide matrices share their input, and its Gram matrix, with each other.
-        if weight.requires_grad and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
-            x = as_multiplied(x)
+        is_rounded = weight.requires_grad and is_cast(x)
+        if is_rounded and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # in float32 it would take twice the memory
         ctx.save_for_backward(x if weight.requires_grad else None)
         if is_cast(weight):
             weight = notes.cast(weight, torch.get_autocast_dtype(weight.device.type))
@@ -112,35 +113,25 @@ class _Embedding(torch.autograd.Function):
         return (None,) * 4
 
 
-def as_multiplied(x: Tensor) -> Tensor:
-    """Return a product's input in the dtype that autocast gives it: kept in float32 it would take twice the memory."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast(x) else x
-
-
 def is_cast(x: Tensor) -> bool:
     """Return whether autocast multiplies a tensor in another dtype."""
     return x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Return a normalization's input in the dtype that autocast gives it."""
-    return x.float() if x.is_cuda and torch.is_autocast_enabled("cuda") else x
-
-
 def layer_norm(notes: Notes, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
-    return _LayerNorm.apply(
-        as_autocast(input), module.weight, module.bias, tuple(module.normalized_shape), module.eps, notes
-    )
+    # As autocast does for a normalization on CUDA.
+    input = input.float() if input.is_cuda and torch.is_autocast_enabled("cuda") else input
+    return _LayerNorm.apply(input, module.weight, module.bias, module, notes)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...], eps: float, notes: Notes
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.LayerNorm, notes: Notes
     ) -> Float[Tensor, "batch *rest"]:
-        ctx.weight, ctx.bias, ctx.shape, ctx.notes = weight, bias, shape, notes
-        output, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.weight, ctx.bias, ctx.shape, ctx.notes = weight, bias, tuple(module.normalized_shape), notes
+        output, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, module.eps)
         ctx.save_for_backward(x, mean, rstd)
         return output
 
@@ -149,14 +140,14 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Float[Tensor, "batch *rest"]) -> tuple[Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
         dims = len(ctx.shape)
-        terms = (over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad))
-        ctx.notes.note_normalized(ctx.weight, ctx.bias, *terms)
+        terms = [over_time(tensor, dims).flatten(2) for tensor in (x, mean, rstd, grad)]
+        ctx.notes.note_normalized(ctx.weight, ctx.bias, terms)
         if not ctx.needs_input_grad[0]:
-            return (None,) * 6
+            return (None,) * 5
         # The mask asks for the gradient of the input only.
         wanted = (True, False, False)
         arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, wanted)
-        return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None, None
+        return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None
 
 
 def rms_norm(notes: Notes, module: nn.RMSNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:

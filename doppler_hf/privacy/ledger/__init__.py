@@ -3,7 +3,7 @@
 - statement: the terms of a run's guarantee
 - ledger: `PrivacyLedger`, which counts steps before they are computed
 - record: runs, steps and claims, from the entries
-- file, chain: the entries on disk, with one writer at a time, and their chain of hashes
+- file: the entries on disk, with one writer at a time, and their chain of hashes
 - terms: the terms in words, for `doppler-hf verify` and the model card
 - weights: the files of weights beside a ledger, and their hashes
 """

@@ -1,18 +1,23 @@
-"""The file of a privacy ledger: JSON with a schema, read strictly, and written whole or not at all by one run at a time.
+"""The file of a privacy ledger: a chain of entries as JSON, written whole or not at all by one run at a time.
 
     {"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "entries": […]}
+    hash_i = SHA-256(canonical JSON of entry i without its hash),    previous_hash_i = hash_{i−1}
 
-Reading refuses content outside the schema, and JSON that two parsers could read differently.
+Reading refuses content outside the schema, and JSON that two parsers could read differently. The chain reveals an edited,
+missing, inserted or exchanged entry. It does not reveal a tail that was cut off, or a chain that was rewritten: against
+these, publish the last hash (the head) where it cannot be changed.
 """
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.resources
 import json
 import os
 import platform
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +26,49 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from doppler_hf.disk import space_for
-from doppler_hf.privacy.ledger import chain
 from doppler_hf.version import VERSION
+
+Entry = dict[str, Any]
 
 FORMAT: Final = 10  # and 9, which has ε of the steps so far, can be read
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"
 _PACKAGES: Final = ("torch", "transformers", "opacus", "dp-accounting", "numpy")
+# The previous hash of the first entry.
+ORIGIN: Final = "0" * 64
+
+
+def digest(entry: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an entry's canonical JSON (sorted keys, no blanks, UTF-8), without its own `hash`."""
+    hashed = {name: value for name, value in entry.items() if name != "hash"}
+    text = json.dumps(hashed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    # A lone surrogate, which JSON allows, must give another hash and not an encoding error.
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any]) -> Entry:
+    """Return an entry of `event` that follows `entries`; `payload` holds plain JSON values."""
+    entry = {
+        "index": len(entries),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "event": event,
+        **payload,
+        "previous_hash": entries[-1]["hash"] if entries else ORIGIN,
+    }
+    return {**entry, "hash": digest(entry)}
+
+
+def check_chain(entries: Sequence[Entry]) -> None:
+    """Check that no entry was changed or moved; the error has the first one, with both values."""
+    for index, entry in enumerate(entries):
+        expected = {"index": index, "previous_hash": entries[index - 1]["hash"] if index else ORIGIN, "hash": digest(entry)}
+        for name, value in expected.items():
+            if entry[name] != value:
+                raise ValueError(
+                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} must be {value!r}, got "
+                    f"{entry[name]!r}. Take the file from an unchanged copy."
+                )
 
 
 _version = functools.cache(importlib.metadata.version)  # which reads the whole description of a package
@@ -47,7 +87,7 @@ def schema_validator() -> Any:
     return Draft202012Validator(schema)
 
 
-def read_entries(path: Path) -> list[chain.Entry]:
+def read_entries(path: Path) -> list[Entry]:
     """Return the entries of the file, checked against the schema and as a chain."""
     try:
         document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
@@ -60,12 +100,12 @@ def read_entries(path: Path) -> list[chain.Entry]:
             f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
             "unchanged file, or move it away to begin a new ledger."
         )
-    entries: list[chain.Entry] = document["entries"]
-    chain.check(entries)
+    entries: list[Entry] = document["entries"]
+    check_chain(entries)
     return entries
 
 
-def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
+def is_earlier_state(path: Path, entries: Sequence[Entry]) -> bool:
     """Return whether the file holds the first of `entries`, or all. It only compares, so that saving often stays cheap."""
     try:
         document = json.loads(path.read_text("utf-8"))
@@ -75,7 +115,7 @@ def is_earlier_state(path: Path, entries: Sequence[chain.Entry]) -> bool:
     return isinstance(there, list) and there == entries[: len(there)]
 
 
-def write_entries(path: Path, entries: Sequence[chain.Entry]) -> None:
+def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Write the file, so that after a crash at any moment, or on a full disk, the old one or the new one is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once

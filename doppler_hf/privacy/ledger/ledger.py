@@ -11,7 +11,7 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
 
 After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
 
-Privacy: ε is that of the plan, wherever a run ends, since results may have chosen where (`accounting.plans`).
+Privacy: ε is that of the plan, wherever a run ends, since results may have chosen where (`accounting.accounting`).
 """
 
 import contextlib
@@ -24,12 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
-from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Plan, Releases, Spent, get_epsilon_of_plans, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
-from doppler_hf.privacy.accounting.plans import Plan, Spent, get_epsilon_of_plans
-from doppler_hf.privacy.ledger import chain
-from doppler_hf.privacy.ledger.file import is_earlier_state, package_versions, read_entries, write_entries
+from doppler_hf.privacy.ledger.file import Entry, is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run
 from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
@@ -43,7 +41,7 @@ class PrivacyLedger:
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
-        self.entries: Sequence[chain.Entry] = record.entries
+        self.entries: Sequence[Entry] = record.entries
         self.runs: Sequence[Run] = record.runs
         self.claims: Sequence[Claim] = record.claims  # every ε that the entries state
         self.saved: Sequence[Mapping[str, str]] = record.saved  # hashes of the weights that it speaks for, by name

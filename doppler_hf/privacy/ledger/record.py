@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from doppler_hf.privacy.accounting.accounting import Releases
-from doppler_hf.privacy.accounting.plans import Account
-from doppler_hf.privacy.ledger import chain
+from doppler_hf.privacy.accounting.accounting import Account, Releases
+from doppler_hf.privacy.ledger.file import Entry, next_entry
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
 
@@ -55,8 +54,8 @@ class Run:
 class LedgerRecord:
     """The content of a checked chain of entries: see `PrivacyLedger`."""
 
-    def __init__(self, entries: Iterable[chain.Entry] = ()) -> None:
-        self.entries: list[chain.Entry] = []
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.entries: list[Entry] = []
         self.runs: list[Run] = []
         self.plans: list[list[Run]] = []  # all runs: those that go on with a plan follow the one that began it
         self.claims: list[Claim] = []
@@ -67,9 +66,9 @@ class LedgerRecord:
 
     def add(self, event: str, payload: Mapping[str, Any]) -> None:
         """Append an entry of `event`, with the time of now."""
-        self.take(chain.next_entry(self.entries, event, payload))
+        self.take(next_entry(self.entries, event, payload))
 
-    def take(self, entry: chain.Entry) -> None:
+    def take(self, entry: Entry) -> None:
         """Append an entry of the chain, if it can follow those before it. Only here does an entry change the record."""
         event = entry["event"]
         if event in ("opened", "resumed"):
@@ -110,7 +109,7 @@ class LedgerRecord:
         first = next(run for run in reversed(self.runs) if not run.continues_rounds)
         return steps_run - first.steps_before
 
-    def _begin(self, entry: chain.Entry) -> None:
+    def _begin(self, entry: Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
         if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
             _refuse(entry, f"its sample_rate {statement.sample_rate} is not expected_batch_size / num_units")
@@ -150,12 +149,12 @@ class LedgerRecord:
             self.plans.append([])
         self.plans[-1].append(run)
 
-    def _reserve(self, entry: chain.Entry) -> None:
+    def _reserve(self, entry: Entry) -> None:
         if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
             _refuse(entry, f"{self.runs[-1].steps_reserved} steps were reserved already")
         self.runs[-1].steps_reserved = entry["steps_reserved"]
 
-    def _release(self, entry: chain.Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         run, steps_run, is_end = self.runs[-1], entry["steps_run"], entry["event"] == "closed"
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
@@ -186,7 +185,7 @@ def _rounds(plan: Sequence[Run], last_steps: int) -> list[Releases]:
     return [plan[-1].statement.releases(steps) for steps in counts if steps]
 
 
-def _refuse(entry: chain.Entry, reason: str) -> None:
+def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise ValueError(
         f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from an unchanged "

@@ -100,35 +100,6 @@ class PrivacyStatement:
         return joint_noise_multiplier(self.noise_multiplier, self.loss_noise_multiplier)
 
     @property
-    def noise_multiplier_in_words(self) -> str:
-        """σ, which is the gradient's, and σ₀ if a private loss makes that another number."""
-        of_gradient, effective = f"{self.noise_multiplier:.4g}", self.effective_noise_multiplier
-        if self.loss_noise_multiplier is None:
-            return of_gradient
-        return f"{of_gradient} of the gradient; with the loss σ₀ = {effective:.4g}, which is accounted"
-
-    @property
-    def clipping_in_words(self) -> str:
-        """C, and what is clipped to it."""
-        views = self.augmentation_multiplicity
-        of_views = "" if views == 1 else f", the mean gradient over {views} views of an example"
-        of_units = ", the mean gradient over a unit's examples" if self.clip_unit_mean else ""
-        return f"{self.per_sample_max_grad_norm:g} ({self.clipping}, {self.clipping_granularity}{of_views}{of_units})"
-
-    @property
-    def unit_in_words(self) -> str:
-        """The unit of privacy, and its cap if it has one."""
-        cap = self.max_examples_per_unit
-        return self.unit_of_privacy + ("" if cap is None else f", at most {cap} of them in a draw")
-
-    @property
-    def train_loss_in_words(self) -> str:
-        """The way in which the training loss is reported, and whether ε covers it."""
-        if self.train_loss == "private":
-            return f"private: clipped to {self.per_sample_max_loss:g}, noise multiplier {self.loss_noise_multiplier:.4g}"
-        return "not reported" if self.train_loss == "none" else "logged as it is, NOT PRIVATE"
-
-    @property
     def not_covered(self) -> tuple[str, ...]:
         """The things that the guarantee does not cover."""
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)

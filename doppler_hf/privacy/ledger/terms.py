@@ -9,21 +9,32 @@ _NEARLY = 0.005  # a difference of ε, relative, that no one is told of
 def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the mechanism and its numbers, each with its name."""
     statement, first = ledger.statement, ledger.entries[0]
+    sigma, of_loss = f"{statement.noise_multiplier:.4g}", statement.loss_noise_multiplier
+    if of_loss is not None:
+        joint = f"{statement.effective_noise_multiplier:.4g}"
+        sigma += f" of the gradient; with the loss σ₀ = {joint}, which is accounted"
+    views, cap = statement.augmentation_multiplicity, statement.max_examples_per_unit
+    clipped = f"{statement.clipping}, {statement.clipping_granularity}"
+    clipped += "" if views == 1 else f", the mean gradient over {views} views of an example"
+    clipped += ", the mean gradient over a unit's examples" if statement.clip_unit_mean else ""
+    train_loss = {"none": "not reported", "raw": "logged as it is, NOT PRIVATE"}
+    if statement.train_loss == "private":
+        train_loss["private"] = f"private: clipped to {statement.per_sample_max_loss:g}, noise multiplier {of_loss:.4g}"
     return [
         ("mechanism", first["mechanism"]),
         ("neighbouring data sets", first["neighbouring_relation"]),
-        ("unit of privacy", statement.unit_in_words),
+        ("unit of privacy", statement.unit_of_privacy + ("" if cap is None else f", at most {cap} of them in a draw")),
         ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
-        ("noise multiplier σ", statement.noise_multiplier_in_words),
+        ("noise multiplier σ", sigma),
         *(
-            (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{sigma:.6g}, {rate:.6g}")
+            (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{joint:.6g}, {rate:.6g}")
             for plan in ledger.plans
-            for sigma, rate, steps, *_ in plan
+            for joint, rate, steps, *_ in plan
         ),
         ("noise over time", statement.noise_shape_in_words),
-        ("clip norm C", statement.clipping_in_words),
-        ("training loss", statement.train_loss_in_words),
+        ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({clipped})"),
+        ("training loss", train_loss[statement.train_loss]),
         ("noise source", statement.noise_source),
         ("δ", f"{statement.target_delta:.4g}"),
         ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),

@@ -37,15 +37,14 @@ def hashes(folder: Path, *, unless_as: Mapping[str, Stamp] | None = None) -> dic
     now = stamps(folder)
     before = {} if unless_as is None else unless_as
     written = [name for name in now if name not in before or before[name] != now[name]]
-    return {name: _sha256(folder / name) for name in written}
+    found = {}
+    for name in written:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def unknown_files(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the files in `found` that are not of the set of saved files that explains most of them; all if none does."""
     of_sets = ([name for name, value in found.items() if files.get(name) != value] for files in saved)
     return min(of_sets, key=len, default=list(found))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

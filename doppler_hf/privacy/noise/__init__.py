@@ -8,7 +8,7 @@
 """
 
 from doppler_hf.privacy.noise.gaussian import noise_source
-from doppler_hf.privacy.noise.mechanism import GaussianMechanism, Mechanism
+from doppler_hf.privacy.noise.mechanism import GaussianMechanism
 from doppler_hf.privacy.noise.private_loss import PrivateLoss
 
-__all__ = ["GaussianMechanism", "Mechanism", "PrivateLoss", "noise_source"]
+__all__ = ["GaussianMechanism", "PrivateLoss", "noise_source"]

@@ -26,7 +26,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from doppler_hf import kernels
-from doppler_hf.privacy.random_words import BitStream
+from doppler_hf.privacy.randomness import BitStream
 
 # Normals made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
 _PIECE: Final = 1 << 18

@@ -8,7 +8,7 @@ one float a step from the mechanism, `noise_std`. The noise may be white, or sha
 
 import functools
 from collections.abc import Mapping
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -21,38 +21,10 @@ from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.noise.shaped import ShapedNoise
-from doppler_hf.privacy.random_words import bit_stream
+from doppler_hf.privacy.randomness import bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")
-
-
-class Mechanism(Protocol):
-    """An algorithm that turns clipped sums into private gradients, with its public numbers.
-
-    Attributes:
-        max_grad_norm: C, the bound on one example's contribution to the next step.
-        expected_batch_size: B, over all processes.
-        shape: The shape of the noise over the steps.
-    """
-
-    max_grad_norm: float
-    expected_batch_size: int
-    shape: NoiseShape
-
-    def noise_std(self, step: int) -> float:
-        """Return the standard deviation of the noise per coordinate of the mean gradient of step `step`, taken alone."""
-
-    def privatize(
-        self, sums: Mapping[str, Float[Tensor, "..."]], *, step: int, shards: Mapping[str, DTensor] = {}
-    ) -> dict[str, Float[Tensor, "..."]]:
-        """Turn clipped sums into the private gradient of step `step`; see `GaussianMechanism.privatize`."""
-
-    def releases(self, steps: int, *, sample_rate: float, groups: int) -> Releases:
-        """Return what `steps` steps release, in the accountant's terms; see `GaussianMechanism.releases`."""
-
-    def describe(self) -> str:
-        """Return the source of the noise in one line."""
 
 
 @final
@@ -69,6 +41,9 @@ class GaussianMechanism:
         device: Where the sums are. On an accelerator of CUDA or ROCm with Triton a kernel makes the noise there.
         floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
         seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
+
+    Attributes:
+        source: Where the noise comes from, in one line.
 
     Raises:
         ValueError: If `noise_multiplier` is negative, or the clip norm or the batch size is not positive.
@@ -105,7 +80,7 @@ class GaussianMechanism:
         self.shape = shape
         self._first_step = self._next_step = first_step
         self._shaped = None if shape.is_white else ShapedNoise(shape)
-        self._source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
+        self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and kernels.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
@@ -150,10 +125,6 @@ class GaussianMechanism:
             )
         strategy = self.shape.c + (0.0,) * (groups - self.shape.bands)
         return Releases(self.noise_multiplier, sample_rate, steps, strategy)
-
-    def describe(self) -> str:
-        """Return the source of the noise in one line."""
-        return self._source
 
     @torch.no_grad()
     def privatize(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.privacy.noise.mechanism import Mechanism
+from doppler_hf.privacy.noise.mechanism import GaussianMechanism
 
 
 class PrivateLoss:
@@ -28,7 +28,7 @@ class PrivateLoss:
         1.25
     """
 
-    def __init__(self, mechanism: Mechanism, *, device: torch.device) -> None:
+    def __init__(self, mechanism: GaussianMechanism, *, device: torch.device) -> None:
         self.mechanism = mechanism
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 

@@ -20,8 +20,7 @@ from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
-from doppler_hf.privacy.autograd_check.explanation import why_gradients_change
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses, Trial, gradients_of
+from doppler_hf.privacy.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.privacy.autograd_check.without_randomness import is_random, moved, without_coins, without_dropout
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.refused_layers import listed

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from doppler_hf.privacy import losses as rules
-from doppler_hf.privacy.autograd_check.plain_autograd import Losses
+from doppler_hf.privacy.autograd_check.trial import Losses
 from doppler_hf.privacy.dense_losses import ignored_pixel
-from doppler_hf.privacy.generators import filled_generators
+from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 

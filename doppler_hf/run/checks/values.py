@@ -16,8 +16,8 @@ from accelerate import PartialState
 from torch import nn
 from transformers.trainer_utils import has_length
 
-from doppler_hf.privacy.batching.columns import LABELS, numbers_in, rows_with_gaps
-from doppler_hf.privacy.batching.fetching import fetch_one, is_stored, is_table
+from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, numbers_in, rows_with_gaps
+from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.run.checks.limits import Limit, limits_of
 
 MOST_NUMBERS: Final = 10**8  # of a column; a second

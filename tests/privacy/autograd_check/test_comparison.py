@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from doppler_hf.privacy import check_per_sample_gradients
 from doppler_hf.privacy.clipping import notes
 from doppler_hf.privacy.clipping.norms import Squares
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
 from tests.support.models import MODELS, batch_for, build, losses_of
+from tests.support.per_example import compare_with_autograd
 from tests.support.tiers import further
 
 
@@ -25,7 +25,7 @@ def check(model, *, losses=None, engine="book_keeping", **options):
 
     together = inputs | {"labels": labels}
     alone = [row(together, index) for index in range(2)]
-    check_per_sample_gradients(model, losses or losses_of_row, alone=alone, together=together, engine=engine, **options)
+    compare_with_autograd(model, losses or losses_of_row, alone=alone, together=together, engine=engine, **options)
 
 
 def row(inputs, index):
@@ -74,7 +74,7 @@ def test_bfloat16_with_its_own_tolerance(dtype):
 
     together = inputs | {"labels": labels}
     alone = [row(together, index) for index in range(2)]
-    check_per_sample_gradients(model, losses, alone=alone, together=together, engine="book_keeping", tolerance=0.1)
+    compare_with_autograd(model, losses, alone=alone, together=together, tolerance=0.1)
 
 
 def planted(monkeypatch, change, *, form=Product, of=lambda parameter: parameter.ndim == 2):
@@ -131,9 +131,9 @@ def test_an_example_without_a_finite_gradient_is_left_out(engine, index, bad):
     def losses(inputs):
         return model(inputs["x"]).square().sum(dim=1)
 
-    check_per_sample_gradients(model, losses, alone=alone, together=together, engine=engine)
+    compare_with_autograd(model, losses, alone=alone, together=together, engine=engine)
     with pytest.raises(ValueError, match="changes with the examples beside it"):  # that of the other one
-        check_per_sample_gradients(
+        compare_with_autograd(
             model, lambda inputs: losses(inputs) * len(inputs["x"]), alone=alone, together=together, engine=engine
         )
 
@@ -185,10 +185,9 @@ class OfBoth(nn.Module):
 def test_what_is_at_fault_is_named_behind_a_layer_without_tensors():
     model, x = OfBoth(), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match=r"the output of the layer 'mixing' \(Mixing\) depends on"):
-        check_per_sample_gradients(
+        compare_with_autograd(
             model,
             lambda inputs: model(inputs["x"]).square().sum(dim=1),
             alone=[{"x": x[:1]}, {"x": x[1:]}],
             together={"x": x},
-            engine="book_keeping",
         )

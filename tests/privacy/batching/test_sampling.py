@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.batching import sampling
-from doppler_hf.privacy.batching.sampling import share_of
+from doppler_hf.privacy.batching.columns import lengths_of
+from doppler_hf.privacy.batching.sampling import AllocationSampler, digest_of_data, share_of
+from tests.support.tiny import text_data
 
 
 def draws(sampler, steps):
@@ -239,3 +240,32 @@ def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():
         assert Fraction(share) * count <= 1
         assert Fraction(share) * count > Fraction(999_999, 1_000_000)
     assert any(Fraction(float(np.float32(1.0 / count))) * count > 1 for count in range(1, 3000))
+
+
+# --- the same data on all processes -------------------------------------------------------------------------------------
+
+
+def digest(data, *, units=None):
+    sampler = AllocationSampler(num_examples=len(data), expected_batch_size=2, lengths=lengths_of(data), units=units)
+    return digest_of_data(data, sampler)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.shuffle(seed=1),
+        lambda data: data.select(range(23)),
+        lambda data: data.remove_columns("input_ids").shuffle(seed=1),
+    ],
+    ids=["another order", "one less", "labels alone, in another order"],
+)
+def test_other_data_have_another_digest(change):
+    data = text_data()
+    changed = change(data)
+    assert digest(changed) != digest(data.select_columns(changed.column_names))
+    assert digest(data) == digest(text_data())
+
+
+def test_other_units_have_another_digest():
+    units = np.arange(24) // 2
+    assert digest(text_data(), units=units) != digest(text_data(), units=units[::-1].copy())

@@ -10,7 +10,7 @@ from opacus.layers import DPGRU
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from doppler_hf.privacy import ClippedGradients, check_per_sample_gradients
+from doppler_hf.privacy import ClippedGradients
 from tests.support.per_example import (
     NORM_RULES,
     TOLERANCE,
@@ -19,6 +19,7 @@ from tests.support.per_example import (
     assert_same_sums,
     book_keeping,
     clip_and_sum,
+    compare_with_autograd,
     gradients_of_each,
     norms_of,
 )
@@ -159,13 +160,13 @@ def test_another_kind_of_layer_is_right_or_refused(name):
 # --- layers without a rule of their own ----------------------------------------------------------------------------------
 
 
-class Exponential(nn.Module):
-    def __init__(self, features=4):
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(features))
+def own(run, *shape, **parts):
+    """A layer with a weight of its own, which no other layer has."""
+    return Net(run, weight=nn.Parameter(torch.zeros(*shape)), **parts)
 
-    def forward(self, x):
-        return x * self.scale.exp()
+
+def exponential(features=4):
+    return own(lambda n, x: x * n.weight.exp(), features)
 
 
 class Mixture(nn.Module):
@@ -179,89 +180,43 @@ class Mixture(nn.Module):
         return x * self.weight.sigmoid() ** power + other * (1 - self.weight.sigmoid())
 
 
-class TwoResults(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 4))
-
-    def forward(self, x):
-        return x @ self.weight, (x @ self.weight.T).tanh()
-
-
-class WithBuffer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4))
-        self.register_buffer("shift", torch.ones(4))
-
-    def forward(self, x):
-        return (x + self.shift) * self.weight
-
-
-class OneResult(nn.Module):
-    """As many layers of transformers return it: a tensor and what it was not asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 4))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight), None
-
-
-class EmptyResult(nn.Module):
-    """As layers that compress a long past return it of a short one."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x):
-        return x * self.weight.exp(), x[..., :0]
-
-
-class ResultForEachRow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x):
-        return [row * self.weight.exp() for row in x]
-
-
-class SmallRow(nn.Module):
-    """A row of a table, by its index, and of little weight: nothing that acts elementwise, though it may look so."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(2, 4))
-
-    def forward(self, x):
-        return x + 1e-4 * self.table[0] * x.square()
-
-
 def mixed(net, x):
     hidden = net.first(x)
     return net.own(hidden, other=hidden.tanh(), power=2)
 
 
+def behind(layer, run=lambda n, x: n.own(n.first(x))):
+    return Net(run, first=nn.Linear(3, 4), own=layer)
+
+
+def of_two_results():
+    return own(lambda n, x: (x @ n.weight, (x @ n.weight.T).tanh()), 4, 4)
+
+
+def tokens_then_mean(n, x):
+    return n.own(n.first(x).mean(dim=1)) + n.own(n.first(x)).sum(dim=1)
+
+
+def mean_then_tokens(n, x):
+    return n.own(n.own(n.first(x).mean(dim=1))[:, None] + n.first(x))
+
+
 OWN = {
-    "exponential": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=Exponential()),
-    "at the input": Net(lambda n, x: n.last(n.own(x)), own=Exponential(3), last=nn.Linear(3, 4)),
-    "twice": Net(lambda n, x: n.own(n.own(n.first(x)).tanh()), first=nn.Linear(3, 4), own=Exponential()),
-    "keywords": Net(mixed, first=nn.Linear(3, 4), own=Mixture()),
-    "two results": Net(lambda n, x: torch.cat(n.own(n.first(x)), dim=-1), first=nn.Linear(3, 4), own=TwoResults()),
-    "one of two results": Net(lambda n, x: n.own(n.first(x))[1], first=nn.Linear(3, 4), own=TwoResults()),
-    "a result and nothing": Net(lambda n, x: n.own(n.first(x))[0], first=nn.Linear(3, 4), own=OneResult()),
-    "tokens, then their mean": Net(
-        lambda n, x: n.own(n.first(x).mean(dim=1)) + n.own(n.first(x)).sum(dim=1), first=nn.Linear(3, 4), own=Exponential()
+    "exponential": behind(exponential()),
+    "at the input": Net(lambda n, x: n.last(n.own(x)), own=exponential(3), last=nn.Linear(3, 4)),
+    "twice": behind(exponential(), lambda n, x: n.own(n.own(n.first(x)).tanh())),
+    "keywords": behind(Mixture(), mixed),
+    "two results": behind(of_two_results(), lambda n, x: torch.cat(n.own(n.first(x)), dim=-1)),
+    "one of two results": behind(of_two_results(), lambda n, x: n.own(n.first(x))[1]),
+    # As many layers of transformers return it, and those that compress a long past of a short one.
+    "a result and nothing": behind(own(lambda n, x: (x @ n.weight.T, None), 4, 4), lambda n, x: n.own(n.first(x))[0]),
+    "a result and an empty one": behind(
+        own(lambda n, x: (x * n.weight.exp(), x[..., :0]), 4), lambda n, x: n.own(n.first(x))[0]
     ),
-    "the mean, then tokens": Net(
-        lambda n, x: n.own(n.own(n.first(x).mean(dim=1))[:, None] + n.first(x)), first=nn.Linear(3, 4), own=Exponential()
-    ),
-    "a result and an empty one": Net(lambda n, x: n.own(n.first(x))[0], first=nn.Linear(3, 4), own=EmptyResult()),
-    "buffer": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=WithBuffer()),
-    "activation": Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=nn.PReLU()),
+    "tokens, then their mean": behind(exponential(), tokens_then_mean),
+    "the mean, then tokens": behind(exponential(), mean_then_tokens),
+    "buffer": behind(own(lambda n, x: (x + n.shift) * n.weight, 4, shift=nn.Buffer(torch.ones(4)))),
+    "activation": behind(nn.PReLU()),
 }
 
 
@@ -308,8 +263,9 @@ def test_positions_without_a_batch_are_right_in_every_batch(net):
 
 
 def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
-    net = ready(Net(lambda n, x: torch.stack(n.own(n.first(x))), first=nn.Linear(3, 4), own=ResultForEachRow()))
-    with pytest.raises(ValueError, match=r"The layers 'own' \(ResultForEachRow\) must have a rule"):
+    layer = own(lambda n, x: [row * n.weight.exp() for row in x], 4)
+    net = ready(behind(layer, lambda n, x: torch.stack(n.own(n.first(x)))))
+    with pytest.raises(ValueError, match=r"The layers 'own' \(Net\) must have a rule"):
         assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
 
 
@@ -336,32 +292,16 @@ def test_a_bare_parameter_that_is_taken_apart_is_right_or_refused(use, weight, b
     assert_equals_loop_or_is_refused(net, on(net, draw(batch, 6, 3)), batch, naming="scale", granularity="per_layer")
 
 
-class Positions(nn.Module):
-    """Positions of which it takes as many as there are tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6, 3))
-
-    def forward(self, x):
-        return torch.tanh(x + self.scale[: x.shape[1]])
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return x * self.scale
-
-
 @pytest.mark.parametrize("lengths", [(6, 1), (1, 6), (6, 4, 1), (4, 6)])
-@pytest.mark.parametrize("layer", [Positions, Scale])
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [(lambda n, x: torch.tanh(x + n.weight[: x.shape[1]]), (6, 3)), (lambda n, x: x * n.weight, (3,))],
+    ids=["positions, as many as tokens", "scale"],
+)
 @pytest.mark.parametrize("batch", [2, 5, 8])
-def test_a_layer_that_is_called_with_other_lengths_than_at_first_is_right(layer, lengths, batch):
+def test_a_layer_that_is_called_with_other_lengths_than_at_first_is_right(run, shape, lengths, batch):
     """A slice of its parameter may be of the batch of copies: of one token it was the copy of the first example."""
-    net = ready(Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 3), own=layer()))
+    net = ready(Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 3), own=own(run, *shape)))
     losses = [on(net, draw(batch, length, 3)) for length in lengths]
     expected = [clip_and_sum(gradients_of_each(net, each, batch), max_grad_norm=0.1) for each in losses]
     with book_keeping(net, max_grad_norm=0.1) as clipped:
@@ -373,17 +313,17 @@ def test_a_layer_that_is_called_with_other_lengths_than_at_first_is_right(layer,
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_layer_is_not_taken_for_elementwise_because_its_effect_is_small(batch):
-    net = Net(lambda n, x: n.own(n.first(x)), first=nn.Linear(3, 4), own=SmallRow())
-    check(net, draw(batch, 3))
+    # A row of a table, by its index: nothing that acts elementwise, though it may look so.
+    check(behind(own(lambda n, x: x + 1e-4 * n.weight[0] * x.square(), 2, 4)), draw(batch, 3))
 
 
 def test_a_tensor_that_the_batch_shares_is_refused():
     net = ready(Net(lambda n, x: n.own(n.first(x), other=draw(6, 4, seed=7)), first=nn.Linear(3, 4), own=Mixture()))
     assert_equals_loop_or_is_refused(net, on(net, draw(5, 6, 3)), 5, naming="own")
     x = draw(6, 6, 3)  # as many examples as it has rows
-    options = dict(alone=[{"x": row[None]} for row in x], together={"x": x}, engine="book_keeping")
+    options = dict(alone=[{"x": row[None]} for row in x], together={"x": x})
     with pytest.raises(ValueError, match=r"'own.*' are wrong"):
-        check_per_sample_gradients(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
+        compare_with_autograd(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
 
 
 def test_a_class_token_is_expanded_over_the_batch():

@@ -14,8 +14,7 @@ from doppler_hf.cli.verify import budget_mismatches, epsilon_mismatches
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.privacy.ledger import chain
-from doppler_hf.privacy.ledger.file import schema_validator
+from doppler_hf.privacy.ledger.file import ORIGIN, digest, schema_validator
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from tests.support.ledgers import after, all_events, document_in, statement, write
 
@@ -373,8 +372,8 @@ def objects(value, path=()):
 def rehashed(entries):
     """Forge a chain: the entries as they are, with hashes that fit."""
     for index, entry in enumerate(entries):
-        entry["previous_hash"] = entries[index - 1]["hash"] if index else chain.ORIGIN
-        entry["hash"] = chain.digest(entry)
+        entry["previous_hash"] = entries[index - 1]["hash"] if index else ORIGIN
+        entry["hash"] = digest(entry)
     return entries
 
 

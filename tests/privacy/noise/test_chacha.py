@@ -109,7 +109,7 @@ def test_the_mechanism_releases_the_mean_and_noise_of_its_size(monkeypatch):
         for left, right in ((noise[apart:], noise[:-apart]), (noise[apart:] ** 2, noise[:-apart] ** 2)):
             assert abs(np.corrcoef(left, right)[0, 1]) < 6 / np.sqrt(len(left))
     assert abs(released["b"].item() - 5.0 / B) < 10 * mechanism.noise_std(0)
-    assert mechanism.describe().startswith("ChaCha20 keyed at every step by the operating system, Box-Muller")
+    assert mechanism.source.startswith("ChaCha20 keyed at every step by the operating system, Box-Muller")
 
 
 def test_no_release_shares_its_key_with_another():

@@ -9,7 +9,7 @@ import torch
 
 from doppler_hf.privacy.noise import gaussian as module
 from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller
-from doppler_hf.privacy.random_words import ReproducibleBits, SecretBits
+from doppler_hf.privacy.randomness import ReproducibleBits, SecretBits
 
 PIECE = module._PIECE  # normals made at a time
 

@@ -1,16 +1,16 @@
-"""Entries are hashed as stated, and no entry can be edited, taken out, put in or moved."""
+"""Entries are hashed as stated, none can be edited, taken out, put in or moved, and one writer holds their folder."""
 
 import hashlib
 
 import pytest
 
-from doppler_hf.privacy.ledger import chain
+from doppler_hf.privacy.ledger.file import WriterLock, check_chain, digest, next_entry
 
 
 def three():
     entries = []
     for event in ("first", "σ = 1", "third"):
-        entries.append(chain.next_entry(entries, event, {"value": [1, 2.5, None, True], "a": {"c": 1, "b": 2}}))
+        entries.append(next_entry(entries, event, {"value": [1, 2.5, None, True], "a": {"c": 1, "b": 2}}))
     return entries
 
 
@@ -20,12 +20,12 @@ def test_the_hash_is_sha256_of_the_canonical_json():
     text = text.replace("PREVIOUS", first["hash"]).replace("TIME", second["time"])
     assert second["hash"] == hashlib.sha256(text.encode()).hexdigest()
     assert first["previous_hash"] == "0" * 64
-    assert chain.digest({"σ": "\ud800"}) == hashlib.sha256(b'{"\xcf\x83":"\xed\xa0\x80"}').hexdigest()
+    assert digest({"σ": "\ud800"}) == hashlib.sha256(b'{"\xcf\x83":"\xed\xa0\x80"}').hexdigest()
 
 
 def test_a_chain_as_it_was_written_is_accepted():
-    chain.check([])
-    chain.check(three())
+    check_chain([])
+    check_chain(three())
 
 
 def edited(entries):
@@ -34,7 +34,7 @@ def edited(entries):
 
 def hashed_anew(entries):
     entries[1]["event"] = "σ = 2"
-    entries[1]["hash"] = chain.digest(entries[1])
+    entries[1]["hash"] = digest(entries[1])
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,25 @@ def test_an_edit_is_found_and_named(edit, entry, what):
     entries = three()
     edit(entries)
     with pytest.raises(ValueError, match=f"Entry {entry} .*: its {what} must be"):
-        chain.check(entries)
+        check_chain(entries)
+
+
+# --- one writer ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_writer_holds_a_folder(tmp_path):
+    one, other = WriterLock(tmp_path / "out"), WriterLock(tmp_path / "out")
+    with one, one:
+        with pytest.raises(ValueError, match=r"out is the folder of another private run, .*Use another output_dir"), other:
+            pass
+        with WriterLock(tmp_path / "elsewhere"):
+            pass
+    with other:
+        pass
+
+
+def test_a_writer_that_fails_holds_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), WriterLock(tmp_path):
+        raise KeyboardInterrupt
+    with WriterLock(tmp_path):
+        pass
