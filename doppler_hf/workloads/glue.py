@@ -1,6 +1,7 @@
 """Sequence classification on a GLUE task: sentences or pairs of sentences, with a new head."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,6 +15,7 @@ from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.data_sources import glue_task, load_glue
+from doppler_hf.workloads.frozen_layers import freeze_lowest
 from doppler_hf.workloads.hub import hub_or_folder, refuse_new_layers
 from doppler_hf.workloads.lora import LoraArguments, add_lora
 from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
@@ -39,6 +41,14 @@ class GlueArguments:
         default=None, help="Probability of every dropout in the model's config. Default: the config's values."
     )
     max_seq_length: int = HfArg(default=256, help="Longer examples are cut to this many tokens.")
+    num_hidden_layers: int | None = HfArg(
+        default=None, help="Use only so many of the model's layers, the lowest. Default: all of them."
+    )
+    frozen_layers: int = HfArg(
+        default=0,
+        help="How many of a BERT-like model's layers, the lowest, get no adapters. Their outputs are computed once and kept "
+        "in the cache of datasets (HF_DATASETS_CACHE). Needs lora_r.",
+    )
 
 
 def config_entries(args: GlueArguments) -> dict[str, Any]:
@@ -46,6 +56,8 @@ def config_entries(args: GlueArguments) -> dict[str, Any]:
     task = glue_task(args.task_name)
     problem_type = "regression" if task.is_regression else "single_label_classification"
     of_task = {"num_labels": task.num_labels, "problem_type": problem_type}
+    if args.num_hidden_layers is not None:
+        of_task["num_hidden_layers"] = args.num_hidden_layers
     if args.dropout is None:
         return of_task
     if not 0.0 <= args.dropout < 1.0:
@@ -82,10 +94,12 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     Raises:
         ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.
     """
-    from datasets import ClassLabel
+    from datasets import ClassLabel, config
 
     from doppler_hf.workloads.metrics import glue_compute_metrics
 
+    if args.frozen_layers and not lora_args.lora_r:
+        raise ValueError(f"frozen_layers={args.frozen_layers} needs lora_r: only adapters are saved apart. Set lora_r.")
     set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
     task = glue_task(args.task_name)
     splits = load_glue(args.task_name, args.dataset_dir)
@@ -96,7 +110,6 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
     label = splits["train"].features["label"]
     if isinstance(label, ClassLabel):
         name_classes(model, label.names)
-    model = add_lora(model, lora_args, task_type="SEQ_CLS")
 
     kept = ("label", training_args.privacy_unit_column)
     max_length = min(args.max_seq_length, tokenizer.model_max_length)
@@ -107,8 +120,13 @@ def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerT
             batched=True,
             remove_columns=[name for name in splits["train"].column_names if name not in kept],
         )
+        if args.frozen_layers:
+            folder = Path(config.HF_DATASETS_CACHE) / "frozen_layers"
+            tokenized = freeze_lowest(
+                model, args.frozen_layers, tokenized, tokenizer, bf16=training_args.bf16, folder=folder
+            )
     return Workload(
-        model=model,
+        model=add_lora(model, lora_args, task_type="SEQ_CLS"),
         train_dataset=tokenized["train"],
         eval_datasets={
             name.replace("validation", "eval"): tokenized[name] for name in task.validation_splits if name in tokenized
