@@ -1,7 +1,7 @@
 """What a private run does in every step: a draw's sum of clipped gradients, its release, and their count in the ledger.
 
-The way of an example from left to right: `reserve` a step, `begin` its draw, `add_piece` for each of the draw's pieces,
-`release` their sum beneath noise, then `count_release`.
+The way of an example from left to right: `begin` the draw of a step, `reserve` the step in the ledger, `add_piece` for each
+of the draw's pieces, `release` their sum beneath noise, then `count_release`.
 """
 
 import warnings

@@ -61,6 +61,17 @@ def test_the_logits_are_the_whole_models(folder, tokenizer, tmp_path, bf16, tole
     assert [len(row) for row in rows["train"]["input_ids"]] == [len(row) for row in splits["train"]["input_ids"]]
 
 
+def test_each_text_is_computed_alone_and_as_long_as_it_is(folder, tokenizer, tmp_path):
+    """In a batch it would be rounded by what is beside it, which shows in models of real size only."""
+    model, seen = loaded(folder), []
+    splits = texts(tokenizer, "good", "the plot the film a bad poor bad plot", "fine film")
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].tolist()), with_kwargs=True
+    )
+    freeze_lowest(model, 2, splits, tokenizer, bf16=False, folder=tmp_path / "kept")
+    assert seen == [[row] for row in splits["train"]["input_ids"]]
+
+
 def test_only_another_model_or_text_is_computed(folder, tokenizer, tmp_path, monkeypatch):
     computed = []
     write = frozen_layers._write_outputs

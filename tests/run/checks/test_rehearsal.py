@@ -209,6 +209,24 @@ def test_a_metric_that_two_rows_do_not_define_is_no_error(tmp_path, metrics, eva
     assert trained(trainer_with(tmp_path, metrics=metrics, evaluated=evaluated, **EVALUATES)).state.global_step == 4
 
 
+class Summed:
+    """Adds up over batches, and returns something from the last one alone."""
+
+    right = rows = 0
+
+    def __call__(self, prediction, compute_result):
+        self.right += int((prediction.predictions.argmax(-1) == prediction.label_ids).sum())
+        self.rows += len(prediction.label_ids)
+        if compute_result:
+            return {"accuracy": self.right / self.rows}
+
+
+def test_metrics_that_are_added_up_over_batches_are_no_error(tmp_path):
+    options = dict(batch_eval_metrics=True, per_device_eval_batch_size=1)
+    trainer = trained(trainer_with(tmp_path, metrics=Summed(), **EVALUATES, **options))
+    assert "eval_accuracy" in trainer.state.log_history[-2]
+
+
 @pytest.mark.parametrize(("size", "count"), [(1, 2), (200, 64)])
 @pytest.mark.parametrize("kind", [Dataset.from_list, Rows, Dataset.to_iterable_dataset])
 def test_few_rows_are_few_and_no_more_than_there_are(kind, size, count):
