@@ -6,6 +6,7 @@ clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with
 """
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from doppler_hf.filters import NoiseShape
@@ -135,15 +136,17 @@ def planned_statement(
     target, ahead, share_of_delta = args.target_epsilon, steps, delta
     if continued is not None:
         again = under(continued.statement.noise_multiplier)
+        before, now = vars(continued.statement), vars(again)
+        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in _CALIBRATED_FOR if now[term] != before[term]]
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
-        if all(vars(again)[term] == vars(continued.statement)[term] for term in _CALIBRATED_FOR):
+        if not changed:
             return again
         if steps > earlier.step and continued.plans:
             ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
             target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
             if target < 0.01 * args.target_epsilon:
-                raise budget_spent(continued.epsilon(), args)
+                raise budget_spent(continued.epsilon(), args, changed=changed)
     joint = get_noise_multiplier(
         target_epsilon=target,
         target_delta=share_of_delta,
@@ -191,10 +194,10 @@ def mechanisms_of(
     return of_gradient, loss
 
 
-def budget_spent(epsilon: float, args: DopplerTrainingArguments) -> ValueError:
-    """Return the error of a run for which too little of its budget is left."""
+def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> ValueError:
+    """Return the error of a run for which too little of its budget is left, with what makes its plan another one."""
     return ValueError(
         f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
-        "counts, wherever a run has ended. Resume with the arguments of the earlier run, raise target_epsilon to continue, "
-        "or begin anew with an untrained model and a new trainer."
+        f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. Resume with the arguments of the "
+        "earlier run, raise target_epsilon to continue, or begin anew with an untrained model and a new trainer."
     )
