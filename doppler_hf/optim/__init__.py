@@ -4,6 +4,7 @@
 - fused_update: for all on a GPU, in one kernel
 - low_pass: the filter
 - galore: its subspaces
+- muon: updates with equal singular values
 - checkpoint: states are loaded without loss
 """
 

@@ -19,6 +19,7 @@ from typing import Any, Final, final
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
@@ -27,13 +28,14 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
+from doppler_hf.optim.muon import orthogonalized
 from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, slices, update
 from doppler_hf.shards import part_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
 # of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
-GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale")
+GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale", "orthogonal")
 
 
 @final
@@ -46,7 +48,8 @@ class DopplerOptimizer(Optimizer):
     Parameter groups may have an ``lr`` and a ``weight_decay`` of their own. As in GaLore's own optimizers (Zhao et al.
     2024), the subspace is a matter of groups alone: with ``rank`` (r, at least 1) the matrices of a group whose shorter side
     is longer hold their state at this rank. Their basis is found anew every ``update_proj_gap`` steps (200), and their
-    updates are multiplied by ``scale`` (1.0).
+    updates are multiplied by ``scale`` (1.0). With ``orthogonal=True`` the updates of a group's matrices and convolutions
+    are orthogonalized, as Muon's are, and keep their size.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
@@ -93,7 +96,7 @@ class DopplerOptimizer(Optimizer):
         self.beta2, self.eps, self._floor, self.noise_std = beta2, eps, floor, noise_std
         self._check_constants()
         options = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(params, options | {"rank": None, "update_proj_gap": 200, "scale": 1.0})
+        super().__init__(params, options | {"rank": None, "update_proj_gap": 200, "scale": 1.0, "orthogonal": False})
 
     @property
     def floor(self) -> float:
@@ -142,7 +145,7 @@ class DopplerOptimizer(Optimizer):
 
         coefficients = padded_coefficients(self.low_pass_filter)
         steps: list[Step] = []
-        lifted = []
+        lifted, whole = [], []
         for p, grad, group in stepped:
             state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
@@ -150,6 +153,9 @@ class DopplerOptimizer(Optimizer):
             if "basis" in state:  # GaLore: d is what the same step makes of zeros in the subspace, which do not decay
                 tensors = self._in_subspace(grad, state, group)
                 lifted.append((p, tensors.weight, state["basis"], group["scale"], decay))
+            elif group["orthogonal"] and p.ndim > 1:  # Muon: the step of zeros, which does not decay, is the update
+                tensors = ParameterTensors(torch.zeros_like(grad, dtype=full_dtype(p)), grad, state["filter_states"], v)
+                whole.append((p, tensors.weight, decay))
             else:
                 tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v)
             state["step"] += 1
@@ -164,6 +170,9 @@ class DopplerOptimizer(Optimizer):
         update_all(steps)
         for p, d, basis, scale, decay in lifted:
             add_lifted(p, d, basis, scale=scale, decay=decay)  # X ← decay·X + scale·P d
+        directions = orthogonalized([d for _, d, _ in whole]) if whole else []
+        for (p, _, decay), d in zip(whole, directions, strict=True):
+            p.copy_(d.add_(p, alpha=decay))  # rounded once in half precision, as in `update`
 
     def _in_subspace(self, grad: Float[Tensor, "m n"], state: dict[str, Any], group: dict[str, Any]) -> ParameterTensors:
         """Return the tensors of a step in the subspace; now and then renew its basis (state modified in place)."""
@@ -242,6 +251,15 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
     # A scheduler that was there before the group has put its own mark on the others.
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
         raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
+    if group["orthogonal"] and rank is not None:
+        raise ValueError(
+            f"orthogonal must be False in a group with a rank, got True with rank={rank}. Leave one of them out."
+        )
+    if group["orthogonal"] and any(isinstance(p, DTensor) for p in group["params"]):
+        raise ValueError(
+            "orthogonal must be False for parameters in shards, of which no process has a whole matrix, got True. In a "
+            "trainer's arguments leave base_optimizer='muon' out."
+        )
     if rank is not None and not any(is_projected(p, group) for p in group["params"]):
         raise ValueError(f"rank must be below the shorter side of some matrix, got {rank} and no such matrix. Lower it.")
 

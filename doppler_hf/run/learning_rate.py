@@ -92,7 +92,7 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
     ]
     walk = min([LONGEST_WALK / math.sqrt(num_trained), *of_layers, *(share * walk for walk in of_adapters)])
     least = 1.0
-    if args.base_optimizer == "adam_bc":
+    if args.base_optimizer in ("adam_bc", "muon"):
         white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
         own = args.adam_bc_floor if white else None
         floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * size) ** 2

@@ -1,5 +1,6 @@
 """The optimizer of a private run: Transformers' weight-decay groups, the filter, the base optimizer, and GaLore."""
 
+import itertools
 from collections.abc import Collection
 
 from torch import nn
@@ -46,27 +47,34 @@ def optimizer_of(
     galore = GaloreArguments.parse(args.optim_args)
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
+    matrices = matrices_of(model) if args.base_optimizer == "muon" else set()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.earlier.checkpoint)
     groups = (
         {
-            "params": [p for name, p in named if (name in decayed, name in projected) == (decays, is_projected)],
-            "weight_decay": args.weight_decay if decays else 0.0,
-            **(vars(galore) if is_projected else {}),
+            "params": [p for name, p in named if (name in decayed, name in projected, p in matrices) == kind],
+            "weight_decay": args.weight_decay if kind[0] else 0.0,
+            **(vars(galore) if kind[1] else {}),
+            "orthogonal": kind[2],
         }
-        for is_projected in (True, False)
-        for decays in (True, False)
+        for kind in itertools.product((True, False), repeat=3)
     )
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
         lr=chosen_learning_rate(args, run.statement, model=model),
         low_pass_filter=low_pass_filter,
-        base=args.base_optimizer,
+        base="adam_bc" if args.base_optimizer == "muon" else args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
         floor=args.adam_bc_floor,
         noise_std=run.settled_noise_std,
     )
+
+
+def matrices_of(model: nn.Module) -> set[nn.Parameter]:
+    """Return the trained weights of two or more dimensions but embeddings, whose rows are no directions of one map."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return {p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in tables}
 
 
 def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter) -> str:

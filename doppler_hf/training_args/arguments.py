@@ -14,7 +14,6 @@ from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
-from doppler_hf.optim.update import Base
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
@@ -126,10 +125,10 @@ class DopplerTrainingArguments(TrainingArguments):
         "'b=0.1,0.1;a=1,-0.8'; or auto, which is none for "
         "Adam with white noise.",
     )
-    base_optimizer: Base = HfArg(
+    base_optimizer: Literal["sgd", "adam", "adam_bc", "muon"] = HfArg(
         default="adam_bc",
-        help="The optimizer of the filtered gradient: sgd, adam, or adam_bc (Adam whose second moment is corrected "
-        "for the noise).",
+        help="The optimizer of the filtered gradient: sgd, adam, adam_bc (Adam whose second moment is corrected for the "
+        "noise), or muon (adam_bc whose updates of matrices are orthogonalized, for training from scratch).",
     )
     adam_bc_floor: float | None = HfArg(
         default=None,

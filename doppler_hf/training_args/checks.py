@@ -220,7 +220,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         **dict.fromkeys(("noise_shape", "floating_point_safe"), no_noise),
         **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
         **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
-        "adam_bc_floor": (args.base_optimizer == "adam_bc", adam, "Set base_optimizer='adam_bc'"),
+        "adam_bc_floor": (args.base_optimizer in ("adam_bc", "muon"), adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
             "here: batches come from the operating system's entropy, and so do noise and dropout",

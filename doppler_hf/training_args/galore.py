@@ -112,6 +112,10 @@ def check_galore(args: TrainingArguments) -> None:
                 "for instance 'all-linear', or leave optim_args out."
             )
         return
+    if args.base_optimizer == "muon":
+        raise ValueError(
+            "optim_target_modules has no effect with base_optimizer='muon', which takes whole matrices. Leave one out."
+        )
     check_target_modules(args.optim_target_modules)
     GaloreArguments.parse(args.optim_args)
 

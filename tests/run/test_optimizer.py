@@ -34,3 +34,18 @@ def test_a_head_may_learn_faster_as_the_docs_have_it(tmp_path):
     resumed = trainer(names["FastHeadTrainer"], max_steps=4)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
+
+
+def test_muon_takes_matrices_but_embeddings_and_goes_on_from_a_checkpoint(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2, base_optimizer="muon")
+    first = trained(trainer_of(tmp_path, max_steps=2, **options))
+    orthogonal = {id(p) for group in first.optimizer.param_groups if group["orthogonal"] for p in group["params"]}
+    names = {name for name, p in first.model.named_parameters() if id(p) in orthogonal}
+    assert names == {name for name, p in first.model.named_parameters() if p.ndim > 1 and "embeddings" not in name}
+    plain = trained(trainer_of(tmp_path / "plain", max_steps=2))
+    assert first.optimizer.optimizer.defaults["lr"] == plain.optimizer.optimizer.defaults["lr"]
+    resumed = trainer_of(tmp_path, max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    with pytest.raises(ValueError, match=r"orthogonal True, this optimizer of False"):
+        trainer_of(tmp_path, max_steps=6).train(resume_from_checkpoint=True)

@@ -7,14 +7,14 @@ import torch
 
 from doppler_hf.optim import DopplerOptimizer
 
-OF_GROUPS = ("rank", "update_proj_gap", "scale")
+OF_GROUPS = ("rank", "update_proj_gap", "scale", "orthogonal")
 
 
 def doppler_optimizer(params, **options):
-    """The optimizer, with GaLore's options in every group that has none of its own."""
-    galore = {name: options.pop(name) for name in OF_GROUPS if name in options}
+    """The optimizer, with options of groups in every group that has none of its own."""
+    of_groups = {name: options.pop(name) for name in OF_GROUPS if name in options}
     groups = params if isinstance(params[0], dict) else [{"params": params}]
-    return DopplerOptimizer([galore | group for group in groups], **options)
+    return DopplerOptimizer([of_groups | group for group in groups], **options)
 
 
 def normal(*shape, seed=0, dtype=torch.float64):

@@ -50,6 +50,7 @@ REFUSED = [
     (dict(optim="galore_adamw", optim_target_modules="all-linear"), "Leave optim out, and switch GaLore on"),
     (dict(optim_args="rank=4"), "optim_args='rank=4' has no effect without GaLore. Switch GaLore on"),
     (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
+    (dict(base_optimizer="muon", optim_target_modules="all-linear"), "optim_target_modules has no effect with .*'muon'"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, base_optimizer="sgd"), "adam_epsilon=1e-06 has no effect with base_optimizer='sgd'"),
