@@ -15,6 +15,7 @@ from doppler_hf.run import estimate as module
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.run.memory import Peak
 from scripts.bench import estimates
+from tests.support.tiers import thorough
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 CONFIGS = {
@@ -106,7 +107,7 @@ def test_parts_add_up_to_a_step(base, kept, monkeypatch):
     assert found == {"weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80}
 
 
-@pytest.mark.parametrize("point", ["bert-lora", "vit", "gpt2", "bert"])
+@pytest.mark.parametrize("point", ["bert-lora", *thorough("vit", "gpt2", "bert")])
 def test_the_peak_of_a_training_is_what_was_estimated(point, monkeypatch):
     args = estimates.BenchArguments(steps=1)
     point = replace(estimates.POINTS[point], batch_size=16, micro_batch=8)

@@ -12,6 +12,7 @@ from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
+from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
@@ -39,8 +40,12 @@ def stopping_early():
 
 @pytest.mark.parametrize(
     ("callback", "steps"),
-    [(stopping_early(), 2), (Ends(4), 4), (Ends(2, error=KeyboardInterrupt()), 2), (Ends(2, error=ValueError("mine")), 2)],
-    ids=["early stopping", "a callback", "Ctrl-C", "an error"],
+    [
+        (stopping_early(), 2),
+        (Ends(2, error=KeyboardInterrupt()), 2),
+        *thorough((Ends(4), 4), (Ends(2, error=ValueError("mine")), 2)),
+    ],
+    ids=["early stopping", "Ctrl-C", "a callback", "an error"],
 )
 def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, steps):
     evaluations = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
@@ -222,7 +227,7 @@ def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path,
     assert not [*secrets_of(first).path.parent.glob(f"{secrets_of(first).run_id}*")]
 
 
-@pytest.mark.parametrize("change", [dict(target_epsilon=20.0), dict(max_steps=8, target_epsilon=20.0)])
+@pytest.mark.parametrize("change", [dict(target_epsilon=20.0), *thorough(dict(max_steps=8, target_epsilon=20.0))])
 def test_a_changed_plan_draws_its_own_round(tmp_path, change):
     first, second = interrupted(tmp_path, after=4)
     for name, value in change.items():

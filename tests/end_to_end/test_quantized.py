@@ -9,6 +9,7 @@ from doppler_hf import DopplerTrainingArguments
 from doppler_hf.run.checks.model import computes_in_bf16
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
+from tests.support.tiers import thorough
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 pytest.importorskip("bitsandbytes", reason="it is not installed")
@@ -27,7 +28,7 @@ SIZES = dict(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[LlamaConfig, Qwen2Config], ids=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=[LlamaConfig, *thorough(Qwen2Config)], ids=["llama", "qwen2"])
 def base(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)

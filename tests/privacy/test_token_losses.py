@@ -25,7 +25,7 @@ from doppler_hf.run.memory import Peak
 from tests.support.devices import Asked, far_away
 from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, qwen2_lm
 from tests.support.per_example import NORM_RULES, TOLERANCE, assert_equals_loop, assert_same_sums, book_keeping, trainable
-from tests.support.tiers import combined
+from tests.support.tiers import combined, thorough
 
 BATCH, LENGTH = 3, 20  # no shorter than the models are wide
 WIDE, LONG = 151_936, 4096
@@ -207,8 +207,14 @@ def large(vocabulary, adapted):
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("adapted", ["lora", "full"])
-@pytest.mark.parametrize(("vocabulary", "length", "chunk"), [(WIDE, LONG, module.CHUNK), (5000, 512, 5000 * 32)])
+@pytest.mark.parametrize(
+    ("vocabulary", "length", "chunk", "adapted"),
+    [
+        (WIDE, LONG, module.CHUNK, "lora"),
+        (5000, 512, 5000 * 32, "full"),
+        *thorough((WIDE, LONG, module.CHUNK, "full"), (5000, 512, 5000 * 32, "lora")),
+    ],
+)
 def test_a_quarter_of_the_memory_is_enough(adapted, vocabulary, length, chunk, monkeypatch):
     peaks = []
     for at_once in (chunk, 2**40):
