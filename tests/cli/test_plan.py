@@ -109,7 +109,7 @@ def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(("given", "row"), [("--epsilon=3", "noise multiplier"), *thorough(("--noise-multiplier=1", "ε"))])
+@pytest.mark.parametrize(("given", "row"), [("--noise-multiplier=1", "ε"), *thorough(("--epsilon=3", "noise multiplier"))])
 def test_what_follows_is_marked(given, row, capsys):
     text = printed(["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", given], capsys)
     assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
@@ -118,9 +118,10 @@ def test_what_follows_is_marked(given, row, capsys):
 
 @pytest.mark.usefixtures("one_cell")
 def test_delta_that_permits_publishing_an_example_is_refused(capsys):
-    assert main([*WORDS, "--delta", "0.0005"]) == 2
+    words = [*WORDS[:-2], "--noise-multiplier", "1", "--delta"]
+    assert main([*words, "0.0005"]) == 2
     assert "--delta must be positive and less than 1/N = 0.0005, got 0.0005. Leave it out" in capsys.readouterr().err
-    assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
+    assert rows(printed([*words, "0.0004"], capsys))["δ"] == "0.0004"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
 
 @pytest.mark.usefixtures("one_cell")
 def test_a_batch_size_is_proposed_where_it_is_missing(capsys):
-    words = ["plan", "--num-examples", "3668", "--epochs", "2", "--epsilon", "4"]
+    words = ["plan", "--num-examples", "3668", "--epochs", "2", "--noise-multiplier", "1"]
     assert main(words) == 2
     refusal = capsys.readouterr().err
     assert refusal == "error: --batch-size must be given. Begin with --batch-size 147.\n"

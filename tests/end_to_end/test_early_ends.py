@@ -172,7 +172,7 @@ def secrets_of(trainer):
     return RoundSecret(ledger.run_id, 0, 1, trainer.private_run._digest_of_data)
 
 
-@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), (5, 5, 7)])
+@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), *thorough((5, 5, 7))])
 def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, after, ends_at, planned):
     """All 6 steps are made, each record takes part once at most, and one ε is stated from the first to the last.
 
@@ -213,7 +213,9 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 
 
-@pytest.mark.parametrize("data", [text_data(48, seed=1), text_data(48).shuffle(seed=1)], ids=["other rows", "another order"])
+@pytest.mark.parametrize(
+    "data", [text_data(48).shuffle(seed=1), *thorough(text_data(48, seed=1))], ids=["another order", "other rows"]
+)
 def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path, data):
     """A record that had its turn under one number would have another under the next."""
     first, second = interrupted(tmp_path, after=4)

@@ -14,6 +14,7 @@ from doppler_hf import kernels as launching
 from doppler_hf.privacy.clipping import kernels
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.per_example import book_keeping
+from tests.support.tiers import thorough
 
 pytestmark = [
     # Torch 2.11 has it. Compiled, the kernels do not mind: tests/test_kernels.py.
@@ -84,7 +85,7 @@ def test_pairs_of_tiles_are_counted_row_by_row_in_texts_of_any_length(row):
     assert list(map(tuple, out.tolist())) == wanted[start : start + len(out)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *thorough(torch.float32, torch.float16)])
 def test_factors_are_weighted_and_those_left_out_add_nothing(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "AT_ONCE", 2**13)  # in several launches
     monkeypatch.setattr(kernels, "CHUNK", 128)
@@ -133,7 +134,8 @@ def of_model(name, *, in_kernels, of=losses_of, autocast=False, count=6, **optio
 
 
 @pytest.mark.parametrize(
-    ("name", "granularity"), [("bert", "per_layer"), ("gpt2-lm", "flat"), ("vit", "flat"), ("llama-lora", "flat")]
+    ("name", "granularity"),
+    [("gpt2-lm", "flat"), ("vit", "per_layer"), *thorough(("bert", "per_layer"), ("llama-lora", "flat"))],
 )
 def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
     """A table that is a head too, patches of images, adapters; one example has no finite gradient."""
