@@ -94,18 +94,18 @@ def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("one_cell")
-def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white_noise(capsys):
-    words = ["plan", "--num-examples", "61200", "--batch-size", "1200", "--epsilon", "8", "--json"]
-    for given in ("--epochs=1", "--max-steps=51", "--epochs=1 --sampling=poisson"):
-        plan = json.loads(printed([*words, *given.split()], capsys))
-        shape = NoiseShape.parse(plan["noise_shape"])
-        assert shape.is_white == given.endswith("poisson")
-        # Of 51 steps, rounds leave one or three, by the bands.
-        left_out = 51 % (shape.bands * (51 // shape.bands)) if given == "--epochs=1" else 0
-        assert plan["steps"] == 51 - left_out
-        assert (left_out > 0) == (given == "--epochs=1")
-        releases = Releases(plan["noise_multiplier"], 1200 / 61_200, plan["steps"], shape.c, plan["sampling"])
-        assert plan["epsilon"] == pytest.approx(get_total_epsilon([releases], delta=61_200**-1.1), rel=1e-12)
+@pytest.mark.parametrize("given", ["--epochs=1", "--epochs=1 --sampling=poisson", *thorough("--max-steps=51")])
+def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white_noise(given, capsys):
+    words = ["plan", "--num-examples", "61200", "--batch-size", "1200", "--epsilon", "8", "--json", *given.split()]
+    plan = json.loads(printed(words, capsys))
+    shape = NoiseShape.parse(plan["noise_shape"])
+    assert shape.is_white == given.endswith("poisson")
+    # Of 51 steps, rounds leave one or three, by the bands.
+    left_out = 51 % (shape.bands * (51 // shape.bands)) if given == "--epochs=1" else 0
+    assert plan["steps"] == 51 - left_out
+    assert (left_out > 0) == (given == "--epochs=1")
+    releases = Releases(plan["noise_multiplier"], 1200 / 61_200, plan["steps"], shape.c, plan["sampling"])
+    assert plan["epsilon"] == pytest.approx(get_total_epsilon([releases], delta=61_200**-1.1), rel=1e-12)
 
 
 @pytest.mark.usefixtures("one_cell")

@@ -9,7 +9,6 @@ from doppler_hf.cli import main
 from doppler_hf.cli.report import REPORT_NAME, model_in_words, newest_checkpoint
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.attack import percent
-from doppler_hf.reports import run_report
 from doppler_hf.run.checkpoints import EVALUATIONS_NAME
 from tests.support.tiers import thorough
 from tests.support.trainers import trainer_of
@@ -76,12 +75,6 @@ def test_a_run_is_reported_on_one_page(folder, capsys):
     for title in ("loss", "eval_loss", "grad_norm", "learning_rate", "|H|² of the filter"):
         assert title in page.words
     assert all(line in words for line in ledger.not_covered)
-
-
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """They take most of a report's time."""
-    monkeypatch.setattr(run_report, "_svg", lambda figure: "")
 
 
 @pytest.mark.thorough

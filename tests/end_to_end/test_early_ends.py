@@ -47,6 +47,7 @@ def stopping_early():
     ],
     ids=["early stopping", "Ctrl-C", "a callback", "an error"],
 )
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, steps):
     evaluations = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
     saves = dict(save_strategy="steps", save_steps=1)

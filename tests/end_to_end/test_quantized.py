@@ -70,7 +70,7 @@ def logits(model):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, *thorough(8)])
 def test_a_quantized_base_trains_and_keeps_its_bytes(tmp_path, base, bits):
     kind = IN_4 if bits == 4 else IN_8
     model = prepare_model_for_kbit_training(loaded(base, kind))

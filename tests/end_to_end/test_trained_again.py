@@ -6,6 +6,7 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
+from tests.support.tiers import thorough
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import OF_ORDER, Recorder, trained, trainer_of
 
@@ -54,7 +55,7 @@ def test_another_model_is_trained_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2, learning_rate=3e-2, max_steps=6),
+        *thorough(dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2, learning_rate=3e-2, max_steps=6)),
         dict(adam_bc_floor=0.1, low_pass_filter="momentum:beta=0.5", weight_decay=0.5),
         dict(base_optimizer="sgd", noise_multiplier=0.5, per_sample_max_grad_norm=0.1, gradient_accumulation_steps=1),
     ],

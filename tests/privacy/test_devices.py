@@ -225,7 +225,7 @@ def passes(model, losses, *, on_accelerator, **options):
     ("name", "on_accelerator"),
     further(
         [*itertools.product(COUNTED, [False, True])],
-        quick=[("roberta", False), ("llama-lora", False), *((name, True) for name in COUNTED if name != "gpt2")],
+        quick=[("roberta", False), ("llama-lora", False), ("roberta-lora", True), ("llama", True), ("vit", True)],
     ),
 )
 def test_kernels_and_waits(name, on_accelerator):

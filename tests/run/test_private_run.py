@@ -19,6 +19,7 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, on_cpu, trained, trainer_of
 
@@ -121,7 +122,7 @@ def released(folder, *, passes, **overrides):
     [
         dict(report_train_loss="private"),
         dict(noise_shape="banded:bands=3", per_device_train_batch_size=2),
-        dict(augmentation_multiplicity=2),
+        *thorough(dict(augmentation_multiplicity=2)),
     ],
     ids=str,
 )

@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer
+from tests.support.tiers import thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of, weights
 
@@ -321,7 +322,7 @@ def test_a_model_that_is_split_over_gpus_in_one_process_is_told_to_be_launched(t
 @pytest.mark.parametrize(
     ("then", "now", "words"),
     [
-        (["bert"], [], r"got groups of \[1, 1\] in place of \[11, 14\]"),
+        *thorough((["bert"], [], r"got groups of \[1, 1\] in place of \[11, 14\]")),
         (["classifier"], ["bert.pooler"], r"got a tensor of shape \[16, 16\] in place of \[2, 16\]"),
     ],
 )

@@ -21,7 +21,7 @@ from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
-from tests.support.tiers import combined, thorough
+from tests.support.tiers import combined, thorough, thorough
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
@@ -118,7 +118,9 @@ def run_causal_lm(data, model, out, *flags):
     return json.loads((out / "all_results.json").read_text())
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=c_attn,c_proj")])
+@pytest.mark.parametrize(
+    "flags", [("--lora_r=2",), *thorough(((),), (("--lora_r=2", "--lora_target_modules=c_attn,c_proj"),))]
+)
 @ADAPTED_GPT2
 def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
     out = tmp_path / "out"

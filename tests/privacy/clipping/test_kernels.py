@@ -150,7 +150,7 @@ def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
     torch.testing.assert_close(sums, wanted, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2-lm"])
+@pytest.mark.parametrize("name", [*thorough("bert"), "gpt2-lm"])
 def test_neighbours_in_bfloat16_are_at_most_c_apart(name):
     """The factor is lowered for what rounding may add, and no more than that: a tenth at most where terms cancel."""
     options = dict(in_kernels=True, autocast=True, max_grad_norm=C / 10, norm_rule="ghost")
