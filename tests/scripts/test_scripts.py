@@ -21,7 +21,7 @@ from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
-from tests.support.tiers import combined, thorough, thorough
+from tests.support.tiers import combined, thorough
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
