@@ -49,9 +49,7 @@ GALORE = PAPER_FILTERS, BASES, [(4, 6), (6, 4), (5, 5)], [0.0, 0.3]
 
 @pytest.mark.usefixtures("reference_basis")
 @pytest.mark.parametrize(
-    ("name", "base", "shape", "weight_decay"),
-    further(pairwise(*GALORE, strength=3), quick=pairwise(*GALORE)),
-    ids=str,
+    ("name", "base", "shape", "weight_decay"), further(pairwise(*GALORE, strength=3), quick=pairwise(*GALORE)), ids=str
 )
 def test_equals_algorithm_3_with_galore(name, base, shape, weight_decay):
     x = np.random.default_rng(1).standard_normal(shape)

@@ -126,11 +126,7 @@ EQUAL = {
     ("name", "bf16"),
     further(
         [*itertools.product(EQUAL, [False, True])],
-        quick=[
-            ("8 of 48", False),
-            ("1 of 48", True),
-            ("all, once truncated", True),
-        ],
+        quick=[("8 of 48", False), ("1 of 48", True), ("all, once truncated", True)],
     ),
 )
 @pytest.mark.parametrize("rounded", [OfAnotherProcessor, *thorough(contextlib.nullcontext)])
