@@ -30,15 +30,14 @@ def assert_all_moved_and_are_spoken_for(trainer, tmp_path, *, steps=8):
     assert not ledger.unknown_weights(tmp_path / "saved")
 
 
-def test_what_was_unfrozen_is_trained(tmp_path):
-    trainer = trained(trainer_of(tmp_path, model=head_alone()))
-    trainer.model.requires_grad_(True)
-    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
-
-
-def test_what_was_frozen_stays(tmp_path):
-    trainer = trained(trainer_of(tmp_path, weight_decay=0.5))
-    trainer.model.bert.requires_grad_(False)
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [(head_alone, lambda model: model.requires_grad_(True)), (tiny_bert, lambda model: model.bert.requires_grad_(False))],
+    ids=["unfrozen", "frozen"],
+)
+def test_what_was_unfrozen_is_trained_and_what_was_frozen_stays(tmp_path, model, change):
+    trainer = trained(trainer_of(tmp_path, model=model(), weight_decay=0.5))
+    change(trainer.model)
     assert_all_moved_and_are_spoken_for(trainer, tmp_path)
 
 
