@@ -44,7 +44,7 @@ def one_cell(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("given", ["--epsilon=3", "--noise-multiplier=1"])
+@pytest.mark.parametrize("given", [*thorough("--epsilon=3"), "--noise-multiplier=1"])
 def test_json_holds_every_number(capsys, given):
     words = [word for word in WORDS if word not in ("--epsilon", "3")]
     plan = json.loads(printed([*words, given, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))

@@ -199,7 +199,7 @@ COUNTED = {
     "roberta-lora": lambda: with_adapters(roberta()),
     "llama": llama,
     "llama-lora": lambda: with_adapters(llama()),
-    "vit": lambda: vit(**LARGE, image_size=224, patch_size=16),
+    "vit": lambda: vit(**LARGE, image_size=112, patch_size=16),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),  # the head is the embedding table
 }
 
@@ -232,7 +232,7 @@ def test_kernels_and_waits(name, on_accelerator):
     torch.manual_seed(0)
     model = COUNTED[name]().train()
     if name == "vit":
-        inputs, labels = {"pixel_values": torch.randn(8, 3, 224, 224)}, torch.zeros(8, dtype=torch.long)
+        inputs, labels = {"pixel_values": torch.randn(8, 3, 112, 112)}, torch.zeros(8, dtype=torch.long)
     else:
         inputs = {"input_ids": torch.randint(5, 990, (8, 32)), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
         labels = torch.zeros(8, dtype=torch.long) if "roberta" in name else inputs["input_ids"]

@@ -200,8 +200,7 @@ def large(vocabulary, adapted):
     ("vocabulary", "length", "chunk", "adapted"),
     [
         (WIDE, LONG, module.CHUNK, "lora"),
-        (5000, 512, 5000 * 32, "full"),
-        *thorough((WIDE, LONG, module.CHUNK, "full"), (5000, 512, 5000 * 32, "lora")),
+        *thorough((5000, 512, 5000 * 32, "full"), (WIDE, LONG, module.CHUNK, "full"), (5000, 512, 5000 * 32, "lora")),
     ],
 )
 def test_a_quarter_of_the_memory_is_enough(adapted, vocabulary, length, chunk, monkeypatch):

@@ -83,7 +83,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", further([*SITUATIONS], quick=[*SITUATIONS][::2]))
 def test_it_trains(tmp_path, name):
     options = dict(SITUATIONS[name])
     model = options.pop("model", tiny_bert)()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiers import thorough
+from tests.support.tiers import combined, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of, weights
 
@@ -165,8 +165,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("of_images", [True, False])
+@pytest.mark.parametrize(("decoder", "of_images"), combined(DECODERS, [True, False], strength=1))
 def test_two_models_of_which_one_writes_what_the_other_sees_or_hears_train(tmp_path, decoder, of_images):
     """As TrOCR and Donut: decoder ids are made from the labels, as the model does."""
     kinds = (hf.VisionEncoderDecoderModel, hf.VisionEncoderDecoderConfig, hf.ViTConfig(**IMAGE))

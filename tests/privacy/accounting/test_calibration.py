@@ -8,7 +8,7 @@ import pytest
 from doppler_hf.privacy.accounting import calibration
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, most_steps, noise_multiplier_if_any
-from tests.support.tiers import further
+from tests.support.tiers import further, thorough
 
 FOUR = (1.0, 0.5, 0.375, 0.3125)
 
@@ -39,7 +39,9 @@ def test_no_noise_is_known_for_a_unit_of_every_turn_or_a_tiny_epsilon():
     assert noise_multiplier_if_any(FOUR[:1], **options | dict(sample_rate=1.0)) < math.inf
 
 
-@pytest.mark.parametrize(("target", "rate", "steps", "delta"), [(500.0, 0.25, 40, 1e-4), (0.1, 0.1, 20_000, 1e-5)])
+@pytest.mark.parametrize(
+    ("target", "rate", "steps", "delta"), [(500.0, 0.25, 40, 1e-4), *thorough((0.1, 0.1, 20_000, 1e-5))]
+)
 def test_calibration_at_the_ends(target, rate, steps, delta):
     """Next to no noise, and very much."""
     sigma = get_noise_multiplier(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 C = 0.1
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, *thorough(torch.float32, torch.float16)]
 # Places, and widths of both factors: one place, less than a tile, whole ones, more than a run, one number more.
 SHAPES = [(1, 5, 3), (70, 33, 48), (64, 16, 1040), (129, 17, 2)]
 
@@ -85,7 +85,7 @@ def test_pairs_of_tiles_are_counted_row_by_row_in_texts_of_any_length(row):
     assert list(map(tuple, out.tolist())) == wanted[start : start + len(out)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *thorough(torch.float32, torch.float16)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_are_weighted_and_those_left_out_add_nothing(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "AT_ONCE", 2**13)  # in several launches
     monkeypatch.setattr(kernels, "CHUNK", 128)

@@ -18,6 +18,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checks.model import refuse_model
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -234,7 +235,8 @@ def with_term(monkeypatch, term):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in OF_THE_BATCH for size in (8, 32) if (name, size) != ("larger batches", 8)]
+    ("name", "size"),
+    [*((name, 32) for name in OF_THE_BATCH), *thorough(*((name, 8) for name in OF_THE_BATCH if name != "larger batches"))],
 )
 def test_a_loss_that_reads_the_batch_is_refused_however_little(tmp_path, monkeypatch, name, size):
     options = dict(

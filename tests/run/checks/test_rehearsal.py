@@ -249,6 +249,7 @@ class Words:
         return "words"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_metrics_that_are_no_json_lose_no_run_and_are_written_as_what_they_are(tmp_path):
     """Without checkpoints, as the stock trainer."""
     found = {
