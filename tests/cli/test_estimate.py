@@ -15,7 +15,7 @@ from doppler_hf.run import estimate as module
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.run.memory import Peak
 from scripts.bench import estimates
-from tests.support.tiers import thorough
+from tests.support.tiers import further, thorough
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 CONFIGS = {
@@ -31,7 +31,7 @@ def words(folder, task, *more):
     return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", "--micro-batch", "2", *length, *more]
 
 
-@pytest.mark.parametrize("task", CONFIGS)
+@pytest.mark.parametrize("task", further([*CONFIGS], quick=["causal-lm"]))
 def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert main(words(tmp_path, task, "--json")) == 0
     found = json.loads(capsys.readouterr().out)

@@ -214,9 +214,9 @@ class At(TrainerCallback):
     ("when", "what", "converts"),
     [
         ("step_3", "buffer", False),
-        ("end", "new buffer", False),
+        *thorough(("end", "new buffer", False)),
         ("afterwards", "frozen parameter", False),
-        ("evaluation", "buffer", False),
+        *thorough(("evaluation", "buffer", False)),
         ("evaluation", "trained weight", True),
     ],
 )
