@@ -14,7 +14,7 @@ import argparse
 import functools
 import json
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds, proposed = {}, None
     if args.memory is None:
-        random = _random_model(args, args.device)
-        losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
-        seconds = seconds_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting)
+        model, parts = _random_model(args, args.device)
+        seconds = seconds_of_step(model, **parts, setting=setting)
     else:
         proposed = largest_micro_batch(
             lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
@@ -89,16 +88,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _random_model(args: argparse.Namespace, device: str) -> RandomModel:
+def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:
     lora = LoraArguments(lora_r=args.lora_r, lora_target_modules=args.lora_target_modules)
-    return RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+    random = RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+    return random.model, {"batch": random.batch, "losses_of": functools.partial(random.losses_of, in_bf16=args.bf16)}
 
 
 def _bytes(args: argparse.Namespace, setting: Setting) -> dict[str, float]:
-    random = _random_model(args, "meta")
-    on_cuda = args.device == "cuda" or args.memory is not None
-    losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
-    return bytes_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting, on_cuda=on_cuda)
+    model, parts = _random_model(args, "meta")
+    return bytes_of_step(model, **parts, setting=setting, on_cuda=args.device == "cuda" or args.memory is not None)
 
 
 def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Setting) -> Table:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -23,7 +22,7 @@ from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
-from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
+from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
 from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
@@ -72,8 +71,7 @@ class PrivacyCallback(TrainerCallback):
             # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
             earlier = [self.ledger.as_written()] if self.ledger is not None else []
             if checkpoint is not None:
-                earlier += (of_checkpoint := ledgers_of(Path(checkpoint)))
-                warn_of_another_base(model, of_checkpoint[0], checkpoint=checkpoint)
+                earlier += ledgers_of(Path(checkpoint))
             if not earlier:
                 earlier = ledgers_of_model(Path(folder), model)
             return latest(earlier) if earlier else None
@@ -194,14 +192,11 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def evaluating(self, args: DopplerTrainingArguments, *, model: nn.Module) -> Iterator[None]:
-        """Speak for the model after the block, too, if Transformers converts it to evaluate it, and nothing else changes."""
+        """Speak for the model after the block, too, if Transformers converts it to evaluate it."""
         # During a training Transformers converts nothing.
         converts = (args.bf16_full_eval or args.fp16_full_eval) and not self._is_running and self.speaks_for(model)
-        dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-        converted = digests_of(model, dtype=dtype) if converts else None
         yield
-        # Privacy: what else an evaluation has written into a model, such as means of the training data, no noise covers.
-        if converted is not None and digests_of(model) == converted:
+        if converts:
             self._leave(model)
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
