@@ -32,7 +32,7 @@ from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.gradient_recorder import recorders_in
+from doppler_hf.run.gradient_recorder import recorders_in, refuse_other_noise
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
@@ -137,13 +137,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
-        return PrivateRun(
-            self.args,
-            self.train_dataset,
-            num_trained=self.get_num_trainable_parameters(),
-            recorders=recorders_in(self.callback_handler.callbacks),
-            earlier=earlier,
-        )
+        num_trained = self.get_num_trainable_parameters()
+        run = PrivateRun(self.args, self.train_dataset, num_trained=num_trained, earlier=earlier)
+        if recorders_in(self.callback_handler.callbacks):
+            refuse_other_noise(run.mechanism.shape)
+        return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""

@@ -87,7 +87,6 @@ def planned_statement(
     *,
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
-    records_raw: bool = False,
     earlier: Earlier = NOTHING,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
@@ -125,7 +124,7 @@ def planned_statement(
             target_epsilon=args.target_epsilon,
             accountant="pld",
             steps_planned=steps,
-            private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
+            private=noise_multiplier > 0.0 and sampler.is_secret,
             noise_source=source,
             sampling=args.sampling,
         )

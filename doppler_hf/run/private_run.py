@@ -8,7 +8,7 @@ import contextlib
 import functools
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self, final
 
 import torch
@@ -29,7 +29,6 @@ from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
-from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.plan import NOTHING, Earlier, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.processes import (
     compare_terms,
@@ -55,7 +54,6 @@ class PrivateRun:
         args: The arguments.
         train_dataset: The private examples.
         num_trained: The number of weights that are trained.
-        recorders: The callbacks that record gradients.
         earlier: What the run goes on from.
 
     Attributes:
@@ -77,11 +75,9 @@ class PrivateRun:
         train_dataset: Any,
         *,
         num_trained: int,
-        recorders: Sequence[GradientRecorder] = (),
         earlier: Earlier = NOTHING,
     ) -> None:
         self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
-        self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self.steps: Steps | None = None
         self._loader: PrivateLoader | None = None
@@ -105,16 +101,8 @@ class PrivateRun:
         )
         resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
-        if recorders:
-            refuse_other_noise(shape)
         self.sampler.take_turns(shape.bands)
-        self.statement = planned_statement(
-            args,
-            sampler=self.sampler,
-            noise_shape=shape,
-            records_raw=bool(self._raw_recorders),
-            earlier=earlier,
-        )
+        self.statement = planned_statement(args, sampler=self.sampler, noise_shape=shape, earlier=earlier)
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._continues_rounds = self._take_up_rounds()
         self.ledger: PrivacyLedger | None = None
@@ -231,7 +219,6 @@ class PrivateRun:
             has_odds=has_odds,
             mechanism=self.mechanism,
             private_loss=self.private_loss,
-            raw_recorders=self._raw_recorders,
             sharding=sharding,
             dummy=dummy,
             reports_raw_loss=statement.train_loss == "raw",

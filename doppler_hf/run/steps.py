@@ -21,7 +21,6 @@ from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.noise import GaussianMechanism, PrivateLoss
 from doppler_hf.privacy.randomness import fill_generators
 from doppler_hf.run.checks.loss import TrainedLoss
-from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -39,7 +38,6 @@ class Steps:
         has_odds: Whether the rule for the model's class has −log p of one right class.
         mechanism: The mechanism that turns clipped sums into private gradients.
         private_loss: The private training loss; None if there is none.
-        raw_recorders: The callbacks that record sums without noise.
         sharding: Where the weights lie.
         dummy: A micro-batch of weight 0, for the passes in which other processes have more.
         reports_raw_loss: Whether the mean loss of a draw is shown as it is.
@@ -57,7 +55,6 @@ class Steps:
     has_odds: bool
     mechanism: GaussianMechanism
     private_loss: PrivateLoss | None
-    raw_recorders: Sequence[GradientRecorder]
     sharding: Sharding
     dummy: MicroBatch
     reports_raw_loss: bool
@@ -178,8 +175,6 @@ class Steps:
             self._add_clipped(self.dummy)
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self.clipped.max_grad_norm == self.mechanism.max_grad_norm
-        for recorder in self.raw_recorders:  # The statement then says that nothing is private.
-            recorder.record_raw_gradient(self.clipped.sums, self.mechanism.expected_batch_size)
         shards = {name: value for name, value in self.clipped.parameters.items() if isinstance(value, DTensor)}
         private = self.mechanism.privatize(self.clipped.sums, step=step, shards=shards)
         for name, gradient in private.items():
