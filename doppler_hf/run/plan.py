@@ -164,14 +164,7 @@ def mechanisms_of(
     shape: NoiseShape,
     first_step: int,
 ) -> tuple[GaussianMechanism, PrivateLoss | None]:
-    """Return what turns clipped sums into private gradients, and the private training loss if there is one.
-
-    Args:
-        args: The arguments.
-        statement: The run's statement, with the size of each noise.
-        shape: The shape of the gradient's noise.
-        first_step: The step at which the run begins.
-    """
+    """Return what turns clipped sums into private gradients, and the private training loss if there is one."""
 
     def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
         return GaussianMechanism(

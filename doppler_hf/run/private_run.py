@@ -50,23 +50,10 @@ class PrivateRun:
     In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
     epoch, and in every step what is in `steps`. A `with` statement around it all detaches the engine and ends the mechanism.
 
-    Args:
-        args: The arguments.
-        train_dataset: The private examples.
-        num_trained: The number of weights that are trained.
-        earlier: What the run goes on from.
-
     Attributes:
-        train_dataset, earlier: As given.
         statement: Every public number of the run, as in its ledger.
-        sampler: The sampler of the examples.
-        mechanism: The mechanism that turns clipped sums into private gradients.
-        private_loss: The private training loss; None if there is none.
         steps: What the run does in every step; None before `attach`, and after the run.
         ledger: The record of what was spent; None before `begin`.
-
-    Raises:
-        ValueError: If no noise reaches the target, or the budget is spent.
     """
 
     def __init__(
@@ -170,18 +157,7 @@ class PrivateRun:
         return self._loader
 
     def attach(self, model: nn.Module, loss: TrainedLoss, *, loader: Any, sharding: Sharding) -> None:
-        """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
-
-        Args:
-            model: The model to be trained.
-            loss: The trainer's loss of each example.
-            loader: The private loader, of whose examples some are used for the check.
-            sharding: Where the weights lie.
-
-        Raises:
-            ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
-                would not draw each from its share.
-        """
+        """Attach the engine of per-sample gradients until the run is closed, and check it on examples of the loader."""
         args, statement = self._args, self.statement
         if self._loader is None or loader is not self._loader:
             raise ValueError(
@@ -253,12 +229,7 @@ class PrivateRun:
     def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
 
-        Args:
-            step: Optimizer step, counted from 0.
-            others: What other trainings have spent on the weights, for a ledger that is opened.
-
-        Raises:
-            ValueError: If the budget does not allow a single step, or is overrun. The run has no ledger then.
+        What `others` have spent on the weights stands in a ledger that is opened. A refusal leaves the run without one.
         """
         assert self.ledger is None, "a run begins once"
         assert self.steps is not None, "a run begins once its engine is attached"
