@@ -39,7 +39,6 @@ from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -128,12 +127,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """The current run or the last one. Before the first training, the run that would begin."""
         self._run = self._run or self._new_run()
         return self._run
-
-    @property
-    def _steps(self) -> Steps:
-        assert self._run is not None, "a run begins before its steps"
-        assert self._run.steps is not None, "and its engine is attached"
-        return self._run.steps
 
     def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
@@ -241,7 +234,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        steps = self._steps
+        steps = self.privacy.steps
         steps.fill_generators()
         # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
         pieces = list(itertools.islice(epoch_iterator, num_batches if steps.affordable > 0 else 0))
@@ -301,7 +294,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        steps = self._steps
+        steps = self.privacy.steps
         losses = steps.add_piece(inputs)
         private_loss: Tensor | None = None
         if steps.is_complete:  # accelerate has wrapped the optimizer by now

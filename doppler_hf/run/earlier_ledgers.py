@@ -19,11 +19,7 @@ _SPENT: Final[dict[str, Spent]] = {}  # by the digests of the parameters that pr
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it.
-
-    Raises:
-        ValueError: If its own does not speak for its weights.
-    """
+    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it."""
     own = PrivacyLedger.load(checkpoint)
     unknown = own.unknown_weights(checkpoint)
     if unknown:

@@ -47,7 +47,8 @@ class PrivacyCallback(TrainerCallback):
         self._begun_with: str | None = None  # the digest of its parameters
 
     @property
-    def _steps(self) -> Steps:
+    def steps(self) -> Steps:
+        """What the current run does in every step."""
         assert self.run is not None, "a run begins before its steps"
         assert self.run.steps is not None, "and its engine is attached"
         return self.run.steps
@@ -117,8 +118,8 @@ class PrivacyCallback(TrainerCallback):
                 earlier_in_words(ledger): ledger.earlier,
                 f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                f"The budget allows {self._steps.affordable} of the {remaining} steps left, since earlier ones count. "
-                "Training will stop there.": self._steps.affordable < remaining,
+                f"The budget allows {self.steps.affordable} of the {remaining} steps left, since earlier ones count. "
+                "Training will stop there.": self.steps.affordable < remaining,
             }
             print_start(
                 run,
@@ -135,13 +136,13 @@ class PrivacyCallback(TrainerCallback):
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
-        ledger = self._steps.reserve()
+        ledger = self.steps.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient, which callbacks can read from here on."""
-        self._steps.count_release()
+        self.steps.count_release()
 
     def writer_lock(self, folder: str | Path) -> WriterLock:
         """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
@@ -218,7 +219,7 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
-        if self._steps.affordable <= 0 and state.global_step < state.max_steps:
+        if self.steps.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
             # As Transformers does after the last step of its plan.
             control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step

@@ -39,11 +39,7 @@ def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOpt
 def optimizer_of(
     args: DopplerTrainingArguments, model: nn.Module, *, run: PrivateRun, decayed: Collection[str]
 ) -> DopplerOptimizer:
-    """Return the `DopplerOptimizer` of the arguments, with weight decay for the parameters named `decayed`.
-
-    Raises:
-        ValueError: If `optim_target_modules` matches nothing.
-    """
+    """Return the `DopplerOptimizer` of the arguments, with weight decay for the parameters named `decayed`."""
     galore = GaloreArguments.parse(args.optim_args)
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)

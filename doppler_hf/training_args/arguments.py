@@ -207,7 +207,8 @@ class DopplerTrainingArguments(TrainingArguments):
             self.learning_rate = self.non_private_learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
-        self.low_pass_filter = canonical(self.low_pass_filter)
+        if self.low_pass_filter != AUTO:
+            self.low_pass_filter = str(LowPassFilter.parse(self.low_pass_filter))
         if self.report_train_loss == "private" and not self.disable_dp:
             if self.per_sample_max_loss is None:
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
@@ -227,9 +228,3 @@ class DopplerTrainingArguments(TrainingArguments):
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)
-
-
-def canonical(low_pass_filter: str) -> str:
-    """Return the shortest name of a filter in the grammar; `auto` is its own."""
-    name = low_pass_filter.strip()
-    return name if name == AUTO else str(LowPassFilter.parse(name))

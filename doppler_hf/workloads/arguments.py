@@ -29,9 +29,6 @@ def one_line_errors() -> Iterator[None]:
 
     Use it for the part of a script that reads its arguments, its data and its model. Leave training outside, where a
     `ValueError` is a defect that needs its traceback.
-
-    Raises:
-        SystemExit: If the block raised a `ValueError` or `MissingExtraError`, with its message.
     """
     try:
         yield
@@ -40,11 +37,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
-    """Refuse fields of a dataclass that are set and have no effect beside another.
-
-    Raises:
-        NoEffectError: If one of `names` has another value than its default.
-    """
+    """Refuse fields of a dataclass that are set and have no effect beside another."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in names and value != field.default:
@@ -120,11 +113,7 @@ def _parse(
 
 
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read the scalars of a flat YAML file, each as it is written, and lists and mappings as YAML does.
-
-    Raises:
-        ValueError: If there is no such file, it is not a YAML mapping from names to values, or a name has none.
-    """
+    """Read the scalars of a flat YAML file, each as it is written, and lists and mappings as YAML does."""
     import yaml
 
     if not path.is_file():

@@ -41,9 +41,6 @@ def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType
 
     PEFT knows the head from the task's name. For images it has none, and the head is `classifier`; a language model's is
     pretrained and stays frozen.
-
-    Raises:
-        ValueError: If PEFT finds no module by the given names.
     """
     config = lora_config(args, task_type=task_type)
     if config is None:
