@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
+from transformers import DefaultDataCollator, default_data_collator
 
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
@@ -86,15 +86,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         args: DopplerTrainingArguments | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *others: Any,
+        **options: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(
@@ -103,14 +96,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             )
         self._disable_dp = args.disable_dp
         trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
-        # Transformers' Seq2SeqTrainer, which may come next, has no such argument.
-        optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
-        super().__init__(
-            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class, model_init=model_init, compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
-        )  # fmt: skip
+        super().__init__(model, args, data_collator, train_dataset, *others, **options)
         self._run: PrivateRun | None = None
         self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None

@@ -185,7 +185,7 @@ def test_public_names():
         "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
         "auto_noise_shape", "autocorrelation",
         "butterworth", "corrected_noise_gain",
-        "corrected_output", "estimate_power", "filter_figures", "frequency_response",
+        "estimate_power", "filter_figures", "frequency_response",
         "group_delay", "impulse_response", "momentum", "moving_average",
         "noise_gain", "optimal_fir", "power_spectral_density", "step_response",
     ]  # fmt: skip

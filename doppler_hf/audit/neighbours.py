@@ -79,7 +79,7 @@ class NeighbourResult:
 
 
 def neighbour_distances(
-    trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, seed: int = 0, tolerance: float = ROUNDING
+    trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, tolerance: float = ROUNDING
 ) -> NeighbourResult:
     """Train on neighbouring batches without moving the weights, and measure how far apart their clipped sums are.
 
@@ -89,9 +89,8 @@ def neighbour_distances(
     Args:
         trainer: A trainer with privacy, before or after training.
         pairs: How many pairs of batches.
-        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32.
-        seed: Chooses the units. The tested one is first the largest unit, then the smallest, one of the rarest label, then
-            any.
+        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32. The
+            tested one is first the largest unit, then the smallest, one of the rarest label, then any.
         tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
 
     Raises:
@@ -115,7 +114,7 @@ def neighbour_distances(
             "without randomness, or mask in the data set."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
-    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)
+    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, labels=labels)
     with restored(trainer), tempfile.TemporaryDirectory() as folder, held_coins(trainer, loader):
         trainer.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), trainer._new_run, []
 
@@ -160,7 +159,7 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 
 
 def neighbouring_draws(
-    run: PrivateRun, *, pairs: int, size: int, seed: int, labels: Int[np.ndarray, " units"] | None = None
+    run: PrivateRun, *, pairs: int, size: int, seed: int = 0, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
     """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
     generator, sampler = np.random.default_rng(seed), run.sampler

@@ -73,14 +73,6 @@ def power_spectral_density(
     return frequencies, density[: len(frequencies)].mean(axis=1)
 
 
-def corrected_output(
-    filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
-) -> Float64[np.ndarray, "steps dimension"]:
-    """Return the optimizer's m̂_t = m_t / c_t for a series, shape (steps, dimension), from zero states on."""
-    series = _checked(series)
-    return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
-
-
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
     """Return the share of white noise power in m̂_t, for at least one step: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ²."""
     return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2

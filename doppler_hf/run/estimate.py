@@ -24,7 +24,6 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.update import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
-from doppler_hf.privacy.clipping.clipped_gradients import Engine
 from doppler_hf.run.memory import move_in, without_memory
 
 _TIMES: Final = 3
@@ -40,7 +39,6 @@ class Setting:
     micro_batch: int
     processes: int
     bandwidth: float | None
-    engine: Engine
     base: Base
     low_pass_filter: LowPassFilter
     noise_shape: NoiseShape
@@ -88,7 +86,7 @@ def seconds_of_step(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
     less, more = max(1, setting.micro_batch // 2), max(2, setting.micro_batch)
-    with ClippedGradients(model, engine=setting.engine, clipping="automatic") as clipped:
+    with ClippedGradients(model, clipping="automatic") as clipped:
 
         def a_pass_over(inputs: dict[str, Tensor]) -> None:
             clipped.backward(losses_of(inputs))
@@ -122,7 +120,7 @@ def bytes_of_step(
     with without_memory(on_cuda=on_cuda) as peak:
         move_in(model)
         weights = peak.bytes
-        clipped = ClippedGradients(model, engine=setting.engine, clipping="automatic")
+        clipped = ClippedGradients(model, clipping="automatic")
         clipped.on_accelerator = clipped.in_kernels = on_cuda
         with clipped:
             sums = sum(total.nbytes for total in clipped.sums.values())

@@ -17,7 +17,6 @@ from doppler_hf.filters import (
     PAPER_FILTERS,
     NoiseShape,
     corrected_noise_gain,
-    corrected_output,
     estimate_power,
     step_response,
 )
@@ -59,11 +58,6 @@ class GradientRecorder(TrainerCallback):
     def private(self) -> Float64[np.ndarray, "steps dimensions"]:
         """The private gradients, one row for each step."""
         return self._series(self._private)
-
-    @property
-    def filtered(self) -> Float64[np.ndarray, "steps dimensions"]:
-        """The filtered gradients m̂ of the optimizer, one row for each step, up to the rounding of its states."""
-        return corrected_output(self.low_pass_filter, self.private) if self._private else self.private
 
     def _series(self, rows: list[Float[np.ndarray, " dimensions"]]) -> Float64[np.ndarray, "steps dimensions"]:
         return np.array(rows, dtype=np.float64).reshape(len(rows), self.dimensions)

@@ -21,19 +21,14 @@ from doppler_hf.filters.grammar import did_you_mean
 class GaloreArguments:
     """The arguments in `optim_args`.
 
-    Args:
-        rank: Columns of the projector P.
-        update_proj_gap: Optimizer steps from one projector to the next.
-        scale: Factor of the update that is projected back.
-
     Example:
         >>> GaloreArguments.parse("rank=64, scale=1.0").rank
         64
     """
 
-    rank: int = 128
-    update_proj_gap: int = 200
-    scale: float = 0.25
+    rank: int = 128  # columns of the projector
+    update_proj_gap: int = 200  # optimizer steps from one projector to the next
+    scale: float = 0.25  # factor of the update that is projected back
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -46,20 +46,10 @@ def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
 
 
 def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Read an optional recipe and the flags that override it.
-
-    Args:
-        dataclass_types: Dataclasses whose fields are the known names.
-        argv: The command line without the program's name, optionally with the path of a YAML recipe first; by default
-            that of the running program.
+    """Read an optional recipe, the path of a YAML file, and the flags that override it, by default the running program's.
 
     Returns:
         One instance of each of `dataclass_types`, in their order; Transformers' `do_train` and `do_eval` are on by default.
-
-    Raises:
-        ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
-        NoEffectError: If a field has no effect beside another, unless a flag overrules the recipe so.
-        SystemExit: If argparse finds a value of the wrong type or misses a required field.
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     fields = [field.name for types in dataclass_types for field in dataclasses.fields(types) if field.init]

@@ -83,7 +83,7 @@ def test_parts_add_up_to_a_step(base, kept, monkeypatch):
         hollow = nn.Linear(4, 5, bias=False)
     model = nn.Linear(4, 5, bias=False)
     setting = Setting(
-        batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, engine="book_keeping", base=base,
+        batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, base=base,
         low_pass_filter=LowPassFilter.parse("momentum"), noise_shape=NoiseShape.parse("banded:bands=3"),
     )  # fmt: skip
 
