@@ -136,7 +136,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
-        self._forget_earlier_training()
+        # Transformers builds anew, as after `model_init`, what is of an earlier training, its model and its arguments.
+        self.model_wrapped = self.model
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+            self.optimizer = self.lr_scheduler = None
         self._prepare_model()
         note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
@@ -163,15 +166,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
             run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
-
-    def _forget_earlier_training(self) -> None:
-        """Let Transformers build anew, as after `model_init`, what it keeps of an earlier training.
-
-        The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
-        """
-        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
-            self.optimizer = self.lr_scheduler = None
-        self.model_wrapped = self.model
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.

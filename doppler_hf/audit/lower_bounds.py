@@ -49,7 +49,7 @@ def one_run_epsilon(
     the auditor, and with r = m the cut between "in" and "out" is moved to the nearest place where no tie is cut.
 
     Args:
-        scores: One finite score for each canary; higher means more likely to be in the data.
+        scores: One score for each canary; higher means more likely to be in the data.
         included: The coins, true for "in". They must be fair, independent, and unknown to the attack that made the scores.
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
@@ -58,7 +58,7 @@ def one_run_epsilon(
         The bound, in [0, ∞); 0 says that nothing was shown.
 
     Raises:
-        ValueError: If no canary is in or none is out, or confidence is out of its range.
+        ValueError: If scores are not finite, coins are not booleans, all are alike, or confidence is out of its range.
 
     Example:
         >>> import numpy as np
@@ -68,7 +68,7 @@ def one_run_epsilon(
         >>> round(one_run_epsilon(scores, included, delta=0.0), 1)
         2.4
     """
-    _check(included, confidence)
+    _check(scores, included, confidence=confidence)
     canaries = len(scores)
     tallies = _right_guesses(scores, included)
     error = (1 - confidence) / len(tallies)
@@ -117,7 +117,7 @@ def clopper_pearson_epsilon(
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
     """
-    _check(included, confidence)
+    _check(scores, included, confidence=confidence)
     inside, outside = scores[included], scores[~included]
     # The negatives' bound is the positives' with the two groups, and the direction of the scores, exchanged.
     pairs = [(inside, outside), (-outside, -inside)]
@@ -189,7 +189,13 @@ def _ranks(size: int) -> Int[np.ndarray, " ranks"]:
     return np.unique(np.rint(_RANK_RATIO ** np.arange(steps + 1)).astype(np.int64))
 
 
-def _check(included: Bool[np.ndarray, " canaries"], confidence: float) -> None:
+def _check(scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, confidence: float) -> None:
+    if included.dtype != np.bool_:  # Zeros and ones would be taken for positions.
+        raise ValueError(f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool).")
+    if not np.isfinite(scores).all():
+        raise ValueError(
+            "scores must be finite, got others. Where an attack diverged give a constant, without a look at the coin."
+        )
     if included.all() or not included.any():
         raise ValueError(
             f"included must have canaries in and out, got {int(included.sum())} in and {int((~included).sum())} out. Flip a "

@@ -60,12 +60,7 @@ def group_delay(
 ) -> Float64[np.ndarray, " frequencies"]:
     """Return by how many steps a filter delays a signal around each frequency: -dφ/dω; at 0, Σ_τ τ κ_τ.
 
-    Args:
-        filter: The filter.
-        frequencies: As fractions of Nyquist, in [0, 1], shape (frequencies,).
-
-    Returns:
-        Steps, shape (frequencies,); NaN at a frequency that the filter removes (gain below 1e-9).
+    Frequencies are fractions of Nyquist. At one that the filter removes (gain below 1e-9) it is NaN.
     """
     passed = np.abs(frequency_response(filter, frequencies)) >= _REMOVED
     turns = np.exp(-1j * np.pi * frequencies[passed])

@@ -37,14 +37,9 @@ class PlannedRun:
         return self.expected_batch_size / self.num_examples
 
     @property
-    def noise_std(self) -> float:
-        """σC/B, per coordinate of the mean gradient of one step."""
-        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-
-    @property
     def average_noise_std(self) -> float:
         """σC/(B√T), per coordinate of the average of all T mean gradients; a filter, of gain 1 there, hardly changes it."""
-        return self.noise_std / math.sqrt(self.steps)
+        return self.noise_multiplier * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
 
     @property
     def examples_processed(self) -> int:

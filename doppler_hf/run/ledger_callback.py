@@ -25,7 +25,7 @@ from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_di
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
 from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
-from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
+from doppler_hf.run.optimizer import first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.steps import Steps
@@ -87,8 +87,11 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        rate, low_pass_filter = learning_rate_in_words(args, optimizer), filter_in_words(args, optimizer.low_pass_filter)
-        self._words = {"rate": rate, "filter": low_pass_filter}
+        chosen = " (auto)" if args.low_pass_filter == "auto" else ""
+        self._words = {
+            "rate": learning_rate_in_words(args, optimizer),
+            "filter": f"{optimizer.low_pass_filter}{chosen}",
+        }
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
         rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
@@ -96,13 +99,12 @@ class PrivacyCallback(TrainerCallback):
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
         self._is_running = True
-        # Privacy: buffers that were filled since the training before are no part of what this one begins with.
+        # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are no
+        # part of what this one begins with. A checkpoint's weights are compared with its ledger, and a new model has none.
         is_known = any(digests.parameters == known.parameters for known in ledger.models)
-        is_filled = is_known and digests not in ledger.models
-        # Privacy: nor are weights that something else has trained since. A checkpoint's are compared with its ledger.
-        is_same = self._trained is not None and self._trained() is kwargs["model"]
-        is_another = is_same and step == 0 and not is_known and ledger.steps_run > 0
-        self._untrained = None if is_filled or is_another else untrained_digest(kwargs["model"])
+        is_same = self._trained is not None and self._trained() is kwargs["model"] and step == 0 and ledger.steps_run > 0
+        is_changed = (is_known or is_same) and digests not in ledger.models
+        self._untrained = None if is_changed else untrained_digest(kwargs["model"])
         self._trained, self._begun_with = weakref.ref(kwargs["model"]), digests.parameters
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))

@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.filter_and_noise import chosen_filter
 from doppler_hf.run.learning_rate import chosen_learning_rate
@@ -71,8 +70,3 @@ def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Return the trained weights of two or more dimensions but embeddings, whose rows are no directions of one map."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return {p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in tables}
-
-
-def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter) -> str:
-    """Return the filter, and whether it was chosen."""
-    return f"{low_pass_filter} (auto)" if args.low_pass_filter == "auto" else str(low_pass_filter)

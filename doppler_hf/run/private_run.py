@@ -8,7 +8,6 @@ import contextlib
 import functools
 import secrets
 import warnings
-from collections.abc import Mapping
 from typing import Any, Self, final
 
 import torch
@@ -204,11 +203,6 @@ class PrivateRun:
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
         return contextlib.nullcontext() if self.steps is None else self.steps.clipped.unwatched()
-
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Layers without a rule in the engine, by name, with the way in which their gradient is computed."""
-        return {} if self.steps is None else self.steps.clipped.fallbacks
 
     @property
     def settled_noise_std(self) -> float:

@@ -168,8 +168,6 @@ class Sharding:
 
     def most_passes(self, number: int) -> int:
         """Return the most passes of a process in a draw, given those of this one; called by every process."""
-        if not self.is_asked_for:
-            return number
         most = torch.tensor(number, device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return int(most)

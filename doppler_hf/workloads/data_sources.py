@@ -64,13 +64,9 @@ def glue_task(task_name: str) -> GlueTask:
 
 
 def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--dataset_dir") -> "DatasetDict":
-    """Load the labelled splits of a GLUE task.
+    """Load the labelled splits of a GLUE task, from the hub or a folder, which the argument `flag` takes.
 
-    Args:
-        task_name: One of the nine GLUE tasks.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet` (MNLI: `validation_matched.parquet`,
-            `validation_mismatched.parquet` or both); by default the hub.
-        flag: The argument that takes such a folder, for messages.
+    It has `train.parquet` and `validation.parquet`, of MNLI `validation_matched.parquet` or the mismatched one.
     """
     task = glue_task(task_name)
     names = {split: split for split in ("train", *task.validation_splits)}
@@ -87,11 +83,7 @@ def load_images(
 ) -> "DatasetDict":
     """Load `train` and `test` of labelled images: `image` (decoded to PIL images), `label` (with names) and that of units.
 
-    Args:
-        dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
-        dataset_dir: A folder with `train.parquet` and `test.parquet`.
-        unit_column: The column of the training split whose equal values make one unit of privacy, or None.
-        flag: The argument that takes such a folder, for messages.
+    They come from the hub, from scikit-learn (`digits`), or from a folder, which the argument `flag` takes.
     """
     if dataset_dir is None and dataset_name == "digits":
         return _as_images(_load_digits(), unit_column)
@@ -110,11 +102,7 @@ def load_rows(
 ) -> "DatasetDict":
     """Load `train` and `validation` of a data set, with all of their columns.
 
-    Args:
-        dataset_name: Name on the hub. Without effect if there is a folder.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet`.
-        dataset_config: The hub's configuration of the data set.
-        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
+    `validation_split` is the hub's split to evaluate on, or a part of it, as `test[:1000]`.
     """
     names = {"train": "train", "validation": validation_split}
     return _load(dataset_name, dataset_config, splits=names, dataset_dir=dataset_dir, flag="--dataset_dir")

@@ -189,11 +189,14 @@ def test_less_delta_and_less_confidence_show_more(bound):
     assert bound(scores, included, delta=1e-5) == by_confidence[1]
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "scores must be finite"),
         (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
+        (dict(included=np.array([0, 1, 1, 0])), r"got int64. Use included.astype\(bool\)"),
         (dict(confidence=1.0), r"confidence must lie in \(0, 1\), got 1.0"),
     ],
 )
