@@ -91,10 +91,8 @@ class GradientRecorder(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Record the private gradient, just before the optimizer reads it."""
         if state.is_world_process_zero:
-            gradients = [p.grad for p in self._parameters.values()]
-            assert all(gradient is not None for gradient in gradients), "a trained parameter has no private gradient"
             assert self._sketch is not None
-            self._private.append(self._sketch([gradient for gradient in gradients if gradient is not None]))
+            self._private.append(self._sketch([p.grad for p in self._parameters.values() if p.grad is not None]))
 
     def add_estimates(self, logs: dict[str, float]) -> None:
         """Add the power of signal and noise since the last training log to a new one (modified in place).

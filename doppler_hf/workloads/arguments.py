@@ -60,46 +60,39 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         scalars, structured = read_recipe(recipe)
         _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    while True:
+
+    def parsed() -> tuple[Any, ...]:
+        parser = HfArgumentParser(
+            dataclass_types,
+            # argparse's own usage would list some 150 flags before every one-line error.
+            usage="%(prog)s [recipe.yaml] [--field value ...]",
+            # An abbreviation that is unique today may mean another field after an upgrade of transformers.
+            allow_abbrev=False,
+        )
+        # A script trains and evaluates unless it is told not to.
+        parser.set_defaults(**{name: True for name in ("do_train", "do_eval") if name in fields}, **structured)
+        words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
+        # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
+        _, unknown = parser.parse_known_args(words)
+        # argparse returns a misspelt flag together with its value; a value alone is a stray word.
+        names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
+        _refuse(names or unknown, fields, where="The command line")
+        return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
+
+    found = None
+    while found is None:
         try:
-            return _parse(dataclass_types, scalars, structured, flags, fields=fields)
+            found = parsed()
         except NoEffectError as error:
+            # A flag such as --disable_dp overrules what the recipe says beside it.
             of_recipe = next((kind for kind in (scalars, structured) if error.name in kind), None)
             if of_recipe is None or error.name in given or error.beside not in given:
                 raise
             value = of_recipe.pop(error.name)
             logger.warning("%s=%s of the recipe is left out: it has no effect with --%s.", error.name, value, error.beside)
-
-
-def _parse(
-    dataclass_types: Sequence[type],
-    scalars: dict[str, str],
-    structured: dict[str, Any],
-    flags: Sequence[str],
-    *,
-    fields: Sequence[str],
-) -> tuple[Any, ...]:
-    """Build the dataclasses from what a recipe says and the flags after it."""
-    parser = HfArgumentParser(
-        dataclass_types,
-        # argparse's own usage would list some 150 flags before every one-line error.
-        usage="%(prog)s [recipe.yaml] [--field value ...]",
-        # An abbreviation that is unique today may mean another field after an upgrade of transformers.
-        allow_abbrev=False,
-    )
-    # A script trains and evaluates unless it is told not to.
-    parser.set_defaults(**{name: True for name in ("do_train", "do_eval") if name in fields}, **structured)
-    words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
-
-    # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
-    _, unknown = parser.parse_known_args(words)
-    # argparse returns a misspelt flag together with its value; a value alone is a stray word.
-    names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse(names or unknown, fields, where="The command line")
-    parsed = tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
-    if any(getattr(args, "do_predict", False) for args in parsed):
+    if any(getattr(args, "do_predict", False) for args in found):
         raise ValueError("do_predict=True has no effect: only labelled examples are read. Leave it out.")
-    return parsed
+    return found
 
 
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
