@@ -234,6 +234,7 @@ class Witness:
             rest = {name: change[name] - alone[name] for name in both}
             bound = self._mechanism.max_grad_norm
             self.moved.append((norm_of(change.values()) / bound, norm_of(rest.values()) / bound))
+        # No weight moves, so that the three draws of a pair meet the same model.
         return {name: torch.zeros_like(part_here(shards.get(name, total))) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -275,6 +276,7 @@ def witnesses_of(run: PrivateRun) -> list[Witness]:
 def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
     """Return the arguments of a training that moves no weight, and leaves nothing behind."""
     args = copy.copy(args)
+    # White noise: under another shape a unit could not be in two draws that follow each other.
     changes = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
         "noise_shape": "white",

@@ -89,7 +89,7 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     def check_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if trainer.args.disable_dp:  # a baseline, of which there is nothing to check
             return train(trainer, *args, **options)
-        replaced.stop()
+        replaced.stop()  # the check itself trains
         raise _Checked(check(trainer))
 
     replaced = mock.patch.object(DopplerTrainer, "train", check_instead)

@@ -143,6 +143,7 @@ def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[
         if (length, batch_size) == (epochs, run.expected_batch_size):
             return run
         try:
+            # A table shows three digits, for which the rough grid is enough.
             return replace(same, epochs=length, batch_size=batch_size).solve(rough=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None

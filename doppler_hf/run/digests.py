@@ -141,5 +141,6 @@ def sums_of_rows(shard: Tensor) -> Tensor:
     size = shard.numel() * shard.itemsize
     begin = first_row(shard) * (size // len(shard))
     cut = min(max(0, size // 8 * 8 - begin), len(flat))
+    # Filled up with zeros at both ends, so that its words begin where those of the whole do.
     words = F.pad(flat[:cut], (begin % 8, -(begin + cut) % 8))
     return torch.stack([words.view(torch.int64).sum(), flat[cut:].sum(dtype=torch.int64)])

@@ -69,6 +69,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         else:
             marks.append(time.process_time() / torch.get_num_threads())
         work()
+    # Without the first time, in which caches are cold and kernels are chosen.
     return float(np.median(np.diff(marks[1:])))
 
 

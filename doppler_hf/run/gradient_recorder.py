@@ -108,6 +108,7 @@ class GradientRecorder(TrainerCallback):
         b, a = self.low_pass_filter.b, self.low_pass_filter.a
         filtered, self._filter_states = scipy.signal.lfilter(b, a, rows, axis=0, zi=self._filter_states)
         settling = slice(first_step, None)
+        # The optimizer divides by the step response, too, while the filter settles.
         filtered /= step_response(self.low_pass_filter, self._steps_logged)[settling, None]
         before = estimate_power(rows, noise_std=self.noise_std)
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}

@@ -58,6 +58,7 @@ def optimizer_of(
         [group for group in groups if group["params"]],
         lr=chosen_learning_rate(args, run.statement, model=model),
         low_pass_filter=low_pass_filter,
+        # Muon is AdamBC whose updates of some groups are orthogonalized.
         base="adam_bc" if args.base_optimizer == "muon" else args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,

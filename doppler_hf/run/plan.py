@@ -141,6 +141,7 @@ def planned_statement(
         if not changed:
             return again
         if steps > earlier.step and continued.plans:
+            # Results may have led to the new terms, so that plans add up: each has its own part of ε and δ.
             ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
             target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
@@ -154,6 +155,7 @@ def planned_statement(
         strategy=noise_shape.c,
         sampling=args.sampling,
     )
+    # 1/σ² is divided between gradient and loss, so that each has more noise than both together.
     return under(joint / math.sqrt(of_gradient))
 
 

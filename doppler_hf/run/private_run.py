@@ -73,6 +73,7 @@ class PrivateRun:
             num_examples=len(train_dataset),
             expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             micro_batches=args.gradient_accumulation_steps,
+            # All views of an example are rows of one micro-batch, whose rows are limited.
             micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
             world_size=args.world_size,
@@ -87,6 +88,7 @@ class PrivateRun:
         )
         resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
+        # Shaped noise protects a unit that takes part at most once in so many steps.
         self.sampler.take_turns(shape.bands)
         self.statement = planned_statement(args, sampler=self.sampler, noise_shape=shape, earlier=earlier)
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)

@@ -202,6 +202,7 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
+            # Trainer clips the whole gradient, and would rescale the private one together with its noise.
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         if self.learning_rate is None and self.disable_dp:
             self.learning_rate = self.non_private_learning_rate

@@ -64,5 +64,6 @@ def lora_config(args: LoraArguments, *, task_type: TaskType) -> "LoraConfig | No
         # PEFT knows all-linear only as a plain string.
         target_modules="all-linear" if names == ["all-linear"] else names,
         task_type=task_type,
+        # Without a task PEFT would freeze the head, which is new.
         modules_to_save=["classifier"] if task_type is None else None,
     )
