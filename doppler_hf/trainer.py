@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import DefaultDataCollator, default_data_collator
+from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
@@ -107,6 +107,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             data_checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
+
+    __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]  # whose arguments a notebook then shows
 
     @property
     def private_run(self) -> PrivateRun:

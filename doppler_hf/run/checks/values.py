@@ -86,17 +86,25 @@ def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[i
 
 
 def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first stored row that exceeds it."""
+    """Yield for each limit the first scanned row that exceeds it, for some seconds."""
+    # In the order in which they lie: of a shuffled table each row would have to be looked up.
+    places = None if examples._indices is None else examples._indices.column(0).to_numpy()
+    rows: Any = range(len(examples)) if places is None else np.unique(places)
     end = time.monotonic() + MOST_SECONDS
     for column in {limit.column for limit in limits}:
-        left, first = {limit for limit in limits if limit.column == column}, 0
-        for table in examples.with_format("arrow").select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
-            for chunk in table[column].chunks if time.monotonic() < end else ():
+        left = {limit for limit in limits if limit.column == column}
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            if time.monotonic() > end:
+                return
+            of_block = rows[start : start + _ROWS_AT_ONCE]
+            block = examples.data.column(column).slice(int(of_block[0]), int(of_block[-1]) - int(of_block[0]) + 1)
+            for chunk in (block if places is None else block.take(of_block - of_block[0])).chunks:
                 for limit in [limit for limit in left if limit.is_exceeded(_found(chunk, limit))]:
                     row = next(row for row in range(len(chunk)) if limit.is_exceeded(_found(chunk.slice(row, 1), limit)))
                     left.remove(limit)
-                    yield first + row, limit
-                first += len(chunk)
+                    index = int(of_block[row])
+                    yield index if places is None else int(np.flatnonzero(places == index)[0]), limit
+                of_block = of_block[len(chunk) :]
 
 
 def _found(chunk: Any, limit: Limit) -> np.ndarray:
