@@ -32,7 +32,7 @@ from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.gradient_recorder import recorders_in, refuse_other_noise
+from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
@@ -120,8 +120,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         num_trained = self.get_num_trainable_parameters()
         run = PrivateRun(self.args, self.train_dataset, num_trained=num_trained, earlier=earlier)
-        if recorders_in(self.callback_handler.callbacks):
-            refuse_other_noise(run.mechanism.shape)
+        if (shape := run.mechanism.shape).bands > 1 and recorders_in(self.callback_handler.callbacks):
+            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
         return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

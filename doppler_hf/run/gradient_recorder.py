@@ -15,7 +15,6 @@ from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
-    NoiseShape,
     corrected_noise_gain,
     estimate_power,
     step_response,
@@ -116,12 +115,6 @@ class GradientRecorder(TrainerCallback):
             gains = corrected_noise_gain(self.low_pass_filter, self._steps_logged)[settling]
             after = float(np.mean(filtered**2)) / (self.noise_std**2 * float(gains.mean())) - 1
             logs |= {"snr_before": before.snr, "snr_after": after}
-
-
-def refuse_other_noise(shape: NoiseShape) -> None:
-    """Refuse to record under noise that is not white."""
-    if not shape.is_white:
-        raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:
