@@ -8,6 +8,10 @@ import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A disk takes some ms to make, replace or remove a file; memory, where there is enough, takes none.
+with contextlib.suppress(OSError):
+    if shutil.disk_usage("/dev/shm").free > 2**32:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 # Secrets of rounds, which a run keeps for whoever resumes it.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
 # Triton's kernels, without a GPU. It is read when Triton is imported.
@@ -83,6 +87,12 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 def own_caches(tmp_path, monkeypatch):
     """Keep what `datasets` caches apart from other tests'."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Leave them out of reports, of whose time they take most."""
+    monkeypatch.setattr("doppler_hf.reports.run_report._svg", lambda figure: "")
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ show(kernels._sum_normalized, kinds, 4, [STORED], ROWS=32, COLUMNS=128)
 """
 
 
+@pytest.mark.thorough
 def test_the_compiler_takes_the_kernels_for_tensor_cores_and_wide_loads():
     """A lane of the noise has eight numbers, each written once, and kept beside if it is shaped.
 

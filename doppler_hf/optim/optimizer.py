@@ -252,13 +252,11 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
         raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
     if group["orthogonal"] and rank is not None:
-        raise ValueError(
-            f"orthogonal must be False in a group with a rank, got True with rank={rank}. Leave one of them out."
-        )
+        raise ValueError(f"A group with rank={rank} must have orthogonal=False, got True. Leave one of them out.")
     if group["orthogonal"] and any(isinstance(p, DTensor) for p in group["params"]):
         raise ValueError(
-            "orthogonal must be False for parameters in shards, of which no process has a whole matrix, got True. In a "
-            "trainer's arguments leave base_optimizer='muon' out."
+            "Parameters in shards must have orthogonal=False, since no process has a whole matrix, got True. Leave "
+            "base_optimizer='muon' out of a trainer's arguments, or orthogonal out of a group."
         )
     if rank is not None and not any(is_projected(p, group) for p in group["params"]):
         raise ValueError(f"rank must be below the shorter side of some matrix, got {rank} and no such matrix. Lower it.")

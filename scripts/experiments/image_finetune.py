@@ -40,12 +40,7 @@ TOGETHER: Final = 32
 PER_FILE: Final = 2500
 EPSILONS: Final = (1.0, 2.0, 3.0, 8.0)
 FIRST_SEED: Final = 10
-SETTINGS: Final = {
-    "per_device_train_batch_size": 2500,
-    "max_steps": 180,
-    "per_sample_max_grad_norm": 10.0,
-    "clipping": "vanilla",
-}
+SETTINGS: Final = {"per_device_train_batch_size": 2500, "max_steps": 180, "clipping": "automatic"}
 RATE_WITHOUT_PRIVACY: Final = 1e-3
 EPOCHS_WITHOUT_PRIVACY: Final = 6
 TUNING_SEEDS: Final = (100, 101)

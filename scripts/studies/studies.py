@@ -155,6 +155,12 @@ STUDIES: Final[Mapping[str, Study]] = {
         ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", *FINE_TUNED_LONG),
         FULL_SCALE,
     ),
+    "muon": Study(
+        "Do orthogonalized updates gain from scratch?",
+        {"AdamBC": shaped("auto", "auto"), "Muon": shaped("auto", "auto", base_optimizer="muon")},
+        FROM_SCRATCH,
+        ("mnist", "cifar10"),
+    ),
     "users": Study(
         "What is a user's contribution to be, if it is protected as a whole?",
         {

@@ -23,7 +23,7 @@ from scripts.studies.studies import Study, fits
 from scripts.studies.tasks import Task
 
 # Where the search for a learning rate begins.
-FIRST_RATES: Final[Mapping[str, float]] = {"sgd": 2.0, "adam": 4e-3, "adam_bc": 4e-3}
+FIRST_RATES: Final[Mapping[str, float]] = {"sgd": 2.0, **dict.fromkeys(("adam", "adam_bc", "muon"), 4e-3)}
 # From three rates at which nothing is learnt to the next three, and how often.
 _LEAP, _MOST_LEAPS = 8, 3
 DEFAULT_BASE: Final = DopplerTrainingArguments.base_optimizer

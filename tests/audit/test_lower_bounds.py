@@ -120,7 +120,7 @@ def test_randomized_response_is_not_overestimated(bound, canaries):
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.03), (1.0, 0.05)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.03), *thorough((1.0, 0.05))])
 def test_failures_of_probability_delta_are_not_taken_for_epsilon(bound, epsilon, delta):
     # Among the 500 scores some 15 or 25 are certain, and they are the highest and the lowest. False alarm 1e-6.
     count = overshoots(

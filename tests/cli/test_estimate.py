@@ -15,6 +15,7 @@ from doppler_hf.run import estimate as module
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
 from doppler_hf.run.memory import Peak
 from scripts.bench import estimates
+from tests.support.tiers import further, thorough
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 CONFIGS = {
@@ -30,7 +31,7 @@ def words(folder, task, *more):
     return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", "--micro-batch", "2", *length, *more]
 
 
-@pytest.mark.parametrize("task", CONFIGS)
+@pytest.mark.parametrize("task", further([*CONFIGS], quick=["causal-lm"]))
 def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert main(words(tmp_path, task, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
@@ -43,10 +44,10 @@ def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
 
 def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
     found = []
-    for gib in (1, 5e-4, 1e-6):
+    for gib in (1, 5e-4):
         assert main(words(tmp_path, "causal-lm", "--json", f"--memory={gib}")) == 0
         found.append(json.loads(capsys.readouterr().out))
-    assert [each["proposed"] for each in found] == [8, 4, None]  # of a batch of 8
+    assert [each["proposed"] for each in found] == [8, 4]  # of a batch of 8
     assert main(words(tmp_path, "causal-lm", "--json", "--memory=1", "--processes=4", "--bandwidth=1e9")) == 0
     assert json.loads(capsys.readouterr().out)["proposed"] == 2  # of which each process has two
     assert found[1]["peak_bytes"] <= 0.9 * 5e-4 * 2**30 < found[0]["peak_bytes"]
@@ -101,7 +102,7 @@ def test_parts_add_up_to_a_step(base, kept, monkeypatch):
     assert found == {"weights": 80, "optimizer": 80 * kept, "earlier noise": 80, "clipped sums": 80}
 
 
-@pytest.mark.parametrize("point", ["bert-lora", "vit", "gpt2", "bert"])
+@pytest.mark.parametrize("point", ["bert-lora", *thorough("vit", "gpt2", "bert")])
 def test_the_peak_of_a_training_is_what_was_estimated(point, monkeypatch):
     args = estimates.BenchArguments(steps=1)
     point = replace(estimates.POINTS[point], batch_size=16, micro_batch=8)

@@ -45,7 +45,7 @@ def test_a_design_is_shown_with_its_coefficients(capsys):
     assert all(f"{value:.6g}" in text for value in (*butterworth(2, 0.1).b, *butterworth(2, 0.1).a))
 
 
-@pytest.mark.parametrize("options", [[], ["--noise=banded:bands=4"]])
+@pytest.mark.parametrize("options", [*thorough([]), ["--noise=banded:bands=4"]])
 @pytest.mark.parametrize("ending", ["png", *thorough("svg", "pdf")])
 def test_picture_is_written_into_a_new_folder(options, ending, tmp_path, capsys):
     path = tmp_path / "new" / f"filters.{ending}"

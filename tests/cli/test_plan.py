@@ -44,7 +44,7 @@ def one_cell(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize("given", ["--epsilon=3", "--noise-multiplier=1"])
+@pytest.mark.parametrize("given", [*thorough("--epsilon=3"), "--noise-multiplier=1"])
 def test_json_holds_every_number(capsys, given):
     words = [word for word in WORDS if word not in ("--epsilon", "3")]
     plan = json.loads(printed([*words, given, *FILTER, "--json", "--max_grad_norm=0.5"], capsys))
@@ -94,22 +94,22 @@ def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("one_cell")
-def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white_noise(capsys):
-    words = ["plan", "--num-examples", "61200", "--batch-size", "1200", "--epsilon", "8", "--json"]
-    for given in ("--epochs=1", "--max-steps=51", "--epochs=1 --sampling=poisson"):
-        plan = json.loads(printed([*words, *given.split()], capsys))
-        shape = NoiseShape.parse(plan["noise_shape"])
-        assert shape.is_white == given.endswith("poisson")
-        # Of 51 steps, rounds leave one or three, by the bands.
-        left_out = 51 % (shape.bands * (51 // shape.bands)) if given == "--epochs=1" else 0
-        assert plan["steps"] == 51 - left_out
-        assert (left_out > 0) == (given == "--epochs=1")
-        releases = Releases(plan["noise_multiplier"], 1200 / 61_200, plan["steps"], shape.c, plan["sampling"])
-        assert plan["epsilon"] == pytest.approx(get_total_epsilon([releases], delta=61_200**-1.1), rel=1e-12)
+@pytest.mark.parametrize("given", ["--epochs=1", "--epochs=1 --sampling=poisson", *thorough("--max-steps=51")])
+def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white_noise(given, capsys):
+    words = ["plan", "--num-examples", "61200", "--batch-size", "1200", "--epsilon", "8", "--json", *given.split()]
+    plan = json.loads(printed(words, capsys))
+    shape = NoiseShape.parse(plan["noise_shape"])
+    assert shape.is_white == given.endswith("poisson")
+    # Of 51 steps, rounds leave one or three, by the bands.
+    left_out = 51 % (shape.bands * (51 // shape.bands)) if given == "--epochs=1" else 0
+    assert plan["steps"] == 51 - left_out
+    assert (left_out > 0) == (given == "--epochs=1")
+    releases = Releases(plan["noise_multiplier"], 1200 / 61_200, plan["steps"], shape.c, plan["sampling"])
+    assert plan["epsilon"] == pytest.approx(get_total_epsilon([releases], delta=61_200**-1.1), rel=1e-12)
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(("given", "row"), [("--epsilon=3", "noise multiplier"), *thorough(("--noise-multiplier=1", "ε"))])
+@pytest.mark.parametrize(("given", "row"), [("--noise-multiplier=1", "ε"), *thorough(("--epsilon=3", "noise multiplier"))])
 def test_what_follows_is_marked(given, row, capsys):
     text = printed(["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", given], capsys)
     assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
@@ -118,9 +118,10 @@ def test_what_follows_is_marked(given, row, capsys):
 
 @pytest.mark.usefixtures("one_cell")
 def test_delta_that_permits_publishing_an_example_is_refused(capsys):
-    assert main([*WORDS, "--delta", "0.0005"]) == 2
+    words = [*WORDS[:-2], "--noise-multiplier", "1", "--delta"]
+    assert main([*words, "0.0005"]) == 2
     assert "--delta must be positive and less than 1/N = 0.0005, got 0.0005. Leave it out" in capsys.readouterr().err
-    assert rows(printed([*WORDS, "--delta", "0.0004"], capsys))["δ"] == "0.0004"
+    assert rows(printed([*words, "0.0004"], capsys))["δ"] == "0.0004"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, c
 
 @pytest.mark.usefixtures("one_cell")
 def test_a_batch_size_is_proposed_where_it_is_missing(capsys):
-    words = ["plan", "--num-examples", "3668", "--epochs", "2", "--epsilon", "4"]
+    words = ["plan", "--num-examples", "3668", "--epochs", "2", "--noise-multiplier", "1"]
     assert main(words) == 2
     refusal = capsys.readouterr().err
     assert refusal == "error: --batch-size must be given. Begin with --batch-size 147.\n"

@@ -10,6 +10,7 @@ from doppler_hf.cli.report import REPORT_NAME, model_in_words, newest_checkpoint
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.attack import percent
 from doppler_hf.run.checkpoints import EVALUATIONS_NAME
+from tests.support.tiers import thorough
 from tests.support.trainers import trainer_of
 
 VOID = {"meta", "br", "img", "link"}
@@ -91,7 +92,8 @@ def test_the_log_of_another_training_in_the_folder_is_not_shown(tmp_path):
     assert str(tmp_path) not in " ".join(page.words)
 
 
-@pytest.mark.parametrize("saves", [dict(save_strategy="steps", save_steps=2), dict(save_strategy="no")])
+@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.parametrize("saves", [dict(save_strategy="steps", save_steps=2), *thorough(dict(save_strategy="no"))])
 def test_the_last_evaluation_is_shown_beside_the_majority_class(tmp_path, saves):
     """That at the end of an epoch comes after the last checkpoint. None of another model, or another training."""
     trainer = trainer_of(tmp_path, max_steps=2, eval_strategy="epoch", **saves)
@@ -123,6 +125,7 @@ def test_the_model_is_named_and_not_where_it_lay(tmp_path, name, config, words):
     assert model_in_words(tmp_path / "nowhere", tmp_path) == words
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_that_was_not_private_says_so(tmp_path):
     trainer_of(tmp_path, noise_multiplier=0.0, max_steps=1, save_strategy="no").train()
     _, words = page_of(tmp_path / "out")

@@ -122,9 +122,17 @@ CASES = {
 }
 
 
+FURTHER = ["resumed", "other_terms"]
+
+
+@pytest.fixture(scope="module")
+def two_further(tmp_path_factory):
+    return processes.launch(__file__, tmp_path_factory.mktemp("further"), 2, *FURTHER)
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return processes.launch(__file__, tmp_path_factory.mktemp("two"), 2, *CASES)
+    return processes.launch(__file__, tmp_path_factory.mktemp("two"), 2, *(case for case in CASES if case not in FURTHER))
 
 
 def test_two_processes_equal_one(two_processes, tmp_path):
@@ -165,9 +173,10 @@ def test_trap_23_processes_with_different_data_are_refused(two_processes):
         assert "data in the same order" in message
 
 
-def test_processes_with_other_terms_are_refused(two_processes):
+@pytest.mark.thorough  # test_private_run.py compares terms
+def test_processes_with_other_terms_are_refused(two_further):
     """A contribution of 10 C would lie beneath the noise of C, and the ledger of process 0 would not say so."""
-    for messages in two_processes["other_terms"]:
+    for messages in two_further["other_terms"]:
         for name, (_, field) in OTHER_TERMS.items():
             assert messages[name].startswith(f"{field} must be the same on all processes, got "), messages[name]
 
@@ -180,9 +189,10 @@ def test_weights_are_compared_in_the_end_of_a_short_training(two_processes):
         assert "after step 4, " in message
 
 
-def test_two_processes_go_on_with_their_round(two_processes):
+@pytest.mark.thorough
+def test_two_processes_go_on_with_their_round(two_further):
     """Each finds its own secret again: every record of 48 takes part once in the six steps, on one of them."""
-    (of_first, plans), (of_second, _) = two_processes["resumed"]
+    (of_first, plans), (of_second, _) = two_further["resumed"]
     assert plans == [[6]]
     assert len(set(of_first + of_second)) == len(of_first) + len(of_second) == 48
 

@@ -15,7 +15,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, lengths_of_answers, log_ratios, references_of, side_by_side
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
-from tests.support.tiers import further
+from tests.support.tiers import further, thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import assert_trained_alike, checked_trainer_of, trained
 
@@ -80,8 +80,10 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("prompt", dict(loss_type="discopop", beta=0.5, discopop_tau=0.3)),
-        ("implicit", dict(loss_type="robust", label_smoothing=0.1)),
+        *thorough(
+            ("prompt", dict(loss_type="discopop", beta=0.5, discopop_tau=0.3)),
+            ("implicit", dict(loss_type="robust", label_smoothing=0.1)),
+        ),
         ("conversation", dict(loss_type=["sigmoid", "ipo"], loss_weights=[0.5, 2.0])),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
+from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
@@ -39,9 +40,14 @@ def stopping_early():
 
 @pytest.mark.parametrize(
     ("callback", "steps"),
-    [(stopping_early(), 2), (Ends(4), 4), (Ends(2, error=KeyboardInterrupt()), 2), (Ends(2, error=ValueError("mine")), 2)],
-    ids=["early stopping", "a callback", "Ctrl-C", "an error"],
+    [
+        (stopping_early(), 2),
+        (Ends(2, error=KeyboardInterrupt()), 2),
+        *thorough((Ends(4), 4), (Ends(2, error=ValueError("mine")), 2)),
+    ],
+    ids=["early stopping", "Ctrl-C", "a callback", "an error"],
 )
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, steps):
     evaluations = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
     saves = dict(save_strategy="steps", save_steps=1)
@@ -167,7 +173,7 @@ def secrets_of(trainer):
     return RoundSecret(ledger.run_id, 0, 1, trainer.private_run._digest_of_data)
 
 
-@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), (5, 5, 7)])
+@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), *thorough((5, 5, 7))])
 def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, after, ends_at, planned):
     """All 6 steps are made, each record takes part once at most, and one ε is stated from the first to the last.
 
@@ -208,7 +214,9 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 
 
-@pytest.mark.parametrize("data", [text_data(48, seed=1), text_data(48).shuffle(seed=1)], ids=["other rows", "another order"])
+@pytest.mark.parametrize(
+    "data", [text_data(48).shuffle(seed=1), *thorough(text_data(48, seed=1))], ids=["another order", "other rows"]
+)
 def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path, data):
     """A record that had its turn under one number would have another under the next."""
     first, second = interrupted(tmp_path, after=4)
@@ -222,7 +230,7 @@ def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path,
     assert not [*secrets_of(first).path.parent.glob(f"{secrets_of(first).run_id}*")]
 
 
-@pytest.mark.parametrize("change", [dict(target_epsilon=20.0), dict(max_steps=8, target_epsilon=20.0)])
+@pytest.mark.parametrize("change", [dict(target_epsilon=20.0), *thorough(dict(max_steps=8, target_epsilon=20.0))])
 def test_a_changed_plan_draws_its_own_round(tmp_path, change):
     first, second = interrupted(tmp_path, after=4)
     for name, value in change.items():

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from doppler_hf.run.digests import parameters_digest
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
-from tests.support.tiers import further
+from tests.support.tiers import further, thorough
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -35,7 +35,7 @@ def made(build):
     return build()
 
 
-@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+@pytest.mark.parametrize("build", [mixtral, *thorough(qwen3_moe)])
 @pytest.mark.parametrize("experts", further(EXPERTS, quick=EXPERTS[1:2]))
 def test_a_mixture_trains_and_is_read_again(tmp_path, build, experts):
     trainer = DopplerSFTTrainer(

@@ -74,15 +74,15 @@ def test_no_unit_comes_back_before_its_turn(tmp_path):
 
 
 def test_a_length_in_epochs_ends_where_every_group_has_had_its_turns(tmp_path, capsys):
-    said = "max_steps=18 needs less noise: only some records have a turn in the last 2 steps"
-    trainer, _ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=10 / 3)  # six steps each
+    said = "max_steps=6 needs less noise: only some records have a turn in the last 2 steps"
+    trainer, _ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=4 / 3)  # six steps each
     trainer.train()
     ledger = trainer.privacy.ledger
-    assert trainer.state.global_step == trainer.state.max_steps == ledger.steps_run == ledger.statement.steps_planned == 18
+    assert trainer.state.global_step == trainer.state.max_steps == ledger.steps_run == ledger.statement.steps_planned == 6
     assert said not in capsys.readouterr().out
-    trainer, _ = shaped_trainer(tmp_path / "steps", max_steps=20)
+    trainer, _ = shaped_trainer(tmp_path / "steps", max_steps=8)
     trainer.train()
-    assert trainer.state.global_step == 20
+    assert trainer.state.global_step == 8
     assert said in capsys.readouterr().out
 
 

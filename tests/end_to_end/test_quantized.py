@@ -9,6 +9,7 @@ from doppler_hf import DopplerTrainingArguments
 from doppler_hf.run.checks.model import computes_in_bf16
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
+from tests.support.tiers import thorough
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 pytest.importorskip("bitsandbytes", reason="it is not installed")
@@ -27,7 +28,7 @@ SIZES = dict(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[LlamaConfig, Qwen2Config], ids=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=[LlamaConfig, *thorough(Qwen2Config)], ids=["llama", "qwen2"])
 def base(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
@@ -69,7 +70,7 @@ def logits(model):
         return model.eval()(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, *thorough(8)])
 def test_a_quantized_base_trains_and_keeps_its_bytes(tmp_path, base, bits):
     kind = IN_4 if bits == 4 else IN_8
     model = prepare_model_for_kbit_training(loaded(base, kind))

@@ -79,10 +79,7 @@ SNIPPETS = [
 
 
 # Opacus says that its own noise is not from a secure generator, and that its hooks see no gradient of the inputs.
-@pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off:UserWarning",
-    "ignore:Full backward hook is firing:UserWarning",
-)
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
+from tests.support.tiers import thorough
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import OF_ORDER, Recorder, trained, trainer_of
 
@@ -29,15 +30,14 @@ def assert_all_moved_and_are_spoken_for(trainer, tmp_path, *, steps=8):
     assert not ledger.unknown_weights(tmp_path / "saved")
 
 
-def test_what_was_unfrozen_is_trained(tmp_path):
-    trainer = trained(trainer_of(tmp_path, model=head_alone()))
-    trainer.model.requires_grad_(True)
-    assert_all_moved_and_are_spoken_for(trainer, tmp_path)
-
-
-def test_what_was_frozen_stays(tmp_path):
-    trainer = trained(trainer_of(tmp_path, weight_decay=0.5))
-    trainer.model.bert.requires_grad_(False)
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [(head_alone, lambda model: model.requires_grad_(True)), (tiny_bert, lambda model: model.bert.requires_grad_(False))],
+    ids=["unfrozen", "frozen"],
+)
+def test_what_was_unfrozen_is_trained_and_what_was_frozen_stays(tmp_path, model, change):
+    trainer = trained(trainer_of(tmp_path, model=model(), weight_decay=0.5))
+    change(trainer.model)
     assert_all_moved_and_are_spoken_for(trainer, tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_another_model_is_trained_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2, learning_rate=3e-2, max_steps=6),
+        *thorough(dict(lr_scheduler_type="constant_with_warmup", warmup_steps=2, learning_rate=3e-2, max_steps=6)),
         dict(adam_bc_floor=0.1, low_pass_filter="momentum:beta=0.5", weight_decay=0.5),
         dict(base_optimizer="sgd", noise_multiplier=0.5, per_sample_max_grad_norm=0.1, gradient_accumulation_steps=1),
     ],

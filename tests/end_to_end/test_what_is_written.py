@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from doppler_hf import GradientRecorder
 from doppler_hf.privacy import GaussianMechanism
+from tests.support.tiers import thorough
 from tests.support.trainers import trainer_of
 
 CLOCKS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
@@ -105,9 +106,8 @@ def written_by(kind, folder, monkeypatch, capsys, **options):
 @pytest.mark.parametrize(
     ("options", "also"),
     [
-        (dict(clipping="vanilla"), set()),
         (dict(report_train_loss="private", per_sample_max_loss=5.0), {"loss", "train_loss"}),
-        (dict(low_pass_filter="second-order"), set()),
+        *thorough((dict(clipping="vanilla"), set()), (dict(low_pass_filter="second-order"), set())),
     ],
 )
 def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, capsys, options, also):
@@ -136,7 +136,7 @@ def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, c
     assert one["returned"].keys() == {"epoch", "epsilon"} | clocks | (also & {"train_loss"})
 
 
-@pytest.mark.parametrize("users", [True, False])
+@pytest.mark.parametrize("users", [True, *thorough(False)])
 def test_how_many_rows_users_have_is_told_nowhere(tmp_path, caplog, users):
     """Of runs whose length is given in epochs Transformers logs the number of rows, and their number in a second."""
     told = []

@@ -15,6 +15,7 @@ from doppler_hf.filters import (
     group_delay,
     momentum,
 )
+from tests.support.tiers import thorough
 
 NONE = PAPER_FILTERS["none"]
 BANDED = NoiseShape.banded(4)
@@ -31,7 +32,7 @@ def delay(low_pass_filter):
 
 
 @pytest.mark.parametrize("noise", [NoiseShape(), BANDED], ids=str)
-@pytest.mark.parametrize("steps", [100, 1000])
+@pytest.mark.parametrize("steps", [100, *thorough(1000)])
 def test_the_filter_has_nearly_the_least_loss_and_no_shorter_one_has(steps, noise):
     chosen, loop = auto_filter(steps, noise=noise), ClosedLoop.of_run(steps)
     tried = [loop.loss(momentum(each / (1 + each)), noise) for each in np.geomspace(0.01, steps / 50, 60)]

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import scipy.signal
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    butterworth,
-    momentum,
-    moving_average,
-    noise_gain,
-)
+from doppler_hf.filters import PAPER_FILTERS, butterworth, momentum, moving_average, noise_gain
 
 # The rows of the paper's two tables, copied in the paper's own form: (b, a without the leading one, denominator).
 PAPER_ROWS = {

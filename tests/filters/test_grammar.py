@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    LowPassFilter,
-    butterworth,
-    momentum,
-    moving_average,
-)
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth, momentum, moving_average
 
 
 @pytest.mark.parametrize("name", PAPER_FILTERS)

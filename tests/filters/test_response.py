@@ -4,14 +4,7 @@ import scipy.signal
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    LowPassFilter,
-    frequency_response,
-    group_delay,
-    impulse_response,
-    step_response,
-)
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, frequency_response, group_delay, impulse_response, step_response
 
 
 @st.composite

@@ -151,9 +151,7 @@ def parameters():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"base": "sgd"}, {"galore": {"rank": 2, "update_proj_gap": 2}}],
-    ids=["groups", "sgd", "GaLore"],
+    "options", [{}, {"base": "sgd"}, {"galore": {"rank": 2, "update_proj_gap": 2}}], ids=["groups", "sgd", "GaLore"]
 )
 def test_an_optimizer_with_groups_of_their_own_steps_as_without_the_kernel(options, launches, monkeypatch):
     weights, state = trajectory(parameters(), **options)

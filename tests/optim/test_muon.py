@@ -51,9 +51,7 @@ def test_a_step_is_that_of_adam_bc_orthogonalized_and_vectors_are_as_without(dty
 
 def test_what_does_not_fit_is_refused():
     optimizer = doppler_optimizer(parameters((3, 4)), lr=0.1, orthogonal=True)
-    with pytest.raises(
-        ValueError, match=r"orthogonal must be False in a group with a rank, got True with rank=2\. Leave one"
-    ):
+    with pytest.raises(ValueError, match=r"A group with rank=2 must have orthogonal=False, got True\. Leave one"):
         doppler_optimizer(parameters((3, 4)), lr=0.1, rank=2, orthogonal=True)
     with pytest.raises(ValueError, match=r"of orthogonal False, this optimizer of True\. Set orthogonal=False"):
         optimizer.load_state_dict(doppler_optimizer(parameters((3, 4)), lr=0.1).state_dict())

@@ -10,6 +10,7 @@ from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from tests.support.optimizers import doppler_optimizer, gradients, saved_and_loaded, trajectory
 from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
+from tests.support.tiers import further
 
 BASES = ["sgd", "adam", "adam_bc"]
 
@@ -43,11 +44,12 @@ def reference_basis(monkeypatch):
     monkeypatch.setattr("doppler_hf.optim.galore.find_basis", find_basis)
 
 
+GALORE = PAPER_FILTERS, BASES, [(4, 6), (6, 4), (5, 5)], [0.0, 0.3]
+
+
 @pytest.mark.usefixtures("reference_basis")
 @pytest.mark.parametrize(
-    ("name", "base", "shape", "weight_decay"),
-    pairwise(PAPER_FILTERS, BASES, [(4, 6), (6, 4), (5, 5)], [0.0, 0.3], strength=3),
-    ids=str,
+    ("name", "base", "shape", "weight_decay"), further(pairwise(*GALORE, strength=3), quick=pairwise(*GALORE)), ids=str
 )
 def test_equals_algorithm_3_with_galore(name, base, shape, weight_decay):
     x = np.random.default_rng(1).standard_normal(shape)

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
+import transformers as hf
 from opacus.validators import ModuleValidator
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    BeitConfig,
-    BeitForSemanticSegmentation,
-    HubertConfig,
-    HubertForCTC,
-    SegformerConfig,
-    SegformerForSemanticSegmentation,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
-)
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
@@ -39,19 +30,19 @@ BEIT = dict(image_size=16, patch_size=8, hidden_size=8, num_hidden_layers=4, num
 
 
 def wav2vec2(kind="layer", **overrides):
-    model = Wav2Vec2ForCTC(Wav2Vec2Config(**AUDIO, feat_extract_norm=kind, **overrides))
+    model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**AUDIO, feat_extract_norm=kind, **overrides))
     model.wav2vec2.encoder.pos_conv_embed.requires_grad_(False)
     return model
 
 
 def hubert(**overrides):
-    model = HubertForCTC(HubertConfig(**AUDIO, feat_extract_norm="layer", **overrides))
+    model = hf.HubertForCTC(hf.HubertConfig(**AUDIO, feat_extract_norm="layer", **overrides))
     model.hubert.encoder.pos_conv_embed.requires_grad_(False)
     return model
 
 
 def segformer(classes=3):
-    return ModuleValidator.fix(SegformerForSemanticSegmentation(SegformerConfig(num_labels=classes, **SEGFORMER)))
+    return ModuleValidator.fix(hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=classes, **SEGFORMER)))
 
 
 def voices(number=12, *, longest=None):
@@ -161,7 +152,7 @@ def test_layers_that_cannot_be_trained_are_named_with_what_to_do(tmp_path):
     model.requires_grad_(True)
     with pytest.raises(ValueError, match=r"pos_conv_embed\.conv\.parametrizations.*Freeze them"):
         trainer_of(tmp_path, model, voices()).train()
-    model = SegformerForSemanticSegmentation(SegformerConfig(**SEGFORMER))
+    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(**SEGFORMER))
     with pytest.raises(ValueError, match=r"'decode_head\.batch_norm' \(BatchNorm2d\) mixes .*ModuleValidator\.fix"):
         trainer_of(tmp_path, model, pictures()).train()
 
@@ -169,14 +160,14 @@ def test_layers_that_cannot_be_trained_are_named_with_what_to_do(tmp_path):
 def test_an_auxiliary_head_is_refused():
     inputs = padded(pictures(2))
     pixels = (inputs["labels"] != 255).sum(dim=(1, 2)).float()
-    config = BeitConfig(**BEIT, drop_path_rate=0.0, num_labels=3, use_auxiliary_head=True)
-    model = ModuleValidator.fix(BeitForSemanticSegmentation(config))
+    config = hf.BeitConfig(**BEIT, drop_path_rate=0.0, num_labels=3, use_auxiliary_head=True)
+    model = ModuleValidator.fix(hf.BeitForSemanticSegmentation(config))
     with pytest.raises(
         ValueError, match=r"BeitForSemanticSegmentation has use_auxiliary_head=True.* Set use_auxiliary_head=F"
     ):
         per_sample_losses(model, inputs, base_model=model)
     config.use_auxiliary_head = False
-    model = ModuleValidator.fix(BeitForSemanticSegmentation(config))
+    model = ModuleValidator.fix(hf.BeitForSemanticSegmentation(config))
     losses = per_sample_losses(model, inputs, base_model=model)
     torch.testing.assert_close(losses @ pixels / pixels.sum(), model(**inputs).loss)
 
@@ -197,7 +188,7 @@ def test_an_example_without_labels_or_with_too_many_of_them():
     labels = batch.pop("labels")
     losses = ctc_losses(model, batch, labels, base_model=model)
     assert losses.isinf().tolist() == [False, True, False]
-    assert model.config.ctc_loss_reduction == Wav2Vec2Config().ctc_loss_reduction
+    assert model.config.ctc_loss_reduction == hf.Wav2Vec2Config().ctc_loss_reduction
 
 
 @pytest.mark.usefixtures("unchecked_arrays")

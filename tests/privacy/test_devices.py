@@ -1,6 +1,7 @@
 """What a step asks of its device, without one: it waits for nothing, and calls few kernels more than a plain one."""
 
 import contextlib
+import itertools
 import types
 from unittest import mock
 
@@ -22,6 +23,7 @@ from doppler_hf.run.steps import Steps
 from tests.support.devices import FAR, Asked, far_away
 from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters
 from tests.support.optimizers import doppler_optimizer
+from tests.support.tiers import further
 from tests.support.trainers import trainer_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -128,8 +130,10 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    further([*itertools.product(STEPS, ["float32", "bf16"])], quick=[("gpt2-lm", "bf16"), ("vit", "float32")]),
+)
 def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
     # torch casts nothing for devices that it does not know.
     device = FAR if precision == "float32" else "cpu"
@@ -195,7 +199,7 @@ COUNTED = {
     "roberta-lora": lambda: with_adapters(roberta()),
     "llama": llama,
     "llama-lora": lambda: with_adapters(llama()),
-    "vit": lambda: vit(**LARGE, image_size=224, patch_size=16),
+    "vit": lambda: vit(**LARGE, image_size=112, patch_size=16),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),  # the head is the embedding table
 }
 
@@ -217,13 +221,18 @@ def passes(model, losses, *, on_accelerator, **options):
     return plain, private
 
 
-@pytest.mark.parametrize("on_accelerator", [False, True], ids=["on a CPU", "in kernels"])
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(
+    ("name", "on_accelerator"),
+    further(
+        [*itertools.product(COUNTED, [False, True])],
+        quick=[("roberta", False), ("llama-lora", False), ("roberta-lora", True), ("llama", True), ("vit", True)],
+    ),
+)
 def test_kernels_and_waits(name, on_accelerator):
     torch.manual_seed(0)
     model = COUNTED[name]().train()
     if name == "vit":
-        inputs, labels = {"pixel_values": torch.randn(8, 3, 224, 224)}, torch.zeros(8, dtype=torch.long)
+        inputs, labels = {"pixel_values": torch.randn(8, 3, 112, 112)}, torch.zeros(8, dtype=torch.long)
     else:
         inputs = {"input_ids": torch.randint(5, 990, (8, 32)), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
         labels = torch.zeros(8, dtype=torch.long) if "roberta" in name else inputs["input_ids"]

@@ -2,31 +2,9 @@
 
 import pytest
 import torch
+import transformers as hf
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    GPT2Config,
-    GPT2LMHeadModel,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    RobertaConfig,
-    RobertaForTokenClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-    T5ForQuestionAnswering,
-    T5ForSequenceClassification,
-)
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.losses import has_choices, token_task
@@ -49,23 +27,23 @@ BART = dict(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encod
 M2M100 = dict(attention_dropout=0.0, activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0)
 
 
-class NamedOtherwise(GPT2LMHeadModel):
+class NamedOtherwise(hf.GPT2LMHeadModel):
     """A subclass whose name says nothing of its task."""
 
 
 MODELS = {
     "causal_lm": [
-        lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
-        lambda: NamedOtherwise(GPT2Config(**GPT2)),
-        lambda: Qwen2ForCausalLM(Qwen2Config(**ROTARY, tie_word_embeddings=True)),
+        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+        lambda: NamedOtherwise(hf.GPT2Config(**GPT2)),
+        lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**ROTARY, tie_word_embeddings=True)),
     ],
     "seq2seq_lm": [
-        lambda: T5ForConditionalGeneration(T5Config(**T5)),
-        lambda: BartForConditionalGeneration(BartConfig(**BART)),
-        lambda: M2M100ForConditionalGeneration(M2M100Config(**BART, **M2M100)),
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
+        lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)),
+        lambda: hf.M2M100ForConditionalGeneration(hf.M2M100Config(**BART, **M2M100)),
     ],
-    "masked_lm": [lambda: BertForMaskedLM(BertConfig(**BERT))],
-    "token_classification": [lambda: RobertaForTokenClassification(RobertaConfig(**ROBERTA))],
+    "masked_lm": [lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT))],
+    "token_classification": [lambda: hf.RobertaForTokenClassification(hf.RobertaConfig(**ROBERTA))],
 }
 BUILDERS = [pytest.param(task, build, id=build().__class__.__name__) for task in MODELS for build in MODELS[task]]
 ADAPTED = {  # one model of each task
@@ -122,9 +100,9 @@ def trainer_of(tmp_path, model, *, rows=None, **overrides):
 
 
 def test_other_models_have_no_labels_per_token():
-    for model in (tiny_bert(), T5ForSequenceClassification(T5Config(**T5)), ANSWERS[0](), torch.nn.Linear(2, 2)):
+    for model in (tiny_bert(), hf.T5ForSequenceClassification(hf.T5Config(**T5)), ANSWERS[0](), torch.nn.Linear(2, 2)):
         assert token_task(model) is None
-    assert has_choices(type("NamedOtherwise", (BertForMultipleChoice,), {})(BertConfig(**BERT)))
+    assert has_choices(type("NamedOtherwise", (hf.BertForMultipleChoice,), {})(hf.BertConfig(**BERT)))
     assert not has_choices(ANSWERS[0]())
     assert not has_choices(torch.nn.Linear(2, 2))
 
@@ -234,10 +212,10 @@ def pad_choices(rows):
 
 
 ANSWERS = [
-    lambda: BertForQuestionAnswering(BertConfig(**BERT | dict(num_labels=2))),
-    lambda: T5ForQuestionAnswering(T5Config(**T5)),
+    lambda: hf.BertForQuestionAnswering(hf.BertConfig(**BERT | dict(num_labels=2))),
+    lambda: hf.T5ForQuestionAnswering(hf.T5Config(**T5)),
 ]
-CHOICES = [lambda: BertForMultipleChoice(BertConfig(**BERT))]
+CHOICES = [lambda: hf.BertForMultipleChoice(hf.BertConfig(**BERT))]
 OTHERS = [
     *(pytest.param(build, answer_rows, pad_answers, id=build().__class__.__name__) for build in ANSWERS),
     *(pytest.param(build, choice_rows, pad_choices, id=build().__class__.__name__) for build in CHOICES),
@@ -286,7 +264,7 @@ def test_the_tokens_of_all_choices_count(tmp_path):
 
 
 def test_a_model_without_a_rule_is_refused_by_name(tmp_path):
-    model = BertForPreTraining(BertConfig(**BERT))
+    model = hf.BertForPreTraining(hf.BertConfig(**BERT))
     trainer = trainer_of(tmp_path, model)
     with pytest.raises(ValueError, match=rf"no per-example loss for {type(model).__name__}: .*compute_per_sample_loss"):
         trainer.compute_per_sample_loss(model, pad_tokens(token_rows("causal_lm")))
@@ -303,7 +281,7 @@ def test_labels_are_needed(tmp_path):
 
 
 def test_a_balancing_loss_over_the_batch_is_refused(tmp_path):
-    model = MixtralForCausalLM(MixtralConfig(**ROTARY, num_local_experts=2, output_router_logits=True))
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**ROTARY, num_local_experts=2, output_router_logits=True))
     trainer, inputs = trainer_of(tmp_path, model), pad_tokens(token_rows("causal_lm"))
     with pytest.raises(
         ValueError, match=r"MixtralForCausalLM has output_router_logits=True.* Set output_router_logits=False"

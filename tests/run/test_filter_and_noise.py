@@ -9,6 +9,7 @@ from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
 from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from tests.support.ledgers import statement
+from tests.support.tiers import thorough
 from tests.support.trainers import Recorder, arguments, trained, trainer_of
 
 SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
@@ -74,7 +75,7 @@ def test_learning_rates_are_those_that_training_has(tmp_path):
     [
         ("banded:bands=3", SAMPLER, "banded:bands=3"),
         # A third of all units in a draw can take turns in no more than three steps.
-        ("banded:bands=4", AllocationSampler(num_examples=30, expected_batch_size=10), None),
+        *thorough(("banded:bands=4", AllocationSampler(num_examples=30, expected_batch_size=10), None)),
     ],
 )
 def test_auto_keeps_the_shape_of_the_run_that_is_resumed(tmp_path, resumed, sampler, expected):

@@ -144,6 +144,7 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     assert not list(walks_of_adapters(model))
 
 
+@pytest.mark.thorough
 def test_a_run_without_noise_learns_at_the_rate_that_it_takes(tmp_path):
     """The diagnosis of the documentation: what does not learn without noise is not hindered by it."""
     options = dict(noise_multiplier=0.0, learning_rate=None, per_device_train_batch_size=16, max_steps=60)

@@ -170,17 +170,6 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-def test_a_notebook_cell_run_again_does_not_overrun_the_budget(tmp_path):
-    options = dict(noise_multiplier=None, target_epsilon=3.0)
-    first = trained(trainer_of(tmp_path, **options))
-    before = (tmp_path / "out" / LEDGER_NAME).read_bytes()
-    with pytest.raises(ValueError, match=r"budget is spent.* or begin anew with an untrained model and a new trainer\."):
-        trainer_of(tmp_path, model=first.model, **options).train()
-    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
-    trainer_of(tmp_path, **options).train()
-    assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
-
-
 def test_a_ledger_that_was_set_aside_is_continued_with_its_model(tmp_path):
     first = trained(trainer_of(tmp_path))
     trainer_of(tmp_path, max_steps=3).train()
@@ -271,17 +260,24 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 # --- the budget -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_loses_nothing(tmp_path):
+def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
+    """Of the same trainer, of a notebook's cell run again, and of a run that is resumed for more steps."""
     options = dict(noise_multiplier=None, target_epsilon=3.0, save_strategy="steps", save_steps=4)
     trainer = trained(trainer_of(tmp_path, **options))
     ledger, before = trainer.privacy.ledger, (tmp_path / "out" / LEDGER_NAME).read_bytes()
-    with pytest.raises(ValueError, match="budget is spent"):
-        trainer.train()
+    again, longer = trainer_of(tmp_path, model=trainer.model, **options), trainer_of(tmp_path, max_steps=6, **options)
+    checkpoint = str(tmp_path / "out" / "checkpoint-4")
+    for train, words in (
+        (trainer.train, "budget is spent"),
+        (again.train, r"budget is spent.* or begin anew with an untrained model and a new trainer\."),
+        (lambda: longer.train(resume_from_checkpoint=checkpoint), "budget is spent: ε = 2.*, raise target_epsilon"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train()
+        assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
     assert trainer.privacy.ledger is ledger
-    extended = trainer_of(tmp_path, max_steps=6, **options)
-    with pytest.raises(ValueError, match=r"budget is spent: ε = 2.*, raise target_epsilon"):
-        extended.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == before
+    trainer_of(tmp_path, **options).train()
+    assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 
 
 # --- what the user is told ------------------------------------------------------------------------------------------------

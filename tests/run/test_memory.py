@@ -5,17 +5,18 @@ import itertools
 import pytest
 
 from scripts.bench.memory import CONTRACT, SIZES, WAYS, WORKS, peak_bytes
+from tests.support.tiers import further
 
+VOCABULARIES = [1000, None]  # a small head hides nothing
 # The largest ones take a minute each.
-CASES = [
-    pytest.param(name, way, size, marks=pytest.mark.thorough if size != SIZES[0] or name == "qwen-7b" else ())
-    for name, way, size in itertools.product(WORKS, WAYS, SIZES)
-]
+CASES = further(
+    [*itertools.product(WORKS, WAYS, SIZES, VOCABULARIES)],
+    quick=[("gpt2", "lora", SIZES[0], None), ("gpt2", "full", SIZES[0], 1000)],
+)
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("vocabulary", [1000, None], ids=["small", "own"])  # a small head hides nothing
-@pytest.mark.parametrize(("name", "way", "size"), CASES)
+@pytest.mark.parametrize(("name", "way", "size", "vocabulary"), CASES)
 def test_a_private_step_takes_little_more_memory_than_a_plain_one(name, way, size, vocabulary):
     changes = {} if vocabulary is None else {"vocab_size": vocabulary}
     plain, private = (

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, Llama
 
 from tests.support.chat import chat_tokenizer, preferences
 from tests.support.processors import OfAnotherProcessor
-from tests.support.tiers import thorough
+from tests.support.tiers import further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
 
@@ -82,7 +83,7 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", further([*SITUATIONS], quick=[*SITUATIONS][::2]))
 def test_it_trains(tmp_path, name):
     options = dict(SITUATIONS[name])
     model = options.pop("model", tiny_bert)()
@@ -93,7 +94,7 @@ def test_it_trains(tmp_path, name):
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("share", [0.01, 0.15, 1.0])
+@pytest.mark.parametrize("share", [0.01, *thorough(0.15), 1.0])
 def test_masks_that_cover_nothing_or_everything_train(tmp_path, share):
     trainer = checked_trainer_of(tmp_path, model=BertForMaskedLM(tiny_bert(vocab_size=99).config), max_steps=1)
     tokenizer = chat_tokenizer()
@@ -112,24 +113,29 @@ def equal_pairs(count, *, equal, longer_by=0):
     return Dataset.from_list(found)
 
 
+EQUAL = {
+    "all": (functools.partial(equal_pairs, 48, equal=48), {}),
+    "8 of 48": (functools.partial(equal_pairs, 48, equal=8), {}),
+    "1 of 48": (functools.partial(equal_pairs, 48, equal=1), {}),
+    "all, once truncated": (functools.partial(equal_pairs, 24, equal=24, longer_by=3), dict(max_length=40)),
+    "some, once truncated": (functools.partial(equal_pairs, 24, equal=4, longer_by=3), dict(max_length=40)),
+}
+
+
 @pytest.mark.parametrize(
-    ("pairs", "options"),
-    [
-        (functools.partial(equal_pairs, 48, equal=48), {}),
-        (functools.partial(equal_pairs, 48, equal=8), {}),
-        (functools.partial(equal_pairs, 48, equal=1), {}),
-        (functools.partial(equal_pairs, 24, equal=24, longer_by=3), dict(max_length=40)),
-        (functools.partial(equal_pairs, 24, equal=4, longer_by=3), dict(max_length=40)),
-    ],
-    ids=["all", "8 of 48", "1 of 48", "all, once truncated", "some, once truncated"],
+    ("name", "bf16"),
+    further(
+        [*itertools.product(EQUAL, [False, True])],
+        quick=[("8 of 48", False), ("1 of 48", True), ("all, once truncated", True)],
+    ),
 )
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("rounded", [OfAnotherProcessor, *thorough(contextlib.nullcontext)])
-def test_pairs_of_equal_answers_train(tmp_path, pairs, options, bf16, rounded):
+def test_pairs_of_equal_answers_train(tmp_path, name, bf16, rounded):
     """Their gradient is nothing but rounding."""
     pytest.importorskip("trl", reason="the extra trl is not installed")
     from tests.end_to_end.test_dpo import trainer_of
 
+    pairs, options = EQUAL[name]
     with rounded() as processor:
         trained(trainer_of(tmp_path, data=pairs(), bf16=bf16, max_steps=1, **options))
     assert processor is None or processor.products > 100

@@ -19,6 +19,7 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import Recorder, arguments, on_cpu, trained, trainer_of
 
@@ -59,8 +60,8 @@ def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, caps
         def on_step_end(self, args, state, control, **kwargs):
             kept.extend(tmp_path.glob("state/**/*-of-*"))
 
-    saving = dict(save_strategy="steps", save_steps=15, callbacks=[Kept()])
-    first = trained(trainer_of(tmp_path, max_steps=30, **saving, **options))
+    saving = dict(save_strategy="steps", save_steps=6, callbacks=[Kept()])
+    first = trained(trainer_of(tmp_path, max_steps=12, **saving, **options))
     statement = first.private_run.statement
     event = dp_accounting.PoissonSampledDpEvent(1 / 3, dp_accounting.GaussianDpEvent(statement.noise_multiplier))
 
@@ -69,15 +70,15 @@ def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, caps
         return accountant.compose(dp_accounting.SelfComposedDpEvent(event, steps)).get_epsilon(24**-1.1)
 
     assert (statement.sampling, statement.noise_shape, first.private_run.sampler.turns_of_round) == ("poisson", "white", 1)
-    assert first.privacy.epsilon() == pytest.approx(theirs(30), rel=1e-3) == pytest.approx(6.0, rel=2e-3)
+    assert first.privacy.epsilon() == pytest.approx(theirs(12), rel=1e-3) == pytest.approx(6.0, rel=2e-3)
     assert not kept
     # Steps after the checkpoint are made again, and count again.
     of_noise = dict(target_epsilon=None, noise_multiplier=statement.noise_multiplier)
-    resumed = trainer_of(tmp_path, max_steps=30, **options | of_noise)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-15"))
+    resumed = trainer_of(tmp_path, max_steps=12, **options | of_noise)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
     history = resumed.privacy.ledger.history
-    assert [(each.steps, each.sampling) for each in history] == [(30, "poisson"), (15, "poisson")]
-    assert resumed.privacy.ledger.epsilon_of_fixed_length() == pytest.approx(theirs(45), rel=1e-3)
+    assert [(each.steps, each.sampling) for each in history] == [(12, "poisson"), (6, "poisson")]
+    assert resumed.privacy.ledger.epsilon_of_fixed_length() == pytest.approx(theirs(18), rel=1e-3)
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert "mechanism Gaussian mechanism with Poisson sampling" in said(capsys)
 
@@ -121,7 +122,7 @@ def released(folder, *, passes, **overrides):
     [
         dict(report_train_loss="private"),
         dict(noise_shape="banded:bands=3", per_device_train_batch_size=2),
-        dict(augmentation_multiplicity=2),
+        *thorough(dict(augmentation_multiplicity=2)),
     ],
     ids=str,
 )

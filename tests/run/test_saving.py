@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification, EarlyStoppingCallback, T
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import ON_CPU, trained, trainer_of
 
@@ -58,7 +59,7 @@ def asides(folder):
 
 @pytest.mark.parametrize(
     ("options", "file"),
-    [({}, "model.safetensors"), (dict(model=lambda: adapted("second")), "second/adapter_model.safetensors")],
+    [({}, "model.safetensors"), *thorough((dict(model=lambda: adapted("second")), "second/adapter_model.safetensors"))],
 )
 def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, file):
     model = options.pop("model", tiny_bert)()
@@ -72,7 +73,7 @@ def test_model_and_checkpoints_are_bound_to_their_ledgers(tmp_path, options, fil
         assert not verified(copy)
 
 
-@pytest.mark.parametrize("name", ["default", "second"])
+@pytest.mark.parametrize("name", ["default", *thorough("second")])
 def test_the_card_of_an_adapter_has_the_ledgers_section(tmp_path, name):
     """PEFT writes it, and keeps what is in one that is there."""
     trainer = saved(trainer_of(tmp_path, model=adapted(name), **CHECKPOINTS))
@@ -212,9 +213,9 @@ class At(TrainerCallback):
     ("when", "what"),
     [
         ("step_3", "buffer"),
-        ("end", "new buffer"),
+        *thorough(("end", "new buffer")),
         ("afterwards", "frozen parameter"),
-        ("evaluation", "buffer"),
+        *thorough(("evaluation", "buffer")),
     ],
 )
 def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):

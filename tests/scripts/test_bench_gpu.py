@@ -79,6 +79,7 @@ def test_every_row_is_measured_once_and_stands_on_the_page(tmp_path, capsys):
     assert "pass/roberta-base-lora: kept" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 @OPACUS_HOOKS
 def test_every_preset_runs_and_what_opacus_refuses_is_no_failure(tmp_path, capsys):
@@ -107,6 +108,7 @@ def test_takes_long():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_tests_are_counted_and_interrupted_when_their_time_is_over(tmp_path, monkeypatch):
     def communicate(tests, input=None, timeout=None, *, own=subprocess.Popen.communicate):

@@ -9,6 +9,7 @@ import torch
 
 from doppler_hf.privacy import token_losses
 from scripts.bench import engine, estimates, noise, optimizer, rounding, small_networks
+from tests.support.tiers import thorough
 
 TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
 # Module → command line, the flag of the file, and how many lines.
@@ -37,7 +38,11 @@ def lines(path):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("module", RUNS, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "module",
+    [engine, estimates, noise, optimizer, *thorough(rounding, small_networks)],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
 def test_results_are_printed_and_written(module, tmp_path, capfd):
     words, flag, number = RUNS[module]
     path = tmp_path / "new" / "results.jsonl"

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 MOST = {"roberta-base": (1.25, 1.35), "gpt2": (1.25, 1.35), "vit-base": (1.3, 1.35), "roberta-base-lora": (1.05, 1.05)}
 
 
+@pytest.mark.thorough  # tests/privacy/test_devices.py counts kernels
 @pytest.mark.parametrize("name", MOST)
 def test_a_private_pass_costs_little_more_than_a_plain_one(name):
     # What a pass does once counts for more beside few layers; of adapters it is nearly all.

@@ -1,5 +1,6 @@
 """The scripts from their command line to the saved model, and every recipe, offline and on tiny data."""
 
+import itertools
 import json
 import math
 import sys
@@ -21,7 +22,7 @@ from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
-from tests.support.tiers import combined, thorough
+from tests.support.tiers import further, thorough
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
@@ -73,9 +74,12 @@ def run_glue(task_name, data, model, out, *flags):
     return json.loads((out / "all_results.json").read_text())
 
 
+LORA = [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")]
+
+
 @pytest.mark.parametrize(
     ("task_name", "lora"),
-    combined(["sst2", "stsb"], [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")], strength=1),
+    further([*itertools.product(["sst2", "stsb"], LORA)], quick=[("sst2", LORA[0]), ("stsb", LORA[1])]),
 )
 def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
     out = tmp_path / "out"
@@ -118,7 +122,9 @@ def run_causal_lm(data, model, out, *flags):
     return json.loads((out / "all_results.json").read_text())
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=c_attn,c_proj")])
+@pytest.mark.parametrize(
+    "flags", [("--lora_r=2",), *thorough(((),), (("--lora_r=2", "--lora_target_modules=c_attn,c_proj"),))]
+)
 @ADAPTED_GPT2
 def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
     out = tmp_path / "out"

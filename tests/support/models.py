@@ -6,31 +6,10 @@ losses = losses_of(model, inputs, labels)           # shape (batch,): an example
 """
 
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMultipleChoice,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 BATCH, LENGTH, DECODER_LENGTH, CLASSES, CHOICES, VOCABULARY = 6, 8, 5, 3, 2, 40
 IGNORED = -100  # the label of a token that no loss is taken of
@@ -53,57 +32,57 @@ def decoder_options(attention):
 
 
 def roberta(attention="sdpa"):
-    return RobertaForSequenceClassification(RobertaConfig(**encoder_options(attention)))
+    return hf.RobertaForSequenceClassification(hf.RobertaConfig(**encoder_options(attention)))
 
 
 def bert(attention="sdpa"):
-    return BertForSequenceClassification(BertConfig(**encoder_options(attention)))
+    return hf.BertForSequenceClassification(hf.BertConfig(**encoder_options(attention)))
 
 
 def bert_choice(attention="sdpa"):
     """The model flattens the choices of all examples into one batch."""
-    return BertForMultipleChoice(BertConfig(**encoder_options(attention)))
+    return hf.BertForMultipleChoice(hf.BertConfig(**encoder_options(attention)))
 
 
 def distilbert(attention="sdpa"):
-    config = DistilBertConfig(
+    config = hf.DistilBertConfig(
         vocab_size=VOCABULARY, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=20, dropout=0.0,
         attention_dropout=0.0, seq_classif_dropout=0.0, num_labels=CLASSES, attn_implementation=attention,
     )  # fmt: skip
-    return DistilBertForSequenceClassification(config)
+    return hf.DistilBertForSequenceClassification(config)
 
 
 def gpt2_config(attention):
-    return GPT2Config(
+    return hf.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=20, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, num_labels=CLASSES, pad_token_id=0, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
 
 
 def gpt2(attention="sdpa"):
-    return GPT2ForSequenceClassification(gpt2_config(attention))
+    return hf.GPT2ForSequenceClassification(gpt2_config(attention))
 
 
 def gpt2_lm(attention="sdpa"):
-    return GPT2LMHeadModel(gpt2_config(attention))  # the head is the embedding table
+    return hf.GPT2LMHeadModel(gpt2_config(attention))  # the head is the embedding table
 
 
 def llama_lm(attention="sdpa"):
-    return LlamaForCausalLM(LlamaConfig(**decoder_options(attention), tie_word_embeddings=False))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder_options(attention), tie_word_embeddings=False))
 
 
 def qwen2_lm(attention="sdpa"):
-    return Qwen2ForCausalLM(Qwen2Config(**decoder_options(attention), tie_word_embeddings=True))
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**decoder_options(attention), tie_word_embeddings=True))
 
 
 def t5_lm(attention="sdpa"):
     """Encoder, decoder and head share one table; a relative bias, looked up once for the batch, is in both stacks."""
-    config = T5Config(
+    config = hf.T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, relative_attention_num_buckets=8,
         relative_attention_max_distance=16, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
         attn_implementation=attention,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    return hf.T5ForConditionalGeneration(config)
 
 
 def vit(attention="sdpa", **overrides):
@@ -112,15 +91,15 @@ def vit(attention="sdpa", **overrides):
         intermediate_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES,
         attn_implementation=attention,
     )  # fmt: skip
-    return ViTForImageClassification(ViTConfig(**(options | overrides)))
+    return hf.ViTForImageClassification(hf.ViTConfig(**(options | overrides)))
 
 
 def resnet(attention="sdpa"):
     """GroupNorm stands where BatchNorm was; there is no attention to choose."""
-    config = ResNetConfig(
+    config = hf.ResNetConfig(
         num_channels=3, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], layer_type="basic", num_labels=CLASSES
     )
-    model = ResNetForImageClassification(config)
+    model = hf.ResNetForImageClassification(config)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):
@@ -185,7 +164,7 @@ def batch_for(model, dtype=torch.float64, *, batch=BATCH):
     if model.main_input_name == "pixel_values":
         pixels = torch.randn(batch, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
         return {"pixel_values": pixels}, torch.arange(batch) % CLASSES
-    if isinstance(model, BertForMultipleChoice):
+    if isinstance(model, hf.BertForMultipleChoice):
         ids, mask = token_ids(batch * CHOICES, LENGTH, (LENGTH, 5, 6, LENGTH, 3, 7, 4), generator)
         inputs = {"input_ids": ids.unflatten(0, (-1, CHOICES)), "attention_mask": mask.unflatten(0, (-1, CHOICES))}
         return inputs, torch.arange(batch) % CHOICES

@@ -106,6 +106,7 @@ def test_no_attack_that_is_run_on_a_secret_group_does_better_and_none_is_thought
         assert bound < 0.9 * known.true_positive_rate(false_positive_rate)
 
 
+@pytest.mark.thorough  # the exact curves above are two of these
 def test_attacks_grow_with_epsilon_and_the_rate_of_false_positives():
     setting = dict(sample_rate=0.02, steps=300)
     curves = []

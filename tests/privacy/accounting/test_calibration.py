@@ -8,13 +8,21 @@ import pytest
 from doppler_hf.privacy.accounting import calibration
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, most_steps, noise_multiplier_if_any
+from tests.support.tiers import further, thorough
 
 FOUR = (1.0, 0.5, 0.375, 0.3125)
 
 
-@pytest.mark.parametrize("strategy", [(1.0,), FOUR])
 @pytest.mark.parametrize(
-    ("target", "rate", "steps"), [(0.1, 0.25, 12), (1.0, 1e-4, 1), (8.0, 0.02, 165), (20.0, 0.1, 3), (20.0, 1e-4, 1000)]
+    ("target", "rate", "steps", "strategy"),
+    further(
+        [
+            (*run, strategy)
+            for run in [(8.0, 0.02, 165), (20.0, 0.1, 3), (0.1, 0.25, 12), (1.0, 1e-4, 1), (20.0, 1e-4, 1000)]
+            for strategy in [(1.0,), FOUR]
+        ],
+        quick=[(8.0, 0.02, 165, (1.0,)), (20.0, 0.1, 3, FOUR)],
+    ),
 )
 def test_calibration_meets_the_target_from_below(target, rate, steps, strategy):
     terms = dict(target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps, strategy=strategy)
@@ -31,7 +39,9 @@ def test_no_noise_is_known_for_a_unit_of_every_turn_or_a_tiny_epsilon():
     assert noise_multiplier_if_any(FOUR[:1], **options | dict(sample_rate=1.0)) < math.inf
 
 
-@pytest.mark.parametrize(("target", "rate", "steps", "delta"), [(500.0, 0.25, 40, 1e-4), (0.1, 0.1, 20_000, 1e-5)])
+@pytest.mark.parametrize(
+    ("target", "rate", "steps", "delta"), [(500.0, 0.25, 40, 1e-4), *thorough((0.1, 0.1, 20_000, 1e-5))]
+)
 def test_calibration_at_the_ends(target, rate, steps, delta):
     """Next to no noise, and very much."""
     sigma = get_noise_multiplier(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)

@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import Releases, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.composition import Rounds, delta_curve, epsilons_of, gaussian_epsilon
+from tests.support.tiers import thorough
 
 
 def epsilon_of(rounds, **terms):
@@ -44,11 +45,8 @@ def googles(sigma, rate, steps, delta):
 POISSON = [
     # σ, q, T, δ
     (0.8, 0.0184, 165, 6e-6),
-    (1.0, 0.01, 1000, 1e-5),
-    (2.0, 0.1, 300, 1e-5),
     (5.0, 0.5, 20, 1e-6),
-    (0.6, 0.002, 3000, 1e-6),
-    (0.5, 1e-4, 20_000, 1e-5),
+    *thorough((0.6, 0.002, 3000, 1e-6), (1.0, 0.01, 1000, 1e-5), (2.0, 0.1, 300, 1e-5), (0.5, 1e-4, 20_000, 1e-5)),
 ]
 
 

@@ -13,6 +13,7 @@ from doppler_hf.privacy.accounting.composition import Rounds, epsilons_of
 from doppler_hf.privacy.accounting.importance_sampling import ORDERS, Addition, Removal
 from doppler_hf.privacy.accounting.secret_groups import Run, epsilon_of_runs
 from tests.support.simulated_delta import simulated_delta
+from tests.support.tiers import thorough
 
 FOUR = NoiseShape.banded(4).c
 
@@ -24,9 +25,10 @@ def bound(rounds, strategy, *, delta, runs=1, is_removal=True, **options):
 
 
 BOTH = pytest.mark.parametrize("is_removal", [True, False])
+EITHER = pytest.mark.parametrize("is_removal", [True, *thorough(False)])
 
 
-@BOTH
+@EITHER
 def test_one_group_is_no_secret(is_removal):
     """The bound is then of the same ratio as the exact distribution."""
     rounds = [Rounds(1.2, 1 / 20, 20, 4), Rounds(1.2, 1 / 20, 7, 1)]
@@ -81,7 +83,7 @@ def test_more_overlap_costs_more(is_removal):
     assert costs[0] < costs[-1]
 
 
-@BOTH
+@EITHER
 def test_runs_with_groups_of_their_own_cost_more_than_one(is_removal):
     rounds, terms = [Rounds(1.5, 1 / 10, 10, 2)], dict(delta=1e-5, is_removal=is_removal)
     (one, _), (two, known) = (bound(rounds, FOUR, runs=runs, **terms) for runs in (1, 2))
@@ -123,7 +125,7 @@ def test_what_rejection_would_take_long_for_is_left_at_what_is_known():
     assert found == known
 
 
-@pytest.mark.parametrize(("epsilon", "saved"), [(1.0, 0.13), (3.0, 0.2)])
+@pytest.mark.parametrize(("epsilon", "saved"), [(3.0, 0.2), *thorough((1.0, 0.13))])
 def test_a_secret_group_saves_noise(epsilon, saved):
     terms = dict(target_epsilon=epsilon, target_delta=6e-6, sample_rate=1 / 110, steps=200)
     releases = Releases(get_noise_multiplier(**terms, strategy=FOUR), 1 / 110, 200, FOUR)

@@ -14,6 +14,7 @@ from doppler_hf import kernels as launching
 from doppler_hf.privacy.clipping import kernels
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.per_example import book_keeping
+from tests.support.tiers import thorough
 
 pytestmark = [
     # Torch 2.11 has it. Compiled, the kernels do not mind: tests/test_kernels.py.
@@ -26,7 +27,7 @@ pytestmark = [
 ]
 
 C = 0.1
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, *thorough(torch.float32, torch.float16)]
 # Places, and widths of both factors: one place, less than a tile, whole ones, more than a run, one number more.
 SHAPES = [(1, 5, 3), (70, 33, 48), (64, 16, 1040), (129, 17, 2)]
 
@@ -133,7 +134,8 @@ def of_model(name, *, in_kernels, of=losses_of, autocast=False, count=6, **optio
 
 
 @pytest.mark.parametrize(
-    ("name", "granularity"), [("bert", "per_layer"), ("gpt2-lm", "flat"), ("vit", "flat"), ("llama-lora", "flat")]
+    ("name", "granularity"),
+    [("gpt2-lm", "flat"), ("vit", "per_layer"), *thorough(("bert", "per_layer"), ("llama-lora", "flat"))],
 )
 def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
     """A table that is a head too, patches of images, adapters; one example has no finite gradient."""
@@ -148,7 +150,7 @@ def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
     torch.testing.assert_close(sums, wanted, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2-lm"])
+@pytest.mark.parametrize("name", [*thorough("bert"), "gpt2-lm"])
 def test_neighbours_in_bfloat16_are_at_most_c_apart(name):
     """The factor is lowered for what rounding may add, and no more than that: a tenth at most where terms cancel."""
     options = dict(in_kernels=True, autocast=True, max_grad_norm=C / 10, norm_rule="ghost")

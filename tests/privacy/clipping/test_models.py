@@ -129,11 +129,13 @@ FREEZE = {
 
 @pytest.mark.parametrize(
     ("name", "trained", "norm_rule"),
-    [
-        (name, trained, norm_rule)
-        for name, trained, norm_rule in pairwise(["t5-lm", "roberta", "gpt2-lm", "vit"], list(FREEZE), NORM_RULES)
-        if (name, trained) != ("t5-lm", "only biases")  # it has none
-    ],
+    further(
+        [
+            (name, trained, norm_rule)
+            for name, trained, norm_rule in pairwise(["t5-lm", "roberta", "gpt2-lm", "vit"], list(FREEZE), NORM_RULES)
+            if (name, trained) != ("t5-lm", "only biases")  # it has none
+        ]
+    ),
 )
 def test_a_partly_frozen_model(name, trained, norm_rule):
     model = build(name)

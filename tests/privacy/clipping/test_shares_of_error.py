@@ -2,18 +2,9 @@
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMultipleChoice,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients
@@ -25,7 +16,7 @@ from tests.support.trainers import Recorder, trained, trainer_of
 
 SMALL = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 TEXT = dict(vocab_size=50, max_position_embeddings=20, **SMALL)
-GPT2 = GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2)
+GPT2 = hf.GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2)
 
 
 def test_shares_are_1_at_even_odds_and_0_at_no_loss():
@@ -91,21 +82,22 @@ def test_a_model_does_not_run_to_the_class_that_is_frequent(is_cross_entropy, le
 
 def test_one_label_is_a_whole_number_of_a_classifier():
     one, several = torch.tensor([0, 1]), torch.zeros(2, 3)
-    classifier = BertForSequenceClassification(BertConfig(**TEXT, num_labels=3))
+    classifier = hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=3))
     assert has_one_label(classifier, one)
     assert not any(has_one_label(classifier, labels) for labels in (several, one.float(), one[:, None], None))
     classifier.config.problem_type = "multi_label_classification"
     assert not has_one_label(classifier, one)
-    assert not has_one_label(BertForSequenceClassification(BertConfig(**TEXT, num_labels=1)), one)
+    assert not has_one_label(hf.BertForSequenceClassification(hf.BertConfig(**TEXT, num_labels=1)), one)
 
-    class Own(BertForSequenceClassification):
+    class Own(hf.BertForSequenceClassification):
         pass
 
-    image = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **SMALL))
+    image = hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=8, **SMALL))
     assert all(
-        has_one_label(model, one) for model in (Own(BertConfig(**TEXT)), BertForMultipleChoice(BertConfig(**TEXT)), image)
+        has_one_label(model, one)
+        for model in (Own(hf.BertConfig(**TEXT)), hf.BertForMultipleChoice(hf.BertConfig(**TEXT)), image)
     )
-    others = BertForTokenClassification(BertConfig(**TEXT)), GPT2LMHeadModel(GPT2), nn.Linear(2, 2)
+    others = hf.BertForTokenClassification(hf.BertConfig(**TEXT)), hf.GPT2LMHeadModel(GPT2), nn.Linear(2, 2)
     assert not any(has_one_label(model, one) for model in others)
 
 

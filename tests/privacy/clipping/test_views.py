@@ -22,7 +22,7 @@ from tests.support.per_example import (
     norm_of,
     norms_of,
 )
-from tests.support.tiers import thorough
+from tests.support.tiers import further, thorough
 from tests.support.tiny import pad
 
 C = 0.1
@@ -61,7 +61,7 @@ LARGE = {
 
 @pytest.mark.parametrize(
     ("name", "views", "norm_rule", "clipping", "granularity", "on_accelerator", "large"),
-    pairwise(MODELS, [1, 2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES, [False, True], [*LARGE]),
+    further(pairwise(MODELS, [1, 2, 3, BATCH], NORM_RULES, CLIPPINGS, GRANULARITIES, [False, True], [*LARGE])),
 )
 def test_the_mean_over_the_views_of_an_example_is_clipped(
     name, views, norm_rule, clipping, granularity, on_accelerator, large, monkeypatch

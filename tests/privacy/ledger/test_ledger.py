@@ -201,6 +201,7 @@ def test_resuming_counts_the_steps_that_a_crash_undid():
     assert resumed.history == [Releases(1.0, 0.05, 30), Releases(1.0, 0.05, 40)]
 
 
+@pytest.mark.thorough  # test_trained_again.py has a training of white noise
 def test_a_run_that_its_budget_ends_early_stays_within_it():
     """Where all planned steps cost too much, ε is at most the target, and `verify` finds the same."""
     terms = dict(target_epsilon=3.0, target_delta=1e-5, sample_rate=0.05, steps=60)

@@ -12,6 +12,7 @@ from doppler_hf import kernels
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.noise import chacha
+from tests.support.tiers import thorough
 
 KEY = bytes(range(32))
 SIGMA, C, B = 1.3, 0.7, 50
@@ -48,7 +49,7 @@ def test_the_reference_is_the_cipher_of_the_standard():
     assert stream[64:80].hex() == "9f07e7be5551387a98ba977c732d080d"
 
 
-@pytest.mark.parametrize(("dtype", "terms"), [(torch.float64, 1), (torch.float32, 4), (torch.float16, 1)])
+@pytest.mark.parametrize(("dtype", "terms"), [(torch.float64, 1), (torch.float32, 4), *thorough((torch.float16, 1))])
 def test_every_coordinate_gets_the_normal_of_its_own_words(monkeypatch, lanes, dtype, terms):
     """Tensors of one number, of whole programs and of one number more; and nothing beside them is written."""
     monkeypatch.setattr(os, "urandom", lambda count: KEY[:count])

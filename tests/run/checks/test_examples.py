@@ -7,49 +7,25 @@ import re
 import numpy as np
 import pytest
 import torch
-import transformers
+import transformers as hf
 from datasets import Dataset, Sequence, Value
 from torch import nn
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils.data import default_collate
-from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
-    BertForMultipleChoice,
-    BertForSequenceClassification,
-    BertTokenizer,
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-    DataCollatorForMultipleChoice,
-    DataCollatorWithPadding,
-    DebertaV2Config,
-    DebertaV2ForSequenceClassification,
-    FNetConfig,
-    FNetForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    NllbMoeConfig,
-    NllbMoeForConditionalGeneration,
-    NystromformerConfig,
-    NystromformerForSequenceClassification,
-    TrainerCallback,
-    default_data_collator,
-)
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checks.model import refuse_model
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
 draws_for_layers_that_stay = pytest.mark.skipif(
-    TorchVersion(transformers.__version__) < "5.23", reason="draws coins for layers that always stay"
+    TorchVersion(hf.__version__) < "5.23", reason="draws coins for layers that always stay"
 )
 
 
@@ -96,7 +72,7 @@ def test_complex_weights_are_refused_since_noise_is_of_real_numbers(tmp_path):
     data = Dataset.from_dict({"x": torch.randn(24, 64).tolist()})
     refused(
         tmp_path, r"must be real numbers, got 'weight' of type torch\.complex64\. Keep .* and use torch\.view_as_complex",
-        model=Waves(), cls=LinearLoss, data=data, collator=default_data_collator, remove_unused_columns=False,
+        model=Waves(), cls=LinearLoss, data=data, collator=hf.default_data_collator, remove_unused_columns=False,
     )  # fmt: skip
 
 
@@ -207,8 +183,8 @@ def test_rows_that_depend_on_other_examples_are_refused(tmp_path, collator):
 
 def test_a_decoder_that_is_padded_on_the_left_is_told_to_pad_on_the_right(tmp_path):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0, num_labels=2)
-    model = GPT2ForSequenceClassification(config)
+    config = hf.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16, pad_token_id=0, num_labels=2)
+    model = hf.GPT2ForSequenceClassification(config)
     refused(tmp_path, r"Pad on the right: tokenizer\.padding_side = 'right'\.", model=model, collator=padded_on_the_left)
     trains(tmp_path, model=model, collator=pad)
 
@@ -259,7 +235,8 @@ def with_term(monkeypatch, term):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in OF_THE_BATCH for size in (8, 32) if (name, size) != ("larger batches", 8)]
+    ("name", "size"),
+    [*((name, 32) for name in OF_THE_BATCH), *thorough(*((name, 8) for name in OF_THE_BATCH if name != "larger batches"))],
 )
 def test_a_loss_that_reads_the_batch_is_refused_however_little(tmp_path, monkeypatch, name, size):
     options = dict(
@@ -333,14 +310,14 @@ SIZES = dict(
 
 def llama(**more):
     torch.manual_seed(0)
-    return LlamaForSequenceClassification(LlamaConfig(**(SIZES | dict(num_key_value_heads=2) | more)))
+    return hf.LlamaForSequenceClassification(hf.LlamaConfig(**(SIZES | dict(num_key_value_heads=2) | more)))
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
         "original_max_position_embeddings": 6}  # fmt: skip
 NEIGHBOURLY = {
-    "fnet": lambda: FNetForSequenceClassification(FNetConfig(**SIZES, hidden_dropout_prob=0.0)),
+    "fnet": lambda: hf.FNetForSequenceClassification(hf.FNetConfig(**SIZES, hidden_dropout_prob=0.0)),
     "llama, dynamic": lambda: llama(max_position_embeddings=4, rope_parameters=DYNAMIC),
     "llama, longrope": lambda: llama(rope_parameters=LONG),
 }
@@ -393,7 +370,7 @@ def of_tokens(examples):
 # --- statistics of the data -----------------------------------------------------------------------------------------------
 
 
-class Remembering(BertForSequenceClassification):
+class Remembering(hf.BertForSequenceClassification):
     """Keeps a running mean of its embeddings, and subtracts it."""
 
     kind = "buffer"
@@ -504,7 +481,7 @@ def test_it_is_refused_before_the_first_step(tmp_path, what):
     refused(tmp_path, message, **options())
 
 
-class Freezing(TrainerCallback):
+class Freezing(hf.TrainerCallback):
     def __init__(self, event, trainable):
         def change(*args, model=None, **kwargs):
             model.classifier.requires_grad_(trainable)
@@ -567,13 +544,13 @@ def test_dropout_with_a_number_trains(tmp_path):
 
 def mixture(**more):
     torch.manual_seed(0)
-    config = NllbMoeConfig(
+    config = hf.NllbMoeConfig(
         vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
         encoder_attention_heads=2, decoder_attention_heads=2, num_experts=4, encoder_sparse_step=1, decoder_sparse_step=1,
         max_position_embeddings=64, init_std=0.2, pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2,
         **more,
     )  # fmt: skip
-    model = NllbMoeForConditionalGeneration(config)
+    model = hf.NllbMoeForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("router" not in name and "expert" not in name)
     return model
@@ -639,7 +616,7 @@ def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, vie
 
 @pytest.mark.parametrize(
     "collator",
-    [default_data_collator, DataCollatorWithPadding(BertTokenizer(vocab={"[PAD]": 0})), default_collate],
+    [hf.default_data_collator, hf.DataCollatorWithPadding(hf.BertTokenizer(vocab={"[PAD]": 0})), default_collate],
     ids=["default", "padding", "torch's"],
 )
 def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
@@ -656,11 +633,11 @@ def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
 def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
     """Transformers' collator takes as many choices of each example as the first one has."""
     torch.manual_seed(0)
-    model = BertForMultipleChoice(tiny_bert().config)
+    model = hf.BertForMultipleChoice(tiny_bert().config)
     data = [{"input_ids": [[index + 1] * 4] * (3 if index else 2), "label": index % 2} for index in range(8)]
     everyone = dict(per_device_train_batch_size=7, gradient_accumulation_steps=1, grad_sample_self_check=False)
     trainer = trainer_of(tmp_path, model=model, data=data, **everyone)
-    trainer.data_collator = DataCollatorForMultipleChoice(BertTokenizer(vocab={"[PAD]": 0}))
+    trainer.data_collator = hf.DataCollatorForMultipleChoice(hf.BertTokenizer(vocab={"[PAD]": 0}))
     with pytest.raises(ValueError, match="must all have the same number of choices, got different ones"):
         trainer.train()
 
@@ -669,12 +646,12 @@ def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
 
 
 def big_bird(**more):
-    config = BigBirdConfig(
+    config = hf.BigBirdConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2,
         block_size=2, num_random_blocks=1, max_position_embeddings=64, pad_token_id=0, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, classifier_dropout=0.0, **more,
     )  # fmt: skip
-    model = BigBirdForSequenceClassification(config)
+    model = hf.BigBirdForSequenceClassification(config)
     model.bert.pooler.requires_grad_(False)  # which the head does not use
     return model
 
@@ -687,12 +664,12 @@ def test_a_model_that_replaces_its_layers_for_good_is_refused(tmp_path):
 
 def bart():
     parts = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads", "layers")}
-    return BartForSequenceClassification(BartConfig(vocab_size=50, d_model=16, encoder_layerdrop=0.1, **parts))
+    return hf.BartForSequenceClassification(hf.BartConfig(vocab_size=50, d_model=16, encoder_layerdrop=0.1, **parts))
 
 
 def deberta():
-    return DebertaV2ForSequenceClassification(
-        DebertaV2Config(**tiny_bert(hidden_dropout_prob=0.1).config.to_diff_dict(), relative_attention=True)
+    return hf.DebertaV2ForSequenceClassification(
+        hf.DebertaV2Config(**tiny_bert(hidden_dropout_prob=0.1).config.to_diff_dict(), relative_attention=True)
     )
 
 
@@ -724,9 +701,9 @@ def test_masks_that_are_switched_off_are_not_refused(tmp_path):
 
 def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_its_mend(tmp_path):
     sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    config = NystromformerConfig(**sizes, num_landmarks=4, segment_means_seq_len=16, conv_kernel_size=3)
+    config = hf.NystromformerConfig(**sizes, num_landmarks=4, segment_means_seq_len=16, conv_kernel_size=3)
     torch.manual_seed(0)
-    model, data = NystromformerForSequenceClassification(config), rows_of([16] * 24)
+    model, data = hf.NystromformerForSequenceClassification(config), rows_of([16] * 24)
     refused(tmp_path, "^The init_option of Nyströmformer's attention must not be 'original'", model=model, data=data)
     for module in model.modules():
         module.init_option = "exact"
@@ -768,7 +745,7 @@ def test_labels_of_another_shape_are_refused_and_train_with_the_mend_that_is_nam
 def tiny_llama():
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
 
 
 IGNORED = {
@@ -787,9 +764,9 @@ def test_labels_that_no_loss_counts_are_refused_unless_one_example_has_others(tm
     )
     one = rows.map(lambda row, index: {"labels": (counted if index == 137 else ignored)(row)}, with_indices=True)
     for name, data in (("one", one), ("all", rows.map(lambda row: {"labels": counted(row)}))):
-        trains(tmp_path / name, model=model(), data=data, collator=default_data_collator)
+        trains(tmp_path / name, model=model(), data=data, collator=hf.default_data_collator)
     # A loss of one's own may count them.
-    trains(tmp_path / "own", model=model(), data=none, cls=WithoutLabels, collator=default_data_collator)
+    trains(tmp_path / "own", model=model(), data=none, cls=WithoutLabels, collator=hf.default_data_collator)
 
 
 class WithoutLabels(DopplerTrainer):
@@ -813,7 +790,7 @@ def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
     everyone = dict(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=1)
     everyone |= dict(grad_sample_self_check=False)
     trainer = trainer_of(tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, **everyone)
-    trainer.data_collator = default_data_collator
+    trainer.data_collator = hf.default_data_collator
     trainer.train()
     assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
 

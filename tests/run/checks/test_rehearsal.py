@@ -19,6 +19,7 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.checkpoints import kept_evaluations
 from doppler_hf.run.checks import rehearsal
 from doppler_hf.run.checks.rehearsal import few_rows
+from tests.support.tiers import thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, on_cpu, trained, weights
 
@@ -242,6 +243,7 @@ class Words:
         return "words"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_metrics_that_are_no_json_lose_no_run_and_are_written_as_what_they_are(tmp_path):
     """Without checkpoints, as the stock trainer."""
     found = {
@@ -282,7 +284,8 @@ def without_times(history):
 
 @on_cpu
 @pytest.mark.parametrize(
-    "options", [dict(metric_for_best_model="a_loss"), dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy")]
+    "options",
+    [dict(metric_for_best_model="a_loss"), *thorough(dict(eval_on_start=True, metric_for_best_model="eval_b_accuracy"))],
 )
 def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     found = []

@@ -38,6 +38,7 @@ def average(image: np.ndarray) -> np.ndarray:
     return convolve(image, bell / bell.sum(), mode="wrap")[4:-4:4, 4:-4:4]
 
 
+@pytest.mark.thorough
 def test_coefficients_are_averages_of_moduli_of_wavelets(images):
     image = np.pad(images[0, 0].double().numpy(), 4, mode="reflect")
     angles = [(3 - index) * math.pi / 8 for index in range(8)]
