@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "privacy/losses": ("privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
-    "training_args": ("filters optim privacy", "transformers torch"),
+    "training_args": ("filters privacy", "transformers torch"),
     "run": ("disk filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
     "extras": ("", ""),
     "version": ("", ""),
