@@ -45,14 +45,9 @@ def launch(
     device: torch.device,
     **options: Any,
 ) -> None:
-    """Launch a kernel on a device, with words for it moved there without a wait; not on tensors without memory.
+    """Launch a kernel of Triton's on a device, with words for it moved there without a wait; not on tensors without memory.
 
-    Args:
-        kernel: A function of Triton's.
-        grid: How many programs.
-        arguments: Its arguments; arrays become tensors on the device.
-        device: Where its tensors are. Triton's own choice would be the current one.
-        options: Its constants, and Triton's own.
+    Triton's own choice of a device would be the current one. `options` are the kernel's constants, and Triton's own.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return

@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import DefaultDataCollator, TrainerCallback, default_data_collator
+from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
@@ -39,7 +39,6 @@ from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.steps import Steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
@@ -87,15 +86,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         args: DopplerTrainingArguments | None = None,
         data_collator: Any = None,
         train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *others: Any,
+        **options: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise ValueError(
@@ -104,14 +96,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             )
         self._disable_dp = args.disable_dp
         trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
-        # Transformers' Seq2SeqTrainer, which may come next, has no such argument.
-        optimizer = {} if optimizer_cls_and_kwargs is None else {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
-        super().__init__(
-            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=processing_class, model_init=model_init, compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics, **optimizer,
-        )  # fmt: skip
+        super().__init__(model, args, data_collator, train_dataset, *others, **options)
         self._run: PrivateRun | None = None
         self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None
@@ -123,27 +108,21 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
+    __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]  # whose arguments a notebook then shows
+
     @property
     def private_run(self) -> PrivateRun:
         """The current run or the last one. Before the first training, the run that would begin."""
         self._run = self._run or self._new_run()
         return self._run
 
-    @property
-    def _steps(self) -> Steps:
-        assert self._run is not None, "a run begins before its steps"
-        assert self._run.steps is not None, "and its engine is attached"
-        return self._run.steps
-
     def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
-        return PrivateRun(
-            self.args,
-            self.train_dataset,
-            num_trained=self.get_num_trainable_parameters(),
-            recorders=recorders_in(self.callback_handler.callbacks),
-            earlier=earlier,
-        )
+        num_trained = self.get_num_trainable_parameters()
+        run = PrivateRun(self.args, self.train_dataset, num_trained=num_trained, earlier=earlier)
+        if (shape := run.mechanism.shape).bands > 1 and recorders_in(self.callback_handler.callbacks):
+            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
+        return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
@@ -159,7 +138,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
-        self._forget_earlier_training()
+        # Transformers builds anew, as after `model_init`, what is of an earlier training, its model and its arguments.
+        self.model_wrapped = self.model
+        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+            self.optimizer = self.lr_scheduler = None
         self._prepare_model()
         note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
@@ -182,19 +164,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             run = self.private_run
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
+            # Which may be a few less, where only some groups would have a turn in the last ones.
             values = (*values[:-1], run.statement.steps_planned)
             loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
             run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
-
-    def _forget_earlier_training(self) -> None:
-        """Let Transformers build anew, as after `model_init`, what it keeps of an earlier training.
-
-        The optimizer is of the parameters and arguments of that training, and `model_wrapped` is its model.
-        """
-        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
-            self.optimizer = self.lr_scheduler = None
-        self.model_wrapped = self.model
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
@@ -243,7 +217,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        steps = self._steps
+        steps = self.privacy.steps
         steps.fill_generators()
         # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
         pieces = list(itertools.islice(epoch_iterator, num_batches if steps.affordable > 0 else 0))
@@ -303,7 +277,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        steps = self._steps
+        steps = self.privacy.steps
         losses = steps.add_piece(inputs)
         private_loss: Tensor | None = None
         if steps.is_complete:  # accelerate has wrapped the optimizer by now

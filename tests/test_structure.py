@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "privacy/losses": ("privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
-    "training_args": ("filters optim privacy", "transformers torch"),
+    "training_args": ("filters privacy", "transformers torch"),
     "run": ("disk filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
     "extras": ("", ""),
     "version": ("", ""),
@@ -185,7 +185,7 @@ def test_public_names():
         "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
         "auto_noise_shape", "autocorrelation",
         "butterworth", "corrected_noise_gain",
-        "corrected_output", "estimate_power", "filter_figures", "frequency_response",
+        "estimate_power", "filter_figures", "frequency_response",
         "group_delay", "impulse_response", "momentum", "moving_average",
         "noise_gain", "optimal_fir", "power_spectral_density", "step_response",
     ]  # fmt: skip

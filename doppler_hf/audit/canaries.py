@@ -14,16 +14,9 @@ ORDINARY: Final = -1  # the number of a row that is no canary
 def numbered_rows(
     dataset: Any, *, rows: Int[np.ndarray, " rows"], canaries: Int[np.ndarray, " rows"], unit_column: str | None
 ) -> Any:
-    """Return chosen rows of a data set, each with the number of its canary.
+    """Return chosen rows of a data set, each with the number of its canary, which becomes a user of its own.
 
-    Args:
-        dataset: A `datasets.Dataset`, also one that is transformed when it is read.
-        rows: The indices of the rows, in order. A row may occur several times.
-        canaries: Each row's canary by number, or `ORDINARY`.
-        unit_column: The column of the users' IDs, or None. Each canary becomes a user of its own.
-
-    Raises:
-        ValueError: If the data set is of another kind, or has such a column.
+    The data set may be one that is transformed when it is read, and a row may be chosen several times.
     """
     from datasets import Dataset
 

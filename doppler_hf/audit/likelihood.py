@@ -61,15 +61,7 @@ class LikelihoodRatios:
             self._end_round(group, turns=self._turns_per_round)
 
     def _end_round(self, group: int, *, turns: int) -> None:
-        self._finished_rounds[group] += log_likelihood_ratio(
-            self._current_round[group], sample_rate=self._sample_rate, turns=turns
-        )
+        """Add log(1 − n·q + q·Σ exp(⟨μ, y⟩ − ‖μ‖²/2)) of a round of n turns."""
+        with_turn, without = np.log(self._sample_rate) + self._current_round[group], 1.0 - turns * self._sample_rate
+        self._finished_rounds[group] += with_turn if without <= 0.0 else np.logaddexp(np.log(without), with_turn)
         self._current_round[group] = -np.inf
-
-
-def log_likelihood_ratio(
-    of_turns: Float[np.ndarray, " canaries"], *, sample_rate: float, turns: int
-) -> Float[np.ndarray, " canaries"]:
-    """Return log(1 − n·q + q·Σ exp(⟨μ, y⟩ − ‖μ‖²/2)) of a round of n turns, given the logarithm of the sum."""
-    with_turn, without = np.log(sample_rate) + of_turns, 1.0 - turns * sample_rate
-    return with_turn if without <= 0.0 else np.logaddexp(np.log(without), with_turn)

@@ -79,7 +79,7 @@ class NeighbourResult:
 
 
 def neighbour_distances(
-    trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, seed: int = 0, tolerance: float = ROUNDING
+    trainer: DopplerTrainer, *, pairs: int = 16, draw_size: int | None = None, tolerance: float = ROUNDING
 ) -> NeighbourResult:
     """Train on neighbouring batches without moving the weights, and measure how far apart their clipped sums are.
 
@@ -89,9 +89,8 @@ def neighbour_distances(
     Args:
         trainer: A trainer with privacy, before or after training.
         pairs: How many pairs of batches.
-        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32.
-        seed: Chooses the units. The tested one is first the largest unit, then the smallest, one of the rarest label, then
-            any.
+        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32. The
+            tested one is first the largest unit, then the smallest, one of the rarest label, then any.
         tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
 
     Raises:
@@ -115,18 +114,26 @@ def neighbour_distances(
             "without randomness, or mask in the data set."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
-    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, seed=seed, labels=labels)
+    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, labels=labels)
     with restored(trainer), tempfile.TemporaryDirectory() as folder, held_coins(trainer, loader):
-        trainer.args = harmless(trainer.args, steps=len(draws), folder=folder)
-        watched = ScriptedRun(trainer, draws, is_held=is_held)
-        trainer._new_run = watched.new_run  # type: ignore[method-assign]
+        trainer.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), trainer._new_run, []
+
+        def scripted_run(**options: Any) -> PrivateRun:
+            run = make(**options)
+            script(run, draws, trainer.args)
+            if is_held:
+                hold(run)
+            witnesses.extend(witnesses_of(run))
+            return run
+
+        trainer._new_run = scripted_run  # type: ignore[method-assign]
         # A share of error below 1 would hide that a record counts twice.
         trainer._is_of_class = lambda losses: False  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
         trainer.model.train = lambda mode=True: trainer.model
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             trainer.train()
-    distances, couplings = np.max([witness.moved for witness in watched.witnesses], axis=0).T
+    distances, couplings = np.max([witness.moved for witness in witnesses], axis=0).T
     return NeighbourResult(
         distances=distances,
         couplings=couplings,
@@ -152,7 +159,7 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 
 
 def neighbouring_draws(
-    run: PrivateRun, *, pairs: int, size: int, seed: int, labels: Int[np.ndarray, " units"] | None = None
+    run: PrivateRun, *, pairs: int, size: int, seed: int = 0, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
     """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
     generator, sampler = np.random.default_rng(seed), run.sampler
@@ -201,8 +208,8 @@ class Witness:
         moved: Of every pair of draws the distance and the coupling, in units of the bound.
     """
 
-    def __init__(self, mechanism: GaussianMechanism, *, max_norm: float) -> None:
-        self._mechanism, self._max_norm = mechanism, max_norm
+    def __init__(self, mechanism: GaussianMechanism) -> None:
+        self._mechanism = mechanism
         self.expected_batch_size = mechanism.expected_batch_size
         self._waiting: list[dict[str, Tensor]] = []
         self.moved: list[tuple[float, float]] = []
@@ -225,7 +232,9 @@ class Witness:
             self._waiting = []
             change = {name: both[name].double() - others[name] for name in both}
             rest = {name: change[name] - alone[name] for name in both}
-            self.moved.append((norm_of(change.values()) / self._max_norm, norm_of(rest.values()) / self._max_norm))
+            bound = self._mechanism.max_grad_norm
+            self.moved.append((norm_of(change.values()) / bound, norm_of(rest.values()) / bound))
+        # No weight moves, so that the three draws of a pair meet the same model.
         return {name: torch.zeros_like(part_here(shards.get(name, total))) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
@@ -233,43 +242,41 @@ class Witness:
         return getattr(self._mechanism, name)
 
 
-class ScriptedRun:
-    """Makes the trainer's runs with given batches, and with witnesses in place of their mechanisms."""
+def script(run: PrivateRun, draws: list[Int[np.ndarray, " _"]], args: DopplerTrainingArguments) -> None:
+    """Let the sampler of a run draw these batches (modified in place)."""
+    of_shard = [np.sort(draw[draw % args.world_size == args.process_index]) for draw in draws]
+    run.sampler.drawn_units = lambda step: of_shard[step]  # type: ignore[method-assign]
+    # Zeros take a unit's first examples.
+    run.sampler.coins = lambda count, *, step: np.zeros(count)  # type: ignore[method-assign]
 
-    def __init__(self, trainer: DopplerTrainer, draws: list[Int[np.ndarray, " _"]], *, is_held: bool) -> None:
-        self._make, self._draws, self._args, self._is_held = trainer._new_run, draws, trainer.args, is_held
-        self.witnesses: list[Witness] = []
 
-    def new_run(self, **options: Any) -> PrivateRun:
-        """Return a run as the trainer makes it, but watched."""
-        run = self._make(**options)
-        rank, processes = self._args.process_index, self._args.world_size
-        of_shard = [np.sort(draw[draw % processes == rank]) for draw in self._draws]
-        run.sampler.drawn_units = lambda step: of_shard[step]  # type: ignore[method-assign]
-        # Zeros take a unit's first examples.
-        run.sampler.coins = lambda count, *, step: np.zeros(count)  # type: ignore[method-assign]
-        if self._is_held:
-            load, views = run.loader, run.statement.augmentation_multiplicity
+def hold(run: PrivateRun) -> None:
+    """Let the loaders of a run give an example the same random numbers each time (modified in place)."""
+    load, views = run.loader, run.statement.augmentation_multiplicity
 
-            def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
-                loader = load(HeldExamples(dataset, views=views), collator)
-                # To the checks before the first step an example is one row, and always the same.
-                loader.examples = HeldExamples(dataset)
-                return loader
+    def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
+        loader = load(HeldExamples(dataset, views=views), collator)
+        # To the checks before the first step an example is one row, and always the same.
+        loader.examples = HeldExamples(dataset)
+        return loader
 
-            run.loader = held_loader  # type: ignore[method-assign]
-        run.mechanism = witness = Witness(run.mechanism, max_norm=run.statement.per_sample_max_grad_norm)  # type: ignore[assignment]
-        self.witnesses = [witness]
-        if run.private_loss is not None:
-            of_loss = Witness(run.private_loss.mechanism, max_norm=run.private_loss.mechanism.max_grad_norm)
-            run.private_loss.mechanism = of_loss  # type: ignore[assignment]
-            self.witnesses.append(of_loss)
-        return run
+    run.loader = held_loader  # type: ignore[method-assign]
+
+
+def witnesses_of(run: PrivateRun) -> list[Witness]:
+    """Put witnesses in place of the mechanisms of a run (modified in place), and return them."""
+    run.mechanism = of_gradient = Witness(run.mechanism)  # type: ignore[assignment]
+    if run.private_loss is None:
+        return [of_gradient]
+    loss = run.private_loss
+    loss.mechanism = of_loss = Witness(loss.mechanism)  # type: ignore[assignment]
+    return [of_gradient, of_loss]
 
 
 def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
     """Return the arguments of a training that moves no weight, and leaves nothing behind."""
     args = copy.copy(args)
+    # White noise: under another shape a unit could not be in two draws that follow each other.
     changes = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
         "noise_shape": "white",

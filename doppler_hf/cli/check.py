@@ -76,11 +76,7 @@ class _Checked(BaseException):
 
 
 def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
-    """Run a script with its arguments, and check the first private trainer instead of training it.
-
-    Raises:
-        ValueError: If there is no such script, or it ends without training.
-    """
+    """Run a script with its arguments, and check the first private trainer instead of training it."""
     if not words or not Path(words[0]).is_file():
         raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
     for word in words[1:]:
@@ -93,7 +89,7 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     def check_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if trainer.args.disable_dp:  # a baseline, of which there is nothing to check
             return train(trainer, *args, **options)
-        replaced.stop()
+        replaced.stop()  # the check itself trains
         raise _Checked(check(trainer))
 
     replaced = mock.patch.object(DopplerTrainer, "train", check_instead)

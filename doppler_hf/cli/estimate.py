@@ -14,14 +14,13 @@ import argparse
 import functools
 import json
 from dataclasses import replace
-from typing import get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.update import BASES
-from doppler_hf.privacy.clipping.clipped_gradients import Engine
 from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.random_model import TASKS, RandomModel
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, metavar="L", help="tokens per example; leave it out for images")
     parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected batch size over all processes")
     parser.add_argument("--micro-batch", type=int, default=8, metavar="M", help="examples per pass (default: %(default)s)")
-    parser.add_argument("--engine", choices=get_args(Engine), default="book_keeping", help="default: %(default)s")
     parser.add_argument("--base-optimizer", choices=BASES, default="adam_bc", help="default: %(default)s")
     parser.add_argument("--low-pass-filter", default="momentum", metavar="FILTER", help="default: %(default)s")
     parser.add_argument("--noise-shape", default="white", metavar="SHAPE", help="as banded:bands=4 (default: %(default)s)")
@@ -58,16 +56,14 @@ def run(args: argparse.Namespace) -> int:
         micro_batch=args.micro_batch,
         processes=args.processes,
         bandwidth=args.bandwidth,
-        engine=args.engine,
         base=args.base_optimizer,
         low_pass_filter=LowPassFilter.parse(args.low_pass_filter),
         noise_shape=NoiseShape.parse(args.noise_shape),
     )
     seconds, proposed = {}, None
     if args.memory is None:
-        random = _random_model(args, args.device)
-        losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
-        seconds = seconds_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting)
+        model, parts = _random_model(args, args.device)
+        seconds = seconds_of_step(model, **parts, setting=setting)
     else:
         proposed = largest_micro_batch(
             lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
@@ -89,16 +85,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _random_model(args: argparse.Namespace, device: str) -> RandomModel:
+def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:
     lora = LoraArguments(lora_r=args.lora_r, lora_target_modules=args.lora_target_modules)
-    return RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+    random = RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+    return random.model, {"batch": random.batch, "losses_of": functools.partial(random.losses_of, in_bf16=args.bf16)}
 
 
 def _bytes(args: argparse.Namespace, setting: Setting) -> dict[str, float]:
-    random = _random_model(args, "meta")
-    on_cuda = args.device == "cuda" or args.memory is not None
-    losses_of = functools.partial(random.losses_of, in_bf16=args.bf16)
-    return bytes_of_step(random.model, batch=random.batch, losses_of=losses_of, setting=setting, on_cuda=on_cuda)
+    model, parts = _random_model(args, "meta")
+    return bytes_of_step(model, **parts, setting=setting, on_cuda=args.device == "cuda" or args.memory is not None)
 
 
 def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Setting) -> Table:

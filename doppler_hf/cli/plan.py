@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, Target, alternatives, epochs_of, taken_by_training
+from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
@@ -65,17 +65,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
     # Of the ε asked for, not the one reached: a plan's own is a little below, and would bend the comparison.
-    target = Target(facts["target_epsilon"], facts["delta"])
-    table = alternatives(request, planned, target)
-    title = (
-        f"Runs of equal ε = {target.epsilon:.4g}, δ = {target.delta:.3g}, N = {planned.num_examples:,}, "
-        f"C = {planned.max_grad_norm:g}"
-    )
+    table = alternatives(request, planned, facts["target_epsilon"])
     if args.json:
         runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
         # Infinity is no JSON, and no plan has it.
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
+        terms = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
+        title = f"Runs of equal {terms}, N = {planned.num_examples:,}, C = {planned.max_grad_norm:g}"
         console.print(alternatives_table(table, planned, title=title))
         console.print(READING)
     return 0

@@ -20,7 +20,6 @@ from doppler_hf.reports.run_report import (
     draw_noise_over_frequency,
     draw_run,
     draw_trade_off,
-    html_list,
     html_page,
     html_table,
     last_evaluation,
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             ("Over the training", curves + logged),
             ("The noise over time", f"<p>{html.escape(statement.noise_shape_in_words)}</p>{noise}"),
             ("The terms", html_table(account_in_words(ledger))),
-            ("Not covered by ε", html_list(ledger.not_covered)),
+            ("Not covered by ε", f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in ledger.not_covered)}</ul>"),
             ("How to check it", check),
         ],
     )

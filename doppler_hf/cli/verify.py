@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         none = "no weights, since none lie beside it: copy them there to have them checked"
         of_weights = f"the weights in {', '.join(weights)}" if weights else none
-        console.print(f"VERIFIED: {guarantee_in_words(ledger)} Of {of_weights}.", markup=False, soft_wrap=True)
+        terms, unit = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})", ledger.statement.unit_of_privacy
+        guarantee = f"{terms}-differential privacy for {unit} after {ledger.steps_run:,} steps."
+        console.print(f"VERIFIED: {guarantee} Of {of_weights}.", markup=False, soft_wrap=True)
     notes = filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
@@ -205,12 +207,3 @@ def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Ta
     ):
         table.add_row(*row)
     return table
-
-
-def guarantee_in_words(ledger: PrivacyLedger) -> str:
-    """Return the guarantee of a verified ledger in one line."""
-    statement = ledger.statement
-    return (
-        f"({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for {statement.unit_of_privacy} after "
-        f"{ledger.steps_run:,} steps."
-    )

@@ -32,7 +32,6 @@ from doppler_hf.filters.spectrum import (
     PowerEstimate,
     autocorrelation,
     corrected_noise_gain,
-    corrected_output,
     estimate_power,
     power_spectral_density,
 )
@@ -40,7 +39,7 @@ from doppler_hf.filters.spectrum import (
 __all__ = [
     "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
     "auto_noise_shape", "autocorrelation",
-    "butterworth", "corrected_noise_gain", "corrected_output",
+    "butterworth", "corrected_noise_gain",
     "estimate_power", "filter_figures", "frequency_response",
     "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
     "power_spectral_density", "step_response",

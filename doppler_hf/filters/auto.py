@@ -58,8 +58,6 @@ def auto_noise_shape(
     loop = ClosedLoop.of_run(steps, learning_rates)
     best, least, bands = WHITE, math.inf, 1
     while bands <= min(steps, most_bands or steps) and math.isfinite(sigma := noise_multiplier_of(bands)):
-        if not sigma > 0:
-            raise ValueError(f"noise_multiplier_of must return positive numbers, got {sigma} for {bands} bands.")
         chosen = low_pass_filter or _best_filter(loop, NoiseShape.banded(bands), steps=steps)
         shape = loop.best_shape(bands, chosen)
         loss = sigma**2 * loop.loss(chosen, shape)

@@ -152,9 +152,6 @@ def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float
         return np.ones(steps)
     if len(learning_rates) != steps:
         raise ValueError(f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}.")
-    for step, rate in enumerate(learning_rates):
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"learning_rates must be finite and at least 0, got {rate} at step {step}.")
     if not max(learning_rates):
         raise ValueError("learning_rates must not all be 0, since the weights would not move. Give at least one above 0.")
     return np.array(learning_rates) / max(learning_rates)

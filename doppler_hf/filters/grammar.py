@@ -65,7 +65,14 @@ def _designed(text: str, compact: str) -> LowPassFilter:
         form = f"{word}:{','.join(f'{key}=...' for key in keys)}"
         found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
         raise ValueError(f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
-    return design(**{key: _number(text, key, value, keys[key]) for key, _, value in pairs})
+    numbers = {}
+    for key, _, value in pairs:
+        try:
+            numbers[key] = keys[key](value)
+        except ValueError:
+            wanted = "an integer" if keys[key] is int else "a number"
+            raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
+    return design(**numbers)
 
 
 def _read_coefficients(text: str) -> LowPassFilter:
@@ -77,14 +84,6 @@ def _read_coefficients(text: str) -> LowPassFilter:
     except ValueError:
         raise _unreadable(text) from None
     return LowPassFilter(b=b, a=a)
-
-
-def _number(text: str, key: str, value: str, kind: type[int] | type[float]) -> float:
-    try:
-        return kind(value)
-    except ValueError:
-        wanted = "an integer" if kind is int else "a number"
-        raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
 
 
 def _unreadable(text: str) -> ValueError:

@@ -109,8 +109,6 @@ class NoiseShape:
 
     def std(self, step: int) -> float:
         """Return the noise's standard deviation per σ at a step, from 0; it rises for some b steps, then is constant."""
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}. Count it from the first step of the noise.")
         # The response falls by its largest pole, so that what comes after so many bands does not show in a float.
         response = self.response(min(step + 1, 64 * self.bands))
         return self.norm * float(np.linalg.norm(response))

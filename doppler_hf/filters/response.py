@@ -25,14 +25,12 @@ HALF_POWER: Final = 0.5**0.5
 
 
 def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    """Return the weights κ_0 ... κ_{steps-1} of past gradients, m_t = Σ_τ κ_τ g_{t-τ}, for at least one step."""
-    _check_steps(steps)
+    """Return the weights κ_0 ... κ_{steps-1} of past gradients, m_t = Σ_τ κ_τ g_{t-τ}."""
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.eye(1, steps)[0]))
 
 
 def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    """Return the output for a constant input of one, c_t = Σ_{τ≤t} κ_τ > 0, for at least one step."""
-    _check_steps(steps)
+    """Return the output for a constant input of one, c_t = Σ_{τ≤t} κ_τ > 0."""
     return np.asarray(scipy.signal.lfilter(filter.b, filter.a, np.ones(steps)))
 
 
@@ -62,12 +60,7 @@ def group_delay(
 ) -> Float64[np.ndarray, " frequencies"]:
     """Return by how many steps a filter delays a signal around each frequency: -dφ/dω; at 0, Σ_τ τ κ_τ.
 
-    Args:
-        filter: The filter.
-        frequencies: As fractions of Nyquist, in [0, 1], shape (frequencies,).
-
-    Returns:
-        Steps, shape (frequencies,); NaN at a frequency that the filter removes (gain below 1e-9).
+    Frequencies are fractions of Nyquist. At one that the filter removes (gain below 1e-9) it is NaN.
     """
     passed = np.abs(frequency_response(filter, frequencies)) >= _REMOVED
     turns = np.exp(-1j * np.pi * frequencies[passed])
@@ -80,11 +73,6 @@ def group_delay(
     # By its definition: SciPy's function warns of every slow filter, whose denominator is small.
     delay[passed] = np.real(delay_of(filter.b) - delay_of(filter.a))
     return delay
-
-
-def _check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,6 @@ def autocorrelation(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.
     """Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
 
     The division is by T at every lag: the biased estimate, whose spectrum is never negative.
-
-    Args:
-        series: One row for each step, shape (steps, dimension).
-
-    Returns:
-        φ_0 ... φ_{steps-1}, shape (steps,), in squared units of the series.
     """
     series = _checked(series)
     steps = len(series)
@@ -59,9 +53,6 @@ def power_spectral_density(
     The spectra of eight half overlapping segments under a Hann window are averaged. The paper transforms `autocorrelation`,
     with an error as large as the value in each coordinate.
 
-    Args:
-        series: One row for each step, shape (steps, dimension).
-
     Returns:
         Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series.
     """
@@ -71,14 +62,6 @@ def power_spectral_density(
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
     frequencies = np.arange(segment // 2 + 1) * 2 / segment
     return frequencies, density[: len(frequencies)].mean(axis=1)
-
-
-def corrected_output(
-    filter: LowPassFilter, series: Float[np.ndarray, "steps dimension"]
-) -> Float64[np.ndarray, "steps dimension"]:
-    """Return the optimizer's m̂_t = m_t / c_t for a series, shape (steps, dimension), from zero states on."""
-    series = _checked(series)
-    return scipy.signal.lfilter(filter.b, filter.a, series, axis=0) / step_response(filter, len(series))[:, None]
 
 
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
@@ -92,7 +75,7 @@ def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: f
     The standard error is over the noise, S the estimate, at least 0: T Var = 2 d σ⁴ + 4 σ² S.
 
     Args:
-        series: One row for each step, shape (steps, dimension), before any filter.
+        series: The gradients before any filter.
         noise_std: Standard deviation σ of the white noise per coordinate.
     """
     if not 0 <= noise_std < math.inf:

@@ -7,7 +7,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
@@ -22,22 +22,13 @@ EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that could be started: its mechanism, and the noise in its gradients.
+    """A run that could be started: its mechanism, and the noise in its gradients."""
 
-    Attributes:
-        num_examples: N.
-        expected_batch_size: B.
-        steps: T.
-        noise_multiplier: σ.
-        max_grad_norm: C.
-        sampling: As for `get_epsilon`.
-    """
-
-    num_examples: int
-    expected_batch_size: int
-    steps: int
-    noise_multiplier: float
-    max_grad_norm: float
+    num_examples: int  # N
+    expected_batch_size: int  # B
+    steps: int  # T
+    noise_multiplier: float  # σ
+    max_grad_norm: float  # C
     sampling: Sampling = "allocation"
 
     @property
@@ -46,26 +37,14 @@ class PlannedRun:
         return self.expected_batch_size / self.num_examples
 
     @property
-    def noise_std(self) -> float:
-        """σC/B, per coordinate of the mean gradient of one step."""
-        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-
-    @property
     def average_noise_std(self) -> float:
         """σC/(B√T), per coordinate of the average of all T mean gradients; a filter, of gain 1 there, hardly changes it."""
-        return self.noise_std / math.sqrt(self.steps)
+        return self.noise_multiplier * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
 
     @property
     def examples_processed(self) -> int:
         """B·T, the expected number of per-sample gradients: the run's cost in time."""
         return self.expected_batch_size * self.steps
-
-
-class Target(NamedTuple):
-    """What runs of equal ε have in common: ε > 0, and δ in (0, 1)."""
-
-    epsilon: float
-    delta: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,20 +129,21 @@ class PlanRequest:
         return PlannedRun(self.num_examples, self.batch_size, steps, sigma, self.max_grad_norm, self.sampling)
 
 
-def alternatives(request: PlanRequest, run: PlannedRun, target: Target) -> dict[float, list[PlannedRun]]:
-    """Calibrate runs around the `run` of a request, with other batch sizes and numbers of epochs, to the same ε.
+def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[float, list[PlannedRun]]:
+    """Calibrate runs around the `run` of a request, with other batch sizes and numbers of epochs, to the same ε and δ.
 
     Returns:
         Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
         data set and some noise reaches the ε. The run itself is returned unchanged.
     """
     epochs = epochs_of(request, run)
-    same = replace(request, noise_multiplier=None, max_steps=None, epochs=epochs, **target._asdict())
+    same = replace(request, noise_multiplier=None, max_steps=None, epochs=epochs, epsilon=epsilon)
 
     def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         if (length, batch_size) == (epochs, run.expected_batch_size):
             return run
         try:
+            # A table shows three digits, for which the rough grid is enough.
             return replace(same, epochs=length, batch_size=batch_size).solve(rough=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None

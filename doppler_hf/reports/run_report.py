@@ -48,11 +48,6 @@ def html_table(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>\n{cells}\n</table>"
 
 
-def html_list(lines: Sequence[str]) -> str:
-    """Return a list as HTML."""
-    return "<ul>\n" + "\n".join(f"<li>{html.escape(line)}</li>" for line in lines) + "\n</ul>"
-
-
 def _is_metric(name: str) -> bool:
     return name.startswith("eval_") and not name.endswith(_NOT_SHOWN)
 

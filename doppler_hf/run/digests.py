@@ -30,19 +30,18 @@ from doppler_hf.shards import first_row, part_here
 _WHOLE: Final = WeakIdKeyDictionary()
 
 
-def parameters_digest(model: nn.Module, *, dtype: torch.dtype | None = None) -> str:
+def parameters_digest(model: nn.Module) -> str:
     """Return the digest of all parameters that a model computes with or is saved with, 64 hexadecimal digits.
 
-    With a dtype it is that of the model after `model.to(dtype)`. If PEFT trains a copy of a layer, such as a new head, the
-    layer itself is unused: its random weights differ each time the base is loaded. They are left out if the adapter is saved
-    alone.
+    If PEFT trains a copy of a layer, such as a new head, the layer itself is unused: its random weights differ each time the
+    base is loaded. They are left out if the adapter is saved alone.
     """
     unused = _layers_in_no_file(model)
     used: dict[Tensor, str] = {}
     for name, parameter in _named_parameters(model, remove_duplicate=False):
         if not name.startswith(unused):
             used.setdefault(parameter, name)
-    return _digest(((name, parameter) for parameter, name in used.items()), dtype=dtype)
+    return _digest((name, parameter) for parameter, name in used.items())
 
 
 def adapted_parameters(model: nn.Module) -> list[Tensor]:
@@ -88,9 +87,9 @@ def untrained_digest(model: nn.Module) -> str:
     return _digest((*frozen, *_state_besides_parameters(model)))
 
 
-def digests_of(model: nn.Module, *, dtype: torch.dtype | None = None) -> ModelDigests:
-    """Return the digests by which a ledger knows a model; with a dtype, as it is after `model.to(dtype)`."""
-    return ModelDigests(parameters_digest(model, dtype=dtype), _digest(_state_besides_parameters(model), dtype=dtype))
+def digests_of(model: nn.Module) -> ModelDigests:
+    """Return the digests by which a ledger knows a model."""
+    return ModelDigests(parameters_digest(model), _digest(_state_besides_parameters(model)))
 
 
 def _state_besides_parameters(model: nn.Module) -> list[tuple[str, Any]]:
@@ -98,16 +97,9 @@ def _state_besides_parameters(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in model.state_dict().items() if name not in parameters]
 
 
-def _digest(named: Iterable[tuple[str, Any]], *, dtype: torch.dtype | None = None) -> str:
-    found = [(name, *described(converted(value, dtype))) for name, value in named]
+def _digest(named: Iterable[tuple[str, Any]]) -> str:
+    found = [(name, *described(value)) for name, value in named]
     return hashlib.sha256(json.dumps(found).encode("utf-8")).hexdigest()
-
-
-def converted(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return what `model.to(dtype)` makes of a tensor: it converts those of floating point alone."""
-    if dtype is None or not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return value
-    return value.detach().to(dtype)
 
 
 def note_shards(parameters: Iterable[Tensor]) -> None:
@@ -149,5 +141,6 @@ def sums_of_rows(shard: Tensor) -> Tensor:
     size = shard.numel() * shard.itemsize
     begin = first_row(shard) * (size // len(shard))
     cut = min(max(0, size // 8 * 8 - begin), len(flat))
+    # Filled up with zeros at both ends, so that its words begin where those of the whole do.
     words = F.pad(flat[:cut], (begin % 8, -(begin + cut) % 8))
     return torch.stack([words.view(torch.int64).sum(), flat[cut:].sum(dtype=torch.int64)])

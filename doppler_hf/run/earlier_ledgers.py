@@ -4,7 +4,6 @@ And what trainings with ledgers elsewhere have spent on it: those of this proces
 """
 
 import contextlib
-import warnings
 from pathlib import Path
 from typing import Final
 
@@ -20,11 +19,7 @@ _SPENT: Final[dict[str, Spent]] = {}  # by the digests of the parameters that pr
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it.
-
-    Raises:
-        ValueError: If its own does not speak for its weights.
-    """
+    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it."""
     own = PrivacyLedger.load(checkpoint)
     unknown = own.unknown_weights(checkpoint)
     if unknown:
@@ -34,25 +29,6 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
-
-
-def warn_of_another_base(model: nn.Module, ledger: PrivacyLedger, *, checkpoint: str) -> None:
-    """Warn where a checkpoint's adapter is resumed on another base, which its files do not hold.
-
-    Args:
-        model: The model, with the checkpoint's weights.
-        ledger: The checkpoint's own, whose files are what was saved.
-        checkpoint: Its folder.
-    """
-    if not ledger.models or all(parameter.requires_grad for parameter in model.parameters()):
-        return
-    digest = parameters_digest(model)
-    if all(digest != known.parameters for known in ledger.models):
-        warnings.warn(
-            f"The frozen weights of the model must be the ones that {checkpoint} was saved with, got another base model, or "
-            "the same in another dtype. Load the base with which the run began.",
-            stacklevel=2,
-        )
 
 
 def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:

@@ -24,8 +24,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.update import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
-from doppler_hf.privacy.clipping.clipped_gradients import Engine
-from doppler_hf.run.memory import bytes_of_pass
+from doppler_hf.run.memory import move_in, without_memory
 
 _TIMES: Final = 3
 _SAMPLED: Final = 4_000_000  # weights: enough that a step is not all overhead, and done in a moment
@@ -40,7 +39,6 @@ class Setting:
     micro_batch: int
     processes: int
     bandwidth: float | None
-    engine: Engine
     base: Base
     low_pass_filter: LowPassFilter
     noise_shape: NoiseShape
@@ -61,29 +59,18 @@ class Setting:
         return -(-self.batch_size // (self.processes * self.micro_batch))
 
 
-class Stopwatch:
-    """Seconds of work on a device; on a CPU the processor's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of some work, once it is warm."""
-        found = []
-        for _ in range(1 + _TIMES):
-            self._wait()
-            start = self._now()
-            work()
-            self._wait()
-            found.append(self._now() - start)
-        return float(np.median(found[1:]))
-
-    def _now(self) -> float:
-        return time.perf_counter() if self._is_cuda else time.process_time() / torch.get_num_threads()
-
-    def _wait(self) -> None:
-        if self._is_cuda:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of some work on a device, once it is warm; on a CPU the processor's."""
+    marks = []
+    for _ in range(2 + _TIMES):
+        if device.type == "cuda":
             torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+        else:
+            marks.append(time.process_time() / torch.get_num_threads())
+        work()
+    # Without the first time, in which caches are cold and kernels are chosen.
+    return float(np.median(np.diff(marks[1:])))
 
 
 def seconds_of_step(
@@ -99,17 +86,16 @@ def seconds_of_step(
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
-    stopwatch = Stopwatch(device)
-    sizes = (max(1, setting.micro_batch // 2), max(2, setting.micro_batch))
-    found = []
-    with ClippedGradients(model, engine=setting.engine, clipping="automatic") as clipped:
-        for size in sizes:
-            found.append(
-                stopwatch.seconds(functools.partial(lambda inputs: clipped.backward(losses_of(inputs)), batch(size)))
-            )
-    per_example = max((found[1] - found[0]) / (sizes[1] - sizes[0]), 0.0)
-    a_pass = max(found[1] - per_example * sizes[1], 0.0)
-    noise, step = _seconds_of_a_weight(setting, device=device, sampled=min(number, _SAMPLED), stopwatch=stopwatch)
+    less, more = max(1, setting.micro_batch // 2), max(2, setting.micro_batch)
+    with ClippedGradients(model, clipping="automatic") as clipped:
+
+        def a_pass_over(inputs: dict[str, Tensor]) -> None:
+            clipped.backward(losses_of(inputs))
+
+        of_less, of_more = (seconds_of(functools.partial(a_pass_over, batch(size)), device) for size in (less, more))
+    per_example = max((of_more - of_less) / (more - less), 0.0)
+    a_pass = max(of_more - per_example * more, 0.0)
+    noise, step = _seconds_of_a_weight(setting, device=device, sampled=min(number, _SAMPLED))
     between = 0.0
     if setting.bandwidth is not None:
         between = _FLOAT * number * 2 * (setting.processes - 1) / setting.processes / setting.bandwidth
@@ -132,19 +118,23 @@ def bytes_of_step(
     """Return the bytes of a process at the peak of a private step by part; the model is made on the "meta" device."""
     number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     states = setting.low_pass_filter.order + (setting.base != "sgd")
-    found = bytes_of_pass(
-        model,
-        batch=functools.partial(batch, setting.micro_batch),
-        losses_of=losses_of,
-        engine=setting.engine,
-        on_cuda=on_cuda,
-    )
+    with without_memory(on_cuda=on_cuda) as peak:
+        move_in(model)
+        weights = peak.bytes
+        clipped = ClippedGradients(model, clipping="automatic")
+        clipped.on_accelerator = clipped.in_kernels = on_cuda
+        with clipped:
+            sums = sum(total.nbytes for total in clipped.sums.values())
+            peak.forget()
+            clipped.backward(losses_of(batch(setting.micro_batch)))
+        # Of weights in half precision the gradient is a copy, when the pass is over.
+        copied = sum(weight.nbytes for weight in clipped.parameters.values() if weight.itemsize < 4)
     return {
-        "weights": found["weights"],
+        "weights": weights,
         "optimizer": _FLOAT * number * states,
         "earlier noise": _FLOAT * number * (setting.noise_shape.bands - 1) / setting.processes,
-        "clipped sums": found["clipped sums"],
-        "a pass": found["a pass"],
+        "clipped sums": sums,
+        "a pass": max(peak.most - weights - sums, copied),
     }
 
 
@@ -161,9 +151,7 @@ def largest_micro_batch(bytes_of: Callable[[int], float], *, most: int, memory: 
     return size
 
 
-def _seconds_of_a_weight(
-    setting: Setting, *, device: torch.device, sampled: int, stopwatch: Stopwatch
-) -> tuple[float, float]:
+def _seconds_of_a_weight(setting: Setting, *, device: torch.device, sampled: int) -> tuple[float, float]:
     """Return the seconds of noise and of the optimizer's step for one weight."""
     weight = nn.Parameter(torch.zeros(sampled, device=device))
     steps = itertools.count()
@@ -176,7 +164,7 @@ def _seconds_of_a_weight(
     )
     for _ in range(setting.noise_shape.bands - 1):  # so that all earlier noise is there
         mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
-    noise = stopwatch.seconds(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)))
+    noise = seconds_of(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)), device)
     optimizer = DopplerOptimizer([weight], 1e-3, low_pass_filter=setting.low_pass_filter, base=setting.base, noise_std=1.0)
     weight.grad = torch.ones_like(weight)
-    return noise / sampled, stopwatch.seconds(optimizer.step) / sampled
+    return noise / sampled, seconds_of(optimizer.step, device) / sampled

@@ -39,7 +39,7 @@ class EvaluatingTrainer(ShardedTrainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
-        if self._sharding.is_asked_for:
+        if self._sharding.is_asked_for:  # before the first training the model is whole, and on no device
             self._prepare_model()
         with self._ledger_keeper.evaluating(self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

@@ -74,6 +74,7 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
     """
     if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
+    # Transformers has its schedules as objects that step an optimizer, here one of nothing.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
         args.lr_scheduler_type,

@@ -1,10 +1,9 @@
 """`GradientRecorder`: a small image of each step's gradient (`count_sketch.CountSketch`), to measure its spectrum.
 
-Images of `p.grad` are post-processing of the private gradients. Those of `record_raw` have no noise, and void the guarantee.
+Images of `p.grad` are post-processing of the private gradients, and as public as they are.
 """
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
@@ -16,10 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
-    LowPassFilter,
-    NoiseShape,
     corrected_noise_gain,
-    corrected_output,
     estimate_power,
     step_response,
 )
@@ -36,7 +32,6 @@ class GradientRecorder(TrainerCallback):
     Args:
         dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
             deviation of about √(2/k) over the seed, more if few coordinates hold most of it.
-        record_raw: Whether to keep the clipped gradient before noise too. It is NOT private, as the ledger then states.
         seed: The seed of the projection. It is public, and independent of the noise.
 
     Attributes:
@@ -44,16 +39,14 @@ class GradientRecorder(TrainerCallback):
         low_pass_filter: The run's filter; none before training.
     """
 
-    def __init__(self, *, dimensions: int = 256, record_raw: bool = False, seed: int = 0) -> None:
+    def __init__(self, *, dimensions: int = 256, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
             raise ValueError(f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
         self.dimensions = dimensions
-        self.record_raw = record_raw
         self.seed = seed
         self.noise_std = 0.0
         self.low_pass_filter = PAPER_FILTERS["none"]
         self._private: list[Float[np.ndarray, " dimensions"]] = []
-        self._raw: list[Float[np.ndarray, " dimensions"]] = []
         self._steps_logged = 0
         # Of the run, from its beginning on.
         self._parameters: dict[str, Tensor] = {}
@@ -65,48 +58,8 @@ class GradientRecorder(TrainerCallback):
         """The private gradients, one row for each step."""
         return self._series(self._private)
 
-    @property
-    def filtered(self) -> Float64[np.ndarray, "steps dimensions"]:
-        """The filtered gradients m̂ of the optimizer, one row for each step, up to the rounding of its states."""
-        return corrected_output(self.low_pass_filter, self.private) if self._private else self.private
-
-    @property
-    def raw(self) -> Float64[np.ndarray, "steps dimensions"] | None:
-        """The clipped mean gradients without noise, one row for each step; None unless `record_raw`. NOT private."""
-        assert not self.record_raw or len(self._raw) == len(self._private), "a raw gradient was not recorded"
-        return self._series(self._raw) if self.record_raw else None
-
     def _series(self, rows: list[Float[np.ndarray, " dimensions"]]) -> Float64[np.ndarray, "steps dimensions"]:
         return np.array(rows, dtype=np.float64).reshape(len(rows), self.dimensions)
-
-    def save(self, path: str | Path) -> None:
-        """Write the recording to an .npz file, and make its folder. With `record_raw` the file is NOT private."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(
-            path,
-            private=self.private,
-            raw=self._series(self._raw),
-            record_raw=self.record_raw,
-            seed=self.seed,
-            noise_std=self.noise_std,
-            b=self.low_pass_filter.b,
-            a=self.low_pass_filter.a,
-        )
-
-    @classmethod
-    def load(cls, path: str | Path) -> "GradientRecorder":
-        """Return the recording that `save` wrote."""
-        with np.load(path if str(path).endswith(".npz") else f"{path}.npz", allow_pickle=False) as file:
-            recorder = cls(
-                dimensions=file["private"].shape[1],
-                record_raw=file["record_raw"].item(),
-                seed=file["seed"].item(),
-            )
-            recorder.noise_std = file["noise_std"].item()
-            recorder.low_pass_filter = LowPassFilter(b=tuple(file["b"]), a=tuple(file["a"]))
-            recorder._private = list(file["private"])
-            recorder._raw = list(file["raw"])
-        return recorder
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a recording of this run's gradients, or refuse the run."""
@@ -117,8 +70,6 @@ class GradientRecorder(TrainerCallback):
                 "GradientRecorder filters whole gradients, which GaLore (optim_target_modules) does not. Record a run "
                 "without it."
             )
-        if self.record_raw and args.world_size > 1:
-            raise ValueError(f"record_raw must run on one process, which has the whole sum, got {args.world_size}.")
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
@@ -133,22 +84,14 @@ class GradientRecorder(TrainerCallback):
         self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter
-        self._private, self._raw, self._steps_logged = [], [], 0
+        self._private, self._steps_logged = [], 0
         self._filter_states = np.zeros((self.low_pass_filter.order, self.dimensions))
-
-    def record_raw_gradient(self, sums: Mapping[str, Float[Tensor, "..."]], expected_batch_size: int) -> None:
-        """Record the mean of a step from its clipped sums, before noise is added; only if `record_raw` is set."""
-        # No noise: this is why the ledger of such a run states that it is not private.
-        assert self._sketch is not None, "the recorder is not part of a run"
-        self._raw.append(self._sketch([sums[name] for name in self._parameters]) / expected_batch_size)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Record the private gradient, just before the optimizer reads it."""
         if state.is_world_process_zero:
-            gradients = [p.grad for p in self._parameters.values()]
-            assert all(gradient is not None for gradient in gradients), "a trained parameter has no private gradient"
             assert self._sketch is not None
-            self._private.append(self._sketch([gradient for gradient in gradients if gradient is not None]))
+            self._private.append(self._sketch([p.grad for p in self._parameters.values() if p.grad is not None]))
 
     def add_estimates(self, logs: dict[str, float]) -> None:
         """Add the power of signal and noise since the last training log to a new one (modified in place).
@@ -164,6 +107,7 @@ class GradientRecorder(TrainerCallback):
         b, a = self.low_pass_filter.b, self.low_pass_filter.a
         filtered, self._filter_states = scipy.signal.lfilter(b, a, rows, axis=0, zi=self._filter_states)
         settling = slice(first_step, None)
+        # The optimizer divides by the step response, too, while the filter settles.
         filtered /= step_response(self.low_pass_filter, self._steps_logged)[settling, None]
         before = estimate_power(rows, noise_std=self.noise_std)
         logs |= {"signal_power": before.signal, "signal_power_error": before.error, "noise_power": before.noise}
@@ -171,12 +115,6 @@ class GradientRecorder(TrainerCallback):
             gains = corrected_noise_gain(self.low_pass_filter, self._steps_logged)[settling]
             after = float(np.mean(filtered**2)) / (self.noise_std**2 * float(gains.mean())) - 1
             logs |= {"snr_before": before.snr, "snr_after": after}
-
-
-def refuse_other_noise(shape: NoiseShape) -> None:
-    """Refuse to record under noise that is not white."""
-    if not shape.is_white:
-        raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
 
 
 def recorders_in(callbacks: Iterable[TrainerCallback]) -> list[GradientRecorder]:

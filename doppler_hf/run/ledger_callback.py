@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -23,10 +22,10 @@ from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
-from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on, warn_of_another_base
+from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
 from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
-from doppler_hf.run.optimizer import filter_in_words, first_learning_rate, learning_rate_in_words
+from doppler_hf.run.optimizer import first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.steps import Steps
@@ -48,7 +47,8 @@ class PrivacyCallback(TrainerCallback):
         self._begun_with: str | None = None  # the digest of its parameters
 
     @property
-    def _steps(self) -> Steps:
+    def steps(self) -> Steps:
+        """What the current run does in every step."""
         assert self.run is not None, "a run begins before its steps"
         assert self.run.steps is not None, "and its engine is attached"
         return self.run.steps
@@ -72,8 +72,7 @@ class PrivacyCallback(TrainerCallback):
             # A second run of the same trainer continues the ledger of the first one, whether resumed or not.
             earlier = [self.ledger.as_written()] if self.ledger is not None else []
             if checkpoint is not None:
-                earlier += (of_checkpoint := ledgers_of(Path(checkpoint)))
-                warn_of_another_base(model, of_checkpoint[0], checkpoint=checkpoint)
+                earlier += ledgers_of(Path(checkpoint))
             if not earlier:
                 earlier = ledgers_of_model(Path(folder), model)
             return latest(earlier) if earlier else None
@@ -88,8 +87,11 @@ class PrivacyCallback(TrainerCallback):
         ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        rate, low_pass_filter = learning_rate_in_words(args, optimizer), filter_in_words(args, optimizer.low_pass_filter)
-        self._words = {"rate": rate, "filter": low_pass_filter}
+        chosen = " (auto)" if args.low_pass_filter == "auto" else ""
+        self._words = {
+            "rate": learning_rate_in_words(args, optimizer),
+            "filter": f"{optimizer.low_pass_filter}{chosen}",
+        }
         # On every process: they may have to put the weights of a layer together.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
         rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
@@ -97,13 +99,12 @@ class PrivacyCallback(TrainerCallback):
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger
         self._is_running = True
-        # Privacy: buffers that were filled since the training before are no part of what this one begins with.
+        # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are no
+        # part of what this one begins with. A checkpoint's weights are compared with its ledger, and a new model has none.
         is_known = any(digests.parameters == known.parameters for known in ledger.models)
-        is_filled = is_known and digests not in ledger.models
-        # Privacy: nor are weights that something else has trained since. A checkpoint's are compared with its ledger.
-        is_same = self._trained is not None and self._trained() is kwargs["model"]
-        is_another = is_same and step == 0 and not is_known and ledger.steps_run > 0
-        self._untrained = None if is_filled or is_another else untrained_digest(kwargs["model"])
+        is_same = self._trained is not None and self._trained() is kwargs["model"] and step == 0 and ledger.steps_run > 0
+        is_changed = (is_known or is_same) and digests not in ledger.models
+        self._untrained = None if is_changed else untrained_digest(kwargs["model"])
         self._trained, self._begun_with = weakref.ref(kwargs["model"]), digests.parameters
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
@@ -119,8 +120,8 @@ class PrivacyCallback(TrainerCallback):
                 earlier_in_words(ledger): ledger.earlier,
                 f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                f"The budget allows {self._steps.affordable} of the {remaining} steps left, since earlier ones count. "
-                "Training will stop there.": self._steps.affordable < remaining,
+                f"The budget allows {self.steps.affordable} of the {remaining} steps left, since earlier ones count. "
+                "Training will stop there.": self.steps.affordable < remaining,
             }
             print_start(
                 run,
@@ -137,13 +138,13 @@ class PrivacyCallback(TrainerCallback):
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
-        ledger = self._steps.reserve()
+        ledger = self.steps.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient, which callbacks can read from here on."""
-        self._steps.count_release()
+        self.steps.count_release()
 
     def writer_lock(self, folder: str | Path) -> WriterLock:
         """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
@@ -194,14 +195,11 @@ class PrivacyCallback(TrainerCallback):
 
     @contextlib.contextmanager
     def evaluating(self, args: DopplerTrainingArguments, *, model: nn.Module) -> Iterator[None]:
-        """Speak for the model after the block, too, if Transformers converts it to evaluate it, and nothing else changes."""
+        """Speak for the model after the block, too, if Transformers converts it to evaluate it."""
         # During a training Transformers converts nothing.
         converts = (args.bf16_full_eval or args.fp16_full_eval) and not self._is_running and self.speaks_for(model)
-        dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
-        converted = digests_of(model, dtype=dtype) if converts else None
         yield
-        # Privacy: what else an evaluation has written into a model, such as means of the training data, no noise covers.
-        if converted is not None and digests_of(model) == converted:
+        if converts:
             self._leave(model)
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
@@ -223,7 +221,7 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
-        if self._steps.affordable <= 0 and state.global_step < state.max_steps:
+        if self.steps.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
             # As Transformers does after the last step of its plan.
             control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step

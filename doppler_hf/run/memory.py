@@ -7,20 +7,16 @@ allocator's blocks, and the temporary tensors of noise and optimizer, some MiB, 
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.clipped_gradients import Engine
 
 _READING: Final = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
 
@@ -89,34 +85,3 @@ def move_in(model: nn.Module) -> None:
                 is_parameter = isinstance(value, nn.Parameter)
                 moved[value] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
             own[name] = None if value is None else moved[value]
-
-
-def bytes_of_pass(
-    model: nn.Module,
-    *,
-    batch: Callable[[], dict[str, Tensor]],
-    losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
-    engine: Engine,
-    on_cuda: bool,
-) -> dict[str, int]:
-    """Return what weights, clipped sums, and a further pass of a draw take, of which all are in use at the peak.
-
-    Args:
-        model: The model, made on the "meta" device.
-        batch: A function that makes a micro-batch.
-        losses_of: A function that returns the loss of each of its examples.
-        engine: As in `ClippedGradients`.
-        on_cuda: Whether on CUDA, where kernels find norms and sums.
-    """
-    with without_memory(on_cuda=on_cuda) as peak:
-        move_in(model)
-        weights = peak.bytes
-        clipped = ClippedGradients(model, engine=engine, clipping="automatic")
-        clipped.on_accelerator = clipped.in_kernels = on_cuda
-        with clipped:
-            sums = sum(total.nbytes for total in clipped.sums.values())
-            peak.forget()
-            clipped.backward(losses_of(batch()))
-        # Of weights in half precision the gradient is a copy, when the pass is over.
-        copied = sum(weight.nbytes for weight in clipped.parameters.values() if weight.itemsize < 4)
-        return {"weights": weights, "clipped sums": sums, "a pass": max(peak.most - weights - sums, copied)}

@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 from torch import nn
 
-from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.filter_and_noise import chosen_filter
 from doppler_hf.run.learning_rate import chosen_learning_rate
@@ -39,11 +38,7 @@ def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOpt
 def optimizer_of(
     args: DopplerTrainingArguments, model: nn.Module, *, run: PrivateRun, decayed: Collection[str]
 ) -> DopplerOptimizer:
-    """Return the `DopplerOptimizer` of the arguments, with weight decay for the parameters named `decayed`.
-
-    Raises:
-        ValueError: If `optim_target_modules` matches nothing.
-    """
+    """Return the `DopplerOptimizer` of the arguments, with weight decay for the parameters named `decayed`."""
     galore = GaloreArguments.parse(args.optim_args)
     targets = args.optim_target_modules
     projected = {} if targets is None else target_parameters(model, targets)
@@ -63,6 +58,7 @@ def optimizer_of(
         [group for group in groups if group["params"]],
         lr=chosen_learning_rate(args, run.statement, model=model),
         low_pass_filter=low_pass_filter,
+        # Muon is AdamBC whose updates of some groups are orthogonalized.
         base="adam_bc" if args.base_optimizer == "muon" else args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
@@ -75,8 +71,3 @@ def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Return the trained weights of two or more dimensions but embeddings, whose rows are no directions of one map."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return {p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in tables}
-
-
-def filter_in_words(args: DopplerTrainingArguments, low_pass_filter: LowPassFilter) -> str:
-    """Return the filter, and whether it was chosen."""
-    return f"{low_pass_filter} (auto)" if args.low_pass_filter == "auto" else str(low_pass_filter)

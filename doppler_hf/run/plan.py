@@ -87,7 +87,6 @@ def planned_statement(
     *,
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
-    records_raw: bool = False,
     earlier: Earlier = NOTHING,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
@@ -125,7 +124,7 @@ def planned_statement(
             target_epsilon=args.target_epsilon,
             accountant="pld",
             steps_planned=steps,
-            private=noise_multiplier > 0.0 and sampler.is_secret and not records_raw,
+            private=noise_multiplier > 0.0 and sampler.is_secret,
             noise_source=source,
             sampling=args.sampling,
         )
@@ -142,6 +141,7 @@ def planned_statement(
         if not changed:
             return again
         if steps > earlier.step and continued.plans:
+            # Results may have led to the new terms, so that plans add up: each has its own part of ε and δ.
             ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
             target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
@@ -155,6 +155,7 @@ def planned_statement(
         strategy=noise_shape.c,
         sampling=args.sampling,
     )
+    # 1/σ² is divided between gradient and loss, so that each has more noise than both together.
     return under(joint / math.sqrt(of_gradient))
 
 
@@ -165,14 +166,7 @@ def mechanisms_of(
     shape: NoiseShape,
     first_step: int,
 ) -> tuple[GaussianMechanism, PrivateLoss | None]:
-    """Return what turns clipped sums into private gradients, and the private training loss if there is one.
-
-    Args:
-        args: The arguments.
-        statement: The run's statement, with the size of each noise.
-        shape: The shape of the gradient's noise.
-        first_step: The step at which the run begins.
-    """
+    """Return what turns clipped sums into private gradients, and the private training loss if there is one."""
 
     def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
         return GaussianMechanism(

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any, Self, final
 
 import torch
@@ -29,7 +28,6 @@ from doppler_hf.run.checks.examples import check_examples
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import refuse_model
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
-from doppler_hf.run.gradient_recorder import GradientRecorder, refuse_other_noise
 from doppler_hf.run.plan import NOTHING, Earlier, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.processes import (
     compare_terms,
@@ -51,24 +49,10 @@ class PrivateRun:
     In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
     epoch, and in every step what is in `steps`. A `with` statement around it all detaches the engine and ends the mechanism.
 
-    Args:
-        args: The arguments.
-        train_dataset: The private examples.
-        num_trained: The number of weights that are trained.
-        recorders: The callbacks that record gradients.
-        earlier: What the run goes on from.
-
     Attributes:
-        train_dataset, earlier: As given.
         statement: Every public number of the run, as in its ledger.
-        sampler: The sampler of the examples.
-        mechanism: The mechanism that turns clipped sums into private gradients.
-        private_loss: The private training loss; None if there is none.
         steps: What the run does in every step; None before `attach`, and after the run.
         ledger: The record of what was spent; None before `begin`.
-
-    Raises:
-        ValueError: If no noise reaches the target, or the budget is spent.
     """
 
     def __init__(
@@ -77,11 +61,9 @@ class PrivateRun:
         train_dataset: Any,
         *,
         num_trained: int,
-        recorders: Sequence[GradientRecorder] = (),
         earlier: Earlier = NOTHING,
     ) -> None:
         self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
-        self._raw_recorders = [recorder for recorder in recorders if recorder.record_raw]
         self._resources = contextlib.ExitStack()
         self.steps: Steps | None = None
         self._loader: PrivateLoader | None = None
@@ -91,6 +73,7 @@ class PrivateRun:
             num_examples=len(train_dataset),
             expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             micro_batches=args.gradient_accumulation_steps,
+            # All views of an example are rows of one micro-batch, whose rows are limited.
             micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
             world_size=args.world_size,
@@ -105,16 +88,9 @@ class PrivateRun:
         )
         resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
-        if recorders:
-            refuse_other_noise(shape)
+        # Shaped noise protects a unit that takes part at most once in so many steps.
         self.sampler.take_turns(shape.bands)
-        self.statement = planned_statement(
-            args,
-            sampler=self.sampler,
-            noise_shape=shape,
-            records_raw=bool(self._raw_recorders),
-            earlier=earlier,
-        )
+        self.statement = planned_statement(args, sampler=self.sampler, noise_shape=shape, earlier=earlier)
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._continues_rounds = self._take_up_rounds()
         self.ledger: PrivacyLedger | None = None
@@ -182,18 +158,7 @@ class PrivateRun:
         return self._loader
 
     def attach(self, model: nn.Module, loss: TrainedLoss, *, loader: Any, sharding: Sharding) -> None:
-        """Check the engine of per-sample gradients on the model, and attach it until the run is closed.
-
-        Args:
-            model: The model to be trained.
-            loss: The trainer's loss of each example.
-            loader: The private loader, of whose examples some are used for the check.
-            sharding: Where the weights lie.
-
-        Raises:
-            ValueError: If the model cannot be trained privately, by the name of the layer or buffer at fault, or processes
-                would not draw each from its share.
-        """
+        """Attach the engine of per-sample gradients until the run is closed, and check it on examples of the loader."""
         args, statement = self._args, self.statement
         if self._loader is None or loader is not self._loader:
             raise ValueError(
@@ -231,7 +196,6 @@ class PrivateRun:
             has_odds=has_odds,
             mechanism=self.mechanism,
             private_loss=self.private_loss,
-            raw_recorders=self._raw_recorders,
             sharding=sharding,
             dummy=dummy,
             reports_raw_loss=statement.train_loss == "raw",
@@ -241,11 +205,6 @@ class PrivateRun:
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
         return contextlib.nullcontext() if self.steps is None else self.steps.clipped.unwatched()
-
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Layers without a rule in the engine, by name, with the way in which their gradient is computed."""
-        return {} if self.steps is None else self.steps.clipped.fallbacks
 
     @property
     def settled_noise_std(self) -> float:
@@ -266,12 +225,7 @@ class PrivateRun:
     def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
 
-        Args:
-            step: Optimizer step, counted from 0.
-            others: What other trainings have spent on the weights, for a ledger that is opened.
-
-        Raises:
-            ValueError: If the budget does not allow a single step, or is overrun. The run has no ledger then.
+        What `others` have spent on the weights stands in a ledger that is opened. A refusal leaves the run without one.
         """
         assert self.ledger is None, "a run begins once"
         assert self.steps is not None, "a run begins once its engine is attached"

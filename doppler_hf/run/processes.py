@@ -68,6 +68,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
         except ValueError as error:
             found = [error]
         except Exception:
+            # The others wait for an outcome, and without one would do so until they time out.
             broadcast_object_list([another_has_ended()])
             raise
     with one_line_if_a_process_ends():

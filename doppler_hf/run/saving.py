@@ -25,13 +25,12 @@ from doppler_hf.run.sharding import ShardedTrainer
 def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state as safetensors takes it: each value in one piece, and tied weights once for each of their names."""
     seen: set[int] = set()
-
-    def own(value: Any) -> Any:
+    taken: dict[str, Any] = {}
+    for name, value in state.items():
         is_tied = (place := value.untyped_storage().data_ptr()) in seen
+        taken[name] = value.clone(memory_format=torch.contiguous_format) if is_tied else value.contiguous()
         seen.add(place)
-        return value.clone(memory_format=torch.contiguous_format) if is_tied else value.contiguous()
-
-    return {name: own(value) for name, value in state.items()}
+    return taken
 
 
 def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:

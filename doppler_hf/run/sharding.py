@@ -132,7 +132,8 @@ class Sharding:
         self._group = dist.new_group(backend="gloo")
         give_all_the_weights_of_process_0(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
-        if not is_much_trained(model):
+        of_all = sum(value.numel() for value in model.parameters())
+        if sum(value.numel() for value in trained.values()) <= LARGEST_WHOLE * of_all:
             uncut |= {*trained.values()}
         types = {str(value.dtype) for value in trained.values() if value not in uncut}
         if len(types) > 1:
@@ -168,8 +169,6 @@ class Sharding:
 
     def most_passes(self, number: int) -> int:
         """Return the most passes of a process in a draw, given those of this one; called by every process."""
-        if not self.is_asked_for:
-            return number
         most = torch.tensor(number, device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return int(most)
@@ -208,12 +207,6 @@ class ShardedTrainer(Trainer):
         # discarded. `prepare` does not change a model that has been prepared.
         placement = False if self._sharding.is_asked_for else None
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
-
-
-def is_much_trained(model: nn.Module) -> bool:
-    """Return whether what is trained is cut too."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, is_trained in sizes if is_trained) > LARGEST_WHOLE * sum(size for size, _ in sizes)
 
 
 def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:

@@ -21,7 +21,6 @@ from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.noise import GaussianMechanism, PrivateLoss
 from doppler_hf.privacy.randomness import fill_generators
 from doppler_hf.run.checks.loss import TrainedLoss
-from doppler_hf.run.gradient_recorder import GradientRecorder
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -29,40 +28,22 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 @dataclass(eq=False, kw_only=True)
 class Steps:
-    """The steps of one run, one after another: the only object that they need.
-
-    Attributes:
-        args: The arguments.
-        sampler: The sampler that draws.
-        clipped: The engine, attached to the model.
-        loss: The trainer's loss of each example.
-        has_odds: Whether the rule for the model's class has −log p of one right class.
-        mechanism: The mechanism that turns clipped sums into private gradients.
-        private_loss: The private training loss; None if there is none.
-        raw_recorders: The callbacks that record sums without noise.
-        sharding: Where the weights lie.
-        dummy: A micro-batch of weight 0, for the passes in which other processes have more.
-        reports_raw_loss: Whether the mean loss of a draw is shown as it is.
-        ledger: The record of what was spent; None before the run has begun it.
-        affordable: The number of further steps that the budget allows.
-        is_released: Whether the gradient in `p.grad` is the mechanism's, of the draw that was begun last.
-        num_non_finite: How many examples of it had no finite gradient, on the device.
-        num_dummies: In how many passes of it other processes have more.
-    """
+    """The steps of one run, one after another: the only object that they need."""
 
     args: DopplerTrainingArguments
     sampler: AllocationSampler
-    clipped: ClippedGradients
+    clipped: ClippedGradients  # attached to the model
     loss: TrainedLoss
-    has_odds: bool
+    has_odds: bool  # whether the rule for the model's class has −log p of one right class
     mechanism: GaussianMechanism
     private_loss: PrivateLoss | None
-    raw_recorders: Sequence[GradientRecorder]
     sharding: Sharding
-    dummy: MicroBatch
+    dummy: MicroBatch  # of weight 0, for the passes in which other processes have more
     reports_raw_loss: bool
-    ledger: PrivacyLedger | None = field(default=None, init=False)
-    affordable: int = field(default=0, init=False)
+    ledger: PrivacyLedger | None = field(default=None, init=False)  # once the run has begun it
+    affordable: int = field(default=0, init=False)  # the number of further steps that the budget allows
+    # Of the draw that was begun last: whether `p.grad` is the mechanism's, on the device how many examples had no finite
+    # gradient, and in how many passes other processes have more.
     is_released: bool = field(default=False, init=False)
     num_non_finite: int | Tensor = field(default=0, init=False)
     num_dummies: int = field(default=0, init=False)
@@ -82,15 +63,9 @@ class Steps:
         fill_generators(self.args.noise_seed, rank=self.args.process_index, step=self._fillings)
 
     def begin(self, pieces: Sequence[OfStep], *, step: int) -> None:
-        """Begin a batch. Sums of an unfinished one are dropped, and never released.
+        """Begin a batch of pieces from the loader, none at its end, for a step, counted from 0.
 
-        Args:
-            pieces: Its pieces, as they come from the loader; none at its end.
-            step: Optimizer step, counted from 0.
-
-        Raises:
-            ValueError: If they are not as many as a draw has.
-            RuntimeError: If they were drawn for another step.
+        Sums of an unfinished one are dropped, and never released.
         """
         # Sensitivity: part of another draw would let an example count twice.
         if len(pieces) not in (0, self.sampler.micro_batches):
@@ -120,17 +95,7 @@ class Steps:
         return self._pieces_left == 0
 
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
-        """Clip the gradient of each example of the next piece, and add it to the sum of the draw.
-
-        Args:
-            piece: Its micro-batches; where several rows are clipped together, their loss is the mean.
-
-        Returns:
-            The losses, shape (rows,), detached.
-
-        Raises:
-            ValueError: If there are more or fewer losses than rows, or if the draw has no further piece.
-        """
+        """Clip the gradient of each example of the next piece, add it to the sum of the draw, and return the losses."""
         if self.is_complete:
             raise ValueError(
                 "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
@@ -163,23 +128,13 @@ class Steps:
         return losses.detach()
 
     def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
-        """Turn the sum of the draw into the private gradient in `p.grad`.
-
-        Args:
-            optimizer: The optimizer, which is told the size of the noise.
-            step: Optimizer step, counted from 0.
-
-        Returns:
-            The private training loss of the step, or None if there is none.
-        """
+        """Turn the sum of the draw into the private gradient in `p.grad`, and return the private loss, if there is one."""
         for _ in range(self.num_dummies):  # another process has more micro-batches, and all gather the weights
             # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
             # change, and what is released is the same, in every bit, whether the pass is made or not.
             self._add_clipped(self.dummy)
         # Sensitivity: the noise covers contributions of norm C, of the same C.
         assert self.clipped.max_grad_norm == self.mechanism.max_grad_norm
-        for recorder in self.raw_recorders:  # The statement then says that nothing is private.
-            recorder.record_raw_gradient(self.clipped.sums, self.mechanism.expected_batch_size)
         shards = {name: value for name, value in self.clipped.parameters.items() if isinstance(value, DTensor)}
         private = self.mechanism.privatize(self.clipped.sums, step=step, shards=shards)
         for name, gradient in private.items():
@@ -191,11 +146,7 @@ class Steps:
         return None if self.private_loss is None else self.private_loss.release(step=step)
 
     def count_release(self) -> None:
-        """Count one step as released.
-
-        Raises:
-            RuntimeError: If the gradient of this step is not the mechanism's.
-        """
+        """Count one step as released, if its gradient is the mechanism's."""
         if self.ledger is None or not self.is_released:
             raise RuntimeError(
                 "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "

@@ -72,7 +72,8 @@ def print_start(
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
         noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))
-        one_of_each = {how: name for name, how in run.fallbacks.items()}
+        assert run.steps is not None, "the engine is attached"
+        one_of_each = {how: name for name, how in run.steps.clipped.fallbacks.items()}
         slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
         print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 

@@ -202,12 +202,14 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         if self.max_grad_norm is None:
+            # Trainer clips the whole gradient, and would rescale the private one together with its noise.
             self.max_grad_norm = 1.0 if self.disable_dp else 0.0
         if self.learning_rate is None and self.disable_dp:
             self.learning_rate = self.non_private_learning_rate
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
-        self.low_pass_filter = canonical(self.low_pass_filter)
+        if self.low_pass_filter != AUTO:
+            self.low_pass_filter = str(LowPassFilter.parse(self.low_pass_filter))
         if self.report_train_loss == "private" and not self.disable_dp:
             if self.per_sample_max_loss is None:
                 self.per_sample_max_loss = DEFAULT_PER_SAMPLE_MAX_LOSS
@@ -227,9 +229,3 @@ class DopplerTrainingArguments(TrainingArguments):
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)
-
-
-def canonical(low_pass_filter: str) -> str:
-    """Return the shortest name of a filter in the grammar; `auto` is its own."""
-    name = low_pass_filter.strip()
-    return name if name == AUTO else str(LowPassFilter.parse(name))

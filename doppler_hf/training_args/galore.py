@@ -6,7 +6,6 @@ What Transformers would ignore silently is refused.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -22,19 +21,14 @@ from doppler_hf.filters.grammar import did_you_mean
 class GaloreArguments:
     """The arguments in `optim_args`.
 
-    Args:
-        rank: Columns of the projector P.
-        update_proj_gap: Optimizer steps from one projector to the next.
-        scale: Factor of the update that is projected back.
-
     Example:
         >>> GaloreArguments.parse("rank=64, scale=1.0").rank
         64
     """
 
-    rank: int = 128
-    update_proj_gap: int = 200
-    scale: float = 0.25
+    rank: int = 128  # columns of the projector
+    update_proj_gap: int = 200  # optimizer steps from one projector to the next
+    scale: float = 0.25  # factor of the update that is projected back
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -49,58 +43,22 @@ class GaloreArguments:
         """Read a line of `key=value`, separated by commas; None or a blank one means the defaults."""
         kinds = get_type_hints(cls)
         line = (optim_args or "").replace(" ", "")  # as Transformers does
-        texts: dict[str, str] = {}
+        values: dict[str, Any] = {}
         for mapping in line.split(",") if line else ():
             key, equals, text = mapping.partition("=")
-            if not equals or key not in (*kinds, "proj_type"):
+            if mapping == "proj_type=std":  # the default of Transformers, by which a matrix is projected on its shorter side
+                continue
+            if not equals or key not in kinds:
                 raise ValueError(
                     f"optim_args must be key=value separated by commas, got {mapping!r}{did_you_mean(key, kinds)} in "
                     f"{optim_args!r}. The keys are {', '.join(kinds)}."
                 )
-            if key in texts:
-                raise ValueError(f"optim_args={optim_args!r} has {key} twice. Leave one of them out.")
-            texts[key] = text
-        proj_type = texts.pop("proj_type", "std")
-        if proj_type != "std":
-            raise ValueError(
-                f"optim_args: proj_type must be std, got {proj_type!r}, since a matrix is always projected on its shorter "
-                "side. Leave it out."
-            )
-        return cls(**{key: _converted(key, text, kind=kinds[key]) for key, text in texts.items()})
-
-
-def _converted(key: str, text: str, *, kind: Any) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"optim_args: {key} must be {'a whole' if kind is int else 'a'} number, got {text!r}.") from None
-
-
-def is_all_linear(optim_target_modules: str | list[str]) -> bool:
-    """Return whether Transformers reads `optim_target_modules` as every linear layer."""
-    return isinstance(optim_target_modules, str) and optim_target_modules.replace("_", "-") == "all-linear"
-
-
-def check_target_modules(optim_target_modules: str | list[str]) -> None:
-    """Refuse patterns that could match nothing in any model."""
-    if not isinstance(optim_target_modules, str | list) or not optim_target_modules:
-        raise ValueError(
-            f"optim_target_modules={optim_target_modules!r} names no module. Give a list of names or regular expressions, "
-            "or 'all-linear'. For no GaLore leave it out."
-        )
-    for pattern in [optim_target_modules] if isinstance(optim_target_modules, str) else optim_target_modules:
-        if not isinstance(pattern, str) or not pattern:  # an empty one is part of every name
-            raise ValueError(f"optim_target_modules must hold names, got {pattern!r}. Leave it out.")
-        if isinstance(optim_target_modules, list) and is_all_linear(pattern):
-            raise ValueError(
-                f"optim_target_modules={optim_target_modules!r} has {pattern!r} in a list. Give the string alone."
-            )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"optim_target_modules must hold regular expressions, got {pattern!r} ({error}). Escape its characters."
-            ) from error
+            try:
+                values[key] = kinds[key](text)
+            except ValueError:
+                kind = "a whole" if kinds[key] is int else "a"
+                raise ValueError(f"optim_args: {key} must be {kind} number, got {text!r}.") from None
+        return cls(**values)
 
 
 def check_galore(args: TrainingArguments) -> None:
@@ -116,7 +74,11 @@ def check_galore(args: TrainingArguments) -> None:
         raise ValueError(
             "optim_target_modules has no effect with base_optimizer='muon', which takes whole matrices. Leave one out."
         )
-    check_target_modules(args.optim_target_modules)
+    if not isinstance(args.optim_target_modules, str | list) or not args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} names no module. Give a list of names or regular "
+            "expressions, or 'all-linear'. For no GaLore leave it out."
+        )
     GaloreArguments.parse(args.optim_args)
 
 
@@ -136,7 +98,7 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
         if kind == "weight" and weight.ndim == 2 and weight.requires_grad and weight not in tables
     }
     linear = [name for name in matrices if isinstance(model.get_submodule(name), nn.Linear | Conv1D)]
-    if is_all_linear(optim_target_modules):
+    if optim_target_modules in ("all-linear", "all_linear"):
         matched = linear
     else:
         matched = [name for name in matrices if check_target_module_exists(optim_target_modules, name)]

@@ -29,9 +29,6 @@ def one_line_errors() -> Iterator[None]:
 
     Use it for the part of a script that reads its arguments, its data and its model. Leave training outside, where a
     `ValueError` is a defect that needs its traceback.
-
-    Raises:
-        SystemExit: If the block raised a `ValueError` or `MissingExtraError`, with its message.
     """
     try:
         yield
@@ -40,11 +37,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
-    """Refuse fields of a dataclass that are set and have no effect beside another.
-
-    Raises:
-        NoEffectError: If one of `names` has another value than its default.
-    """
+    """Refuse fields of a dataclass that are set and have no effect beside another."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         if field.name in names and value != field.default:
@@ -53,20 +46,10 @@ def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
 
 
 def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """Read an optional recipe and the flags that override it.
-
-    Args:
-        dataclass_types: Dataclasses whose fields are the known names.
-        argv: The command line without the program's name, optionally with the path of a YAML recipe first; by default
-            that of the running program.
+    """Read an optional recipe, the path of a YAML file, and the flags that override it, by default the running program's.
 
     Returns:
         One instance of each of `dataclass_types`, in their order; Transformers' `do_train` and `do_eval` are on by default.
-
-    Raises:
-        ValueError: If the recipe cannot be read, or a name is no field; the message has the closest fields.
-        NoEffectError: If a field has no effect beside another, unless a flag overrules the recipe so.
-        SystemExit: If argparse finds a value of the wrong type or misses a required field.
     """
     flags = list(sys.argv[1:] if argv is None else argv)
     fields = [field.name for types in dataclass_types for field in dataclasses.fields(types) if field.init]
@@ -77,54 +60,43 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
         scalars, structured = read_recipe(recipe)
         _refuse([name for name in (*scalars, *structured) if name not in fields], fields, where=f"The recipe {recipe}")
     given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    while True:
+
+    def parsed() -> tuple[Any, ...]:
+        parser = HfArgumentParser(
+            dataclass_types,
+            # argparse's own usage would list some 150 flags before every one-line error.
+            usage="%(prog)s [recipe.yaml] [--field value ...]",
+            # An abbreviation that is unique today may mean another field after an upgrade of transformers.
+            allow_abbrev=False,
+        )
+        # A script trains and evaluates unless it is told not to.
+        parser.set_defaults(**{name: True for name in ("do_train", "do_eval") if name in fields}, **structured)
+        words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
+        # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
+        _, unknown = parser.parse_known_args(words)
+        # argparse returns a misspelt flag together with its value; a value alone is a stray word.
+        names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
+        _refuse(names or unknown, fields, where="The command line")
+        return tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
+
+    found = None
+    while found is None:
         try:
-            return _parse(dataclass_types, scalars, structured, flags, fields=fields)
+            found = parsed()
         except NoEffectError as error:
+            # A flag such as --disable_dp overrules what the recipe says beside it.
             of_recipe = next((kind for kind in (scalars, structured) if error.name in kind), None)
             if of_recipe is None or error.name in given or error.beside not in given:
                 raise
             value = of_recipe.pop(error.name)
             logger.warning("%s=%s of the recipe is left out: it has no effect with --%s.", error.name, value, error.beside)
-
-
-def _parse(
-    dataclass_types: Sequence[type],
-    scalars: dict[str, str],
-    structured: dict[str, Any],
-    flags: Sequence[str],
-    *,
-    fields: Sequence[str],
-) -> tuple[Any, ...]:
-    """Build the dataclasses from what a recipe says and the flags after it."""
-    parser = HfArgumentParser(
-        dataclass_types,
-        # argparse's own usage would list some 150 flags before every one-line error.
-        usage="%(prog)s [recipe.yaml] [--field value ...]",
-        # An abbreviation that is unique today may mean another field after an upgrade of transformers.
-        allow_abbrev=False,
-    )
-    # A script trains and evaluates unless it is told not to.
-    parser.set_defaults(**{name: True for name in ("do_train", "do_eval") if name in fields}, **structured)
-    words = [*(f"--{name}={value}" for name, value in scalars.items()), *flags]
-
-    # Before any dataclass is built: a misspelt flag must not be reported as a missing one.
-    _, unknown = parser.parse_known_args(words)
-    # argparse returns a misspelt flag together with its value; a value alone is a stray word.
-    names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
-    _refuse(names or unknown, fields, where="The command line")
-    parsed = tuple(parser.parse_args_into_dataclasses(words, look_for_args_file=False))
-    if any(getattr(args, "do_predict", False) for args in parsed):
+    if any(getattr(args, "do_predict", False) for args in found):
         raise ValueError("do_predict=True has no effect: only labelled examples are read. Leave it out.")
-    return parsed
+    return found
 
 
 def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read the scalars of a flat YAML file, each as it is written, and lists and mappings as YAML does.
-
-    Raises:
-        ValueError: If there is no such file, it is not a YAML mapping from names to values, or a name has none.
-    """
+    """Read the scalars of a flat YAML file, each as it is written, and lists and mappings as YAML does."""
     import yaml
 
     if not path.is_file():

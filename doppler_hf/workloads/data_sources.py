@@ -2,7 +2,8 @@
 
 There are three sources: the Hugging Face hub, a local folder of parquet files, and scikit-learn's built-in `digits`. The
 folder has the hub's column names, and each split in one file or in shards named as on the hub
-(`train-00000-of-00001.parquet`). Every loader returns a `DatasetDict` of the training split and the splits to evaluate on.
+(`train-00000-of-00001.parquet`). Every loader returns a `DatasetDict` of the training split and the splits to evaluate on,
+or raises a `ValueError` that says what is missing.
 GLUE's test splits are left out, because they have no labels.
 """
 
@@ -22,46 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GlueTask:
-    """The columns and splits of one GLUE task.
+    """The columns, scores (Wang et al., *GLUE*, ICLR 2019, Table 1) and splits of one GLUE task."""
 
-    Attributes:
-        text_columns: One or two columns of sentences, in the order in which the model reads them.
-        classes: Their names on the hub, in the order of the labels; none for a regression.
-        metrics: GLUE's scores of the task (Wang et al., *GLUE*, ICLR 2019, Table 1).
-        validation_splits: The labelled splits to evaluate on.
-    """
-
-    text_columns: tuple[str, ...]
-    classes: tuple[str, ...]
+    text_columns: tuple[str, ...]  # one or two, in the order in which the model reads them
+    num_labels: int = 2  # classes; 1 for a regression
     metrics: tuple[str, ...] = ("accuracy",)
-    validation_splits: tuple[str, ...] = ("validation",)
+    validation_splits: tuple[str, ...] = ("validation",)  # with labels
 
     @property
     def is_regression(self) -> bool:
         """Whether the label is a number and not a class."""
-        return not self.classes
-
-    @property
-    def num_labels(self) -> int:
-        """The number of outputs: of classes, or 1."""
-        return len(self.classes) or 1
+        return self.num_labels == 1
 
 
 GLUE_HUB_NAME = "nyu-mll/glue"
+_SENTENCES, _OF_MNLI = ("sentence1", "sentence2"), ("validation_matched", "validation_mismatched")
 GLUE_TASKS: dict[str, GlueTask] = {
-    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), metrics=("matthews_correlation",)),
-    "mnli": GlueTask(
-        ("premise", "hypothesis"),
-        ("entailment", "neutral", "contradiction"),
-        validation_splits=("validation_matched", "validation_mismatched"),
-    ),
-    "mrpc": GlueTask(("sentence1", "sentence2"), ("not_equivalent", "equivalent"), metrics=("accuracy", "f1")),
-    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
-    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), metrics=("accuracy", "f1")),
-    "rte": GlueTask(("sentence1", "sentence2"), ("entailment", "not_entailment")),
-    "sst2": GlueTask(("sentence",), ("negative", "positive")),
-    "stsb": GlueTask(("sentence1", "sentence2"), (), metrics=("pearson", "spearmanr")),
-    "wnli": GlueTask(("sentence1", "sentence2"), ("not_entailment", "entailment")),
+    "cola": GlueTask(("sentence",), metrics=("matthews_correlation",)),
+    "mnli": GlueTask(("premise", "hypothesis"), num_labels=3, validation_splits=_OF_MNLI),
+    "mrpc": GlueTask(_SENTENCES, metrics=("accuracy", "f1")),
+    "qnli": GlueTask(("question", "sentence")),
+    "qqp": GlueTask(("question1", "question2"), metrics=("accuracy", "f1")),
+    "rte": GlueTask(_SENTENCES),
+    "sst2": GlueTask(("sentence",)),
+    "stsb": GlueTask(_SENTENCES, num_labels=1, metrics=("pearson", "spearmanr")),
+    "wnli": GlueTask(_SENTENCES),
 }
 
 IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "mnist": "ylecun/mnist"}
@@ -71,27 +57,16 @@ IMAGE_DATASETS: tuple[str, ...] = (*IMAGE_HUB_NAMES, "digits")
 
 
 def glue_task(task_name: str) -> GlueTask:
-    """Look up a GLUE task.
-
-    Raises:
-        ValueError: If there is no such task.
-    """
+    """Look up a GLUE task, or refuse its name."""
     if task_name not in GLUE_TASKS:
         raise ValueError(f"task_name must be one of {', '.join(GLUE_TASKS)}, got {task_name!r}.")
     return GLUE_TASKS[task_name]
 
 
 def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--dataset_dir") -> "DatasetDict":
-    """Load the labelled splits of a GLUE task.
+    """Load the labelled splits of a GLUE task, from the hub or a folder, which the argument `flag` takes.
 
-    Args:
-        task_name: One of the nine GLUE tasks.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet` (MNLI: `validation_matched.parquet`,
-            `validation_mismatched.parquet` or both); by default the hub.
-        flag: The argument that takes such a folder, for messages.
-
-    Raises:
-        ValueError: If the task, a file or a column is missing, the labels are another task's, or the hub cannot be reached.
+    It has `train.parquet` and `validation.parquet`, of MNLI `validation_matched.parquet` or the mismatched one.
     """
     task = glue_task(task_name)
     names = {split: split for split in ("train", *task.validation_splits)}
@@ -99,23 +74,8 @@ def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--
     from datasets import Value
 
     _require_columns(splits, (*task.text_columns, "label"))
-    for split in splits.values():
-        _refuse_labels_of_another_task(split.features["label"], task_name)
     # The loss of a regression needs floating targets, whichever numbers a file holds.
     return splits.cast_column("label", Value("float32")) if task.is_regression else splits
-
-
-def _refuse_labels_of_another_task(label: Any, task_name: str) -> None:
-    """Several tasks have the same columns of text. Classes that GLUE does not have are a user's own."""
-    task, names = glue_task(task_name), tuple(getattr(label, "names", ()))
-    of = [name for name, other in GLUE_TASKS.items() if names and other.classes == names]
-    if (of and names != task.classes) or (not task.is_regression and "float" in str(getattr(label, "dtype", ""))):
-        found = f"{', '.join(names)}, those of {' and '.join(of)}" if of else f"numbers of type {label.dtype}"
-        wanted = ", ".join(task.classes) or "a number"
-        raise ValueError(
-            f"The labels of {task_name} must be {wanted}, got {found}. Give the folder of {task_name}, or set --task_name "
-            "to the task of this one."
-        )
 
 
 def load_images(
@@ -123,14 +83,7 @@ def load_images(
 ) -> "DatasetDict":
     """Load `train` and `test` of labelled images: `image` (decoded to PIL images), `label` (with names) and that of units.
 
-    Args:
-        dataset_name: `cifar10`, `cifar100` or `mnist` from the hub, or the built-in `digits`; no effect with a folder.
-        dataset_dir: A folder with `train.parquet` and `test.parquet`.
-        unit_column: The column of the training split whose equal values make one unit of privacy, or None.
-        flag: The argument that takes such a folder, for messages.
-
-    Raises:
-        ValueError: If the data set, a file or a column is missing, or the hub cannot be reached.
+    They come from the hub, from scikit-learn (`digits`), or from a folder, which the argument `flag` takes.
     """
     if dataset_dir is None and dataset_name == "digits":
         return _as_images(_load_digits(), unit_column)
@@ -149,14 +102,7 @@ def load_rows(
 ) -> "DatasetDict":
     """Load `train` and `validation` of a data set, with all of their columns.
 
-    Args:
-        dataset_name: Name on the hub. Without effect if there is a folder.
-        dataset_dir: A folder with `train.parquet` and `validation.parquet`.
-        dataset_config: The hub's configuration of the data set.
-        validation_split: The hub's split to evaluate on, or a part of it, as `test[:1000]`.
-
-    Raises:
-        ValueError: If the data set, a split or a file is missing, or the hub cannot be reached.
+    `validation_split` is the hub's split to evaluate on, or a part of it, as `test[:1000]`.
     """
     names = {"train": "train", "validation": validation_split}
     return _load(dataset_name, dataset_config, splits=names, dataset_dir=dataset_dir, flag="--dataset_dir")
@@ -205,11 +151,7 @@ def _require_columns(splits: Mapping[str, Any], columns: Sequence[str]) -> None:
 
 
 def selected(splits: "DatasetDict", columns: Sequence[str], unit_column: str | None) -> "DatasetDict":
-    """Return some columns of all splits, and of the training split that of units too.
-
-    Raises:
-        ValueError: If a column is missing.
-    """
+    """Return some columns of all splits, and of the training split that of units too."""
     _require_columns(splits, columns)
     selected = splits.select_columns([*columns])
     if unit_column is not None and unit_column not in columns:

@@ -51,18 +51,8 @@ def freeze_lowest(
 ) -> dict[str, "Dataset"]:
     """Take the lowest layers out of a BERT-like model (modified in place), and return its data with rows for `input_ids`.
 
-    Adapters of the layers above keep the names that they have in the whole model, and load onto it.
-
-    Args:
-        model: The model, without adapters.
-        layers: How many.
-        splits: Tokenized, without padding.
-        tokenizer: Their tokenizer.
-        bf16: Compute in bf16 autocast, and keep float16, which rounds finer. Otherwise all is float32.
-        folder: Where the outputs are kept, a file for each model and data.
-
-    Raises:
-        ValueError: If the model has no list of more than so many layers.
+    Adapters of the layers above, made afterwards, keep the names that they have in the whole model, and load onto it. With
+    `bf16` it computes in autocast, and keeps float16, which rounds finer. `folder` gets a file for each model and data.
     """
     encoder = model.base_model
     stack = getattr(getattr(encoder, "encoder", None), "layer", ())

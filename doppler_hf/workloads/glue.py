@@ -71,11 +71,7 @@ def config_entries(args: GlueArguments) -> dict[str, Any]:
 
 
 def load_model(args: GlueArguments) -> PreTrainedModel:
-    """Load the model, with a new head.
-
-    Raises:
-        ValueError: If the model is not pretrained.
-    """
+    """Load the pretrained model, with a new head."""
     # A checkpoint of another task has another head, which is replaced by a new one.
     entries = {**config_entries(args), "ignore_mismatched_sizes": True}
     if args.pooling == "mean":
@@ -89,11 +85,7 @@ def load_model(args: GlueArguments) -> PreTrainedModel:
 
 
 def build(args: GlueArguments, lora_args: LoraArguments, training_args: DopplerTrainingArguments) -> Workload:
-    """Load the data and the model, and tokenize: the first process does, and the others read its cache.
-
-    Raises:
-        ValueError: If the task, a file, a column or the model is missing, or the hub cannot be reached.
-    """
+    """Load the data and the model, and tokenize: the first process does, and the others read its cache."""
     from datasets import ClassLabel, config
 
     from doppler_hf.workloads.metrics import glue_compute_metrics

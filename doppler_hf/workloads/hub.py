@@ -9,14 +9,8 @@ from pathlib import Path
 def hub_or_folder(source: str, flag: str) -> Iterator[None]:
     """Turn the failure of a download, or of a folder that lacks its files, into one line that says what to do.
 
-    `datasets`, `huggingface_hub` and `transformers` each raise their own subclass of `OSError` there.
-
-    Args:
-        source: The hub name or folder that the block loads.
-        flag: The argument that takes a local folder instead.
-
-    Raises:
-        ValueError: If the block raised an `OSError`, or `source` is a path where nothing is.
+    `datasets`, `huggingface_hub` and `transformers` each raise their own subclass of `OSError` there. `source` is what the
+    block loads, and `flag` the argument that takes a local folder instead.
     """
     if Path(source).is_absolute() and not Path(source).exists():
         raise ValueError(f"{flag} must be an existing folder or a name on the hub, got {source!r}. Check its path.")
@@ -30,11 +24,7 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
 
 
 def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:
-    """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones.
-
-    Raises:
-        ValueError: If one of the `missing` weights has the prefix of those below the head.
-    """
+    """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones."""
     # A pooler is part of the head.
     found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
     if found:

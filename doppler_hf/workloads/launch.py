@@ -16,17 +16,7 @@ def launch(
     argv: Sequence[str] | None = None,
     complete: Callable[[dict[str, float]], None] | None = None,
 ) -> None:
-    """Train what a recipe and the flags after it describe, and leave model, state and metrics in its `output_dir`.
-
-    Args:
-        trainer_class: `DopplerTrainer`, or one of your own.
-        kind: One of `recipe.KINDS`, or of your own.
-        argv: The command line without the program's name, by default that of the running program.
-        complete: As in `train_and_evaluate`.
-
-    Raises:
-        SystemExit: If something in the recipe, the flags, the data or the model is wrong, with a message of one line.
-    """
+    """Train what a recipe and the flags after it describe, and leave model, state and metrics in its `output_dir`."""
     with one_line_errors():
         workload, training_args = build(kind, argv=argv)
     trainer = trainer_class(args=training_args, **workload.for_trainer())
@@ -41,10 +31,8 @@ def train_and_evaluate(
 ) -> None:
     """Train, save model and state, and evaluate. The metrics are printed, and saved beside the model.
 
-    Args:
-        trainer: The trainer, whose `do_train`, `do_eval` and `resume_from_checkpoint` say what it does.
-        eval_datasets: The data sets to evaluate on, by the prefix of their metrics' names; None for the trainer's own.
-        complete: A function that adds derived metrics to those of an evaluation.
+    Data sets to evaluate on are by the prefix of their metrics' names, None for the trainer's own. `complete` adds derived
+    metrics to those of an evaluation.
     """
     if trainer.args.do_train:
         train_result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)

@@ -41,9 +41,6 @@ def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType
 
     PEFT knows the head from the task's name. For images it has none, and the head is `classifier`; a language model's is
     pretrained and stays frozen.
-
-    Raises:
-        ValueError: If PEFT finds no module by the given names.
     """
     config = lora_config(args, task_type=task_type)
     if config is None:
@@ -67,5 +64,6 @@ def lora_config(args: LoraArguments, *, task_type: TaskType) -> "LoraConfig | No
         # PEFT knows all-linear only as a plain string.
         target_modules="all-linear" if names == ["all-linear"] else names,
         task_type=task_type,
+        # Without a task PEFT would freeze the head, which is new.
         modules_to_save=["classifier"] if task_type is None else None,
     )

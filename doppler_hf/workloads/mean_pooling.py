@@ -21,12 +21,7 @@ from doppler_hf.workloads.hub import refuse_new_layers
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
-    """An encoder of `AutoModel` with a linear classifier on its mean token vector.
-
-    Args:
-        config: The encoder's config; `num_labels` sizes the head.
-        encoder: The encoder; by default a new one.
-    """
+    """An encoder of `AutoModel`, by default a new one, with a linear classifier on its mean token vector."""
 
     config_class = PreTrainedConfig
     base_model_prefix = "encoder"
@@ -50,11 +45,7 @@ class MeanPoolingForSequenceClassification(PreTrainedModel):
     def from_encoder(
         cls, name_or_path: str | PathLike[str], *, ignore_mismatched_sizes: bool = False, **config_kwargs: Any
     ) -> "MeanPoolingForSequenceClassification":
-        """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder, with a new head if need be.
-
-        Raises:
-            ValueError: If there is no pretrained encoder.
-        """
+        """Load a pretrained encoder, or a checkpoint of this class, from the hub or a folder, with a new head if need be."""
         config = AutoConfig.from_pretrained(name_or_path, **config_kwargs)
         if config.architectures == [cls.__name__]:
             return cls.from_pretrained(name_or_path, config=config, ignore_mismatched_sizes=ignore_mismatched_sizes)

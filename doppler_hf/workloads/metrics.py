@@ -12,14 +12,7 @@ from doppler_hf.workloads.data_sources import glue_task
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return the `compute_metrics` of a `Trainer` on one GLUE task, with the names and values of `evaluate`'s.
 
-    Args:
-        task_name: One of the nine GLUE tasks.
-
-    Returns:
-        A function from the logits, shape (examples, classes) or (examples, 1) for stsb, to the scores of the task.
-
-    Raises:
-        ValueError: If `task_name` is no GLUE task.
+    The logits have shape (examples, classes), or (examples, 1) for stsb.
     """
     task = glue_task(task_name)
 

@@ -26,15 +26,7 @@ TASKS: Final[dict[str, tuple[Any, Any]]] = {
 
 
 class RandomModel:
-    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
-
-    Attributes:
-        model: The model, in training mode, with its adapters.
-        base: The model without them.
-
-    Raises:
-        ValueError: If there is no such configuration, or the length does not fit the task or the model.
-    """
+    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes."""
 
     def __init__(self, name: str, *, task: str, length: int | None, lora: LoraArguments, device: str) -> None:
         self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"

@@ -29,11 +29,6 @@ def parse_recipe(argv: Sequence[str]) -> tuple[Workload, DopplerTrainingArgument
     """Read an optional recipe and the flags that override it, and build the model and the data that they describe.
 
     The flag `--workload glue`, `causal_lm` or `images` sets the kind; by default it is the only one that has all arguments.
-
-    Raises:
-        ValueError: If no kind has all the arguments or several have, the recipe cannot be read, a name is unknown, or
-            data or model are missing.
-        SystemExit: If argparse finds a value of the wrong type or misses a required argument.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--workload")

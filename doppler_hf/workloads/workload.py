@@ -13,22 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data, ready for `DopplerTrainer`.
+    """A model and its data, ready for `DopplerTrainer`; what is None is left to the trainer."""
 
-    Attributes:
-        model: The model, with its adapters.
-        train_dataset: The private examples; one row is one example.
-        eval_datasets: The data sets to evaluate on, at least one, by the prefix of their metrics' names: `eval`, or for
-            MNLI `eval_matched` and `eval_mismatched`.
-        processing_class: Tokenizer or image processor, which is saved beside the model.
-        data_collator: A function that makes a batch of a list of examples; None for the `Trainer`'s own.
-        compute_metrics: A function from logits and labels to scores; None if the loss is the only one.
-    """
-
-    model: nn.Module
-    train_dataset: "Dataset"
-    eval_datasets: dict[str, "Dataset"]
-    processing_class: Any
+    model: nn.Module  # with its adapters
+    train_dataset: "Dataset"  # one row is one example
+    eval_datasets: dict[str, "Dataset"]  # by the prefix of their metrics' names: `eval`, for MNLI `eval_matched` and another
+    processing_class: Any  # tokenizer or image processor, which is saved beside the model
     data_collator: Callable[[list[Any]], dict[str, Any]] | None = None
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
 

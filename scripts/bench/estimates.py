@@ -107,7 +107,7 @@ def estimated(point: Point, args: BenchArguments) -> tuple[float, float]:
     torch.set_num_threads(args.threads)
     setting = Setting(
         batch_size=point.batch_size, micro_batch=point.micro_batch, processes=1, bandwidth=None,
-        engine="book_keeping", base=point.base, low_pass_filter=LowPassFilter.parse(point.low_pass_filter),
+        base=point.base, low_pass_filter=LowPassFilter.parse(point.low_pass_filter),
         noise_shape=NoiseShape.parse(point.noise_shape),
     )  # fmt: skip
     found = []

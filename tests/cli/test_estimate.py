@@ -71,25 +71,20 @@ def test_what_cannot_be_estimated_is_refused(more, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-class Stopwatch:
+def seconds_of(work, device):
     """Passes of 1 s and 3 s an example; noise and steps of 2 s."""
-
-    def __init__(self, device):
-        pass
-
-    def seconds(self, work):
-        return 1.0 + 3.0 * len(work.args[0]["x"]) if isinstance(work, functools.partial) else 2.0
+    return 1.0 + 3.0 * len(work.args[0]["x"]) if isinstance(work, functools.partial) else 2.0
 
 
 @pytest.mark.parametrize(("base", "kept"), [("sgd", 1), ("adam_bc", 2)])
 def test_parts_add_up_to_a_step(base, kept, monkeypatch):
-    monkeypatch.setattr(module, "Stopwatch", Stopwatch)
+    monkeypatch.setattr(module, "seconds_of", seconds_of)
     monkeypatch.setattr(module, "_SAMPLED", 5)
     with torch.device("meta"):
         hollow = nn.Linear(4, 5, bias=False)
     model = nn.Linear(4, 5, bias=False)
     setting = Setting(
-        batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, engine="book_keeping", base=base,
+        batch_size=40, micro_batch=4, processes=2, bandwidth=160.0, base=base,
         low_pass_filter=LowPassFilter.parse("momentum"), noise_shape=NoiseShape.parse("banded:bands=3"),
     )  # fmt: skip
 

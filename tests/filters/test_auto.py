@@ -84,8 +84,3 @@ def test_the_filter_is_chosen_with_the_shape():
 
 def test_the_schedule_counts():
     assert auto_shape(learning_rates=[1 - step / 300 for step in range(300)]) != auto_shape()
-
-
-def test_a_noise_multiplier_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match=r"must return positive numbers, got 0\.0 for 1 bands"):
-        auto_shape({1: 0.0})

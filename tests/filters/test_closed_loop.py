@@ -109,8 +109,6 @@ def test_directions_must_have_a_curvature(x):
     [
         (0, None, "steps must be an integer of at least 1, got 0"),
         (3, [1.0] * 2, "one rate for each of the 3 steps, got 2"),
-        (2, [1.0, -1.0], "got -1.0 at step 1"),
-        (2, [1.0, math.nan], "got nan at step 1"),
         (2, [0.0, 0.0], "learning_rates must not all be 0"),
     ],
 )

@@ -60,9 +60,3 @@ def test_frequencies_that_are_removed_have_no_delay():
 def test_frequencies_outside_the_band_are_refused(frequency):
     with pytest.raises(ValueError, match=rf"frequencies must be fractions of Nyquist .* in \[0, 1\], got {frequency}\."):
         group_delay(PAPER_FILTERS["f1"], np.array([0.5, frequency]))
-
-
-@pytest.mark.parametrize("response", [impulse_response, step_response])
-def test_no_steps_are_refused(response):
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        response(PAPER_FILTERS["f1"], 0)

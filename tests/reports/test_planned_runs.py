@@ -8,7 +8,7 @@ from doppler_hf.filters import auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.reports import planned_runs as planning
-from doppler_hf.reports.planned_runs import PlanRequest, Target, alternatives, taken_by_training
+from doppler_hf.reports.planned_runs import PlanRequest, alternatives, taken_by_training
 from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough
@@ -62,7 +62,7 @@ def test_alternatives_cost_the_same(target, num_examples, epochs, monkeypatch):
     for more_epochs, larger_batch in ((1 / 2, 1 / 4), (2, 1 / 2), (4, 4)):
         monkeypatch.setattr(planning, "EPOCH_FACTORS", (more_epochs,))
         monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (larger_batch,))
-        ((other,),) = alternatives(request, request.solve(), Target(target, delta)).values()
+        ((other,),) = alternatives(request, request.solve(), target).values()
         spent = get_total_epsilon([Releases(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
         assert target * (1 - 4e-3) <= spent <= target  # on a rough grid
 
@@ -72,7 +72,7 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypa
     monkeypatch.setattr(planning, "get_noise_multiplier", lambda **_: 1.0)
     request = PlanRequest(num_examples=8, batch_size=batch_size, max_steps=9, noise_multiplier=2.0)
     run = request.solve()
-    table = alternatives(request, run, Target(1.0, 1e-5))
+    table = alternatives(request, run, 1.0)
     (own,) = [runs for runs in table.values() if any(other is run for other in runs)]
     assert [other.expected_batch_size for other in own] == batch_sizes
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainingArguments, trainer_optimizer
 from transformers.pytorch_utils import Conv1D
 
-from doppler_hf.training_args.galore import GaloreArguments, check_target_modules, target_parameters
+from doppler_hf.training_args.galore import GaloreArguments, target_parameters
 from tests.support.models import MODELS
 
 EVERYTHING = "rank=64, update_proj_gap=100, scale=0.10"
@@ -43,14 +43,13 @@ def test_transformers_reads_the_same(line, tmp_path, monkeypatch):
 REFUSED_LINES = [
     ("rank=4,lr=1", "separated by commas, got 'lr=1' in 'rank=4,lr=1'. The keys are rank, update_proj_gap, scale"),
     ("rank", "must be key=value separated by commas, got 'rank' in 'rank'"),
-    ("rank=4,rank=8", "has rank twice"),
     ("rank=0", "rank must be at least 1, got 0"),
     ("rank=4.0", "rank must be a whole number, got '4.0'"),
     ("update_proj_gap=0", "update_proj_gap must be at least 1, got 0"),
     ("scale=0", "scale must be a finite number > 0, got 0"),
     ("scale=nan", "scale must be a finite number > 0, got nan"),
     ("scale=1/4", "scale must be a number, got '1/4'"),
-    ("proj_type=reverse_std", "proj_type must be std, got 'reverse_std', since a matrix is always projected on its shorter"),
+    ("proj_type=reverse_std", "got 'proj_type=reverse_std' in 'proj_type=reverse_std'. The keys are rank, update_proj_gap"),
 ]
 
 
@@ -136,18 +135,3 @@ def test_no_match_says_what_there_is(bert):
     bert.requires_grad_(False)
     with pytest.raises(ValueError, match=r"'all-linear' matches no module with a trainable matrix.*are: none"):
         target_parameters(bert, "all-linear")
-
-
-REFUSED_MODULES = [
-    ([], r"optim_target_modules=\[\] names no module"),
-    (7, "optim_target_modules=7 names no module"),
-    (["query", ""], "must hold names, got ''"),
-    (["attn", "*mlp"], r"must hold regular expressions, got '\*mlp' \(nothing to repeat"),
-    (["all_linear"], r"has 'all_linear' in a list.*Give the string alone"),
-]
-
-
-@pytest.mark.parametrize(("targets", "message"), REFUSED_MODULES, ids=str)
-def test_refused_modules(targets, message):
-    with pytest.raises(ValueError, match=message):
-        check_target_modules(targets)

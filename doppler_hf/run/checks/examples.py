@@ -42,18 +42,7 @@ ROUNDING_BF16: Final = 0.1
 def check_examples(
     clipped: ClippedGradients, model: nn.Module, loss: TrainedLoss, probe: Probe, args: DopplerTrainingArguments
 ) -> None:
-    """Check the attached engine, the loss and what is trained.
-
-    Args:
-        clipped: The engine.
-        model: The model.
-        loss: The trainer's loss of each example.
-        probe: Examples of the training set.
-        args: The arguments.
-
-    Raises:
-        ValueError: If the model cannot be trained privately, by the name of the layer or tensor at fault.
-    """
+    """Check the attached engine, the loss and what is trained; refusals name the layer or tensor at fault."""
     tolerance = ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
     if args.grad_sample_self_check:
         # A loss of the user's own may read only batches of the run's size.
@@ -127,15 +116,7 @@ class _Comparison(NamedTuple):
 
 @contextlib.contextmanager
 def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
-    """Refuse a forward pass that keeps statistics of the data in buffers or parameters, or replaces layers.
-
-    Args:
-        model: The model.
-        again: Makes the same pass once more.
-
-    Raises:
-        ValueError: If it does, by name.
-    """
+    """Refuse a forward pass that keeps statistics in buffers or parameters, or replaces layers; `again` makes one more."""
     layers, buffers = dict(model.named_modules()), _copies(model)
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     rewritten = {parameter: sums_of_bytes(parameter.detach()).tolist() for parameter in adapted_parameters(model)}
@@ -180,18 +161,9 @@ def reached_by(inputs: Inputs, model: nn.Module, losses_of: Losses, *, names: Se
 
 
 def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unreached: Set[str]) -> None:
-    """Refuse trained parameters that no loss reaches: noise alone would move them.
-
-    Args:
-        model: The model.
-        losses_of: A function that calls the model and returns one loss per example of a micro-batch.
-        probe: Examples of the training set, of which more are looked at, such as for experts that few of them reach.
-        unreached: Names of parameters that the losses of the compared examples do not reach.
-
-    Raises:
-        ValueError: If there are others.
-    """
+    """Refuse trained parameters that no loss reaches: noise alone would move them."""
     never = {*unreached}
+    # Of more examples than were compared, such as for experts that few of them reach.
     for inputs in probe.further():
         never -= reached_by(inputs, model, losses_of, names=never)
         if not never:

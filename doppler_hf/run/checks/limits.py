@@ -15,6 +15,8 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL
 # How transformers' models name a table of positions, which stands beside that of the tokens.
 _POSITIONS: Final = ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe")
 
+_REFUSED_TYPES: Final = {"no booleans": "b", "no whole numbers": "iub"}  # kinds of NumPy's dtypes
+
 
 class Limit(NamedTuple):
     """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
@@ -30,15 +32,13 @@ class Limit(NamedTuple):
         """Return whether one of these numbers, or lengths, is out of range."""
         if self.kind == "no text":
             return found.dtype.kind in "UO" and any(isinstance(value, str) for value in found.flat)
-        if self.kind == "no whole numbers":
-            return found.dtype.kind in "iub"
-        if self.kind == "no booleans" or not found.size or found.dtype.kind not in "iuf":
-            return bool(self.kind == "no booleans" and found.dtype.kind == "b")
+        if self.kind in _REFUSED_TYPES:
+            return found.dtype.kind in _REFUSED_TYPES[self.kind]
+        if found.dtype.kind not in "iuf":
+            return False
         if self.kind == "not empty":
-            return bool(found.min() == 0)
-        if found.max() >= self.end:
-            return True
-        return bool(found.min() < 0 and not (self.is_ignoring and not ((found < 0) & (found != IGNORED_LABEL)).any()))
+            return bool((found == 0).any())
+        return bool(((found >= self.end) | ((found < 0) & ~(self.is_ignoring & (found == IGNORED_LABEL)))).any())
 
     def is_exceeded_in(self, row: Any) -> bool:
         """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
@@ -93,22 +93,14 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
         is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
         if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
             for positions in (tables[name] for name in _POSITIONS if name in tables):
-                yield from _limits_of_positions(
-                    positions, losses.places_of_prompt(model), is_of_decoder=module in in_decoder
-                )
+                # BART's begin at an offset, RoBERTa's behind the row of the padding, which takes no position.
+                longest = positions.num_embeddings - vars(positions).get("offset", 0) - losses.places_of_prompt(model)
+                longest -= 0 if positions.padding_idx is None else positions.padding_idx + 1
+                fix = f"Tokenize with truncation=True and max_length={longest}"
+                for column in ("decoder_input_ids", *LABELS) if module in in_decoder else ("input_ids",):
+                    yield Limit(column, "lengths", longest + 1, fix, no_place=positions.padding_idx)
     if not has_own_loss:
         yield from _limits_of_labels(base, ids)
-
-
-def _limits_of_positions(table: nn.Embedding, prompt: int, *, is_of_decoder: bool) -> Iterator[Limit]:
-    # BART's begin at an offset, RoBERTa's behind the row of the padding, which takes no position.
-    longest = table.num_embeddings - vars(table).get("offset", 0)
-    if not is_of_decoder:
-        yield Limit("position_ids", "numbers", longest, "Leave it out: train_dataset.remove_columns('position_ids')")
-    longest -= prompt + (0 if table.padding_idx is None else table.padding_idx + 1)
-    fix = f"Tokenize with truncation=True and max_length={longest}"
-    for column in ("decoder_input_ids", *LABELS) if is_of_decoder else ("input_ids",):
-        yield Limit(column, "lengths", longest + 1, fix, no_place=table.padding_idx)
 
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:

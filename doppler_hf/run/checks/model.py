@@ -22,12 +22,7 @@ _OF_DATA: Final = ("eva", "corda", "lora_ga")
 
 
 def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
-    """Refuse a model whose settings show that it cannot be trained privately.
-
-    Raises:
-        ValueError: If nothing is trained, trained parameters are complex or of too small a range, adapters begin with
-            weights made of data, or positions or random numbers depend on the other examples of a micro-batch.
-    """
+    """Refuse a model whose settings show that it cannot be trained privately."""
     _refuse_trainable(model)
     _refuse_adapters(model)
     _refuse_changing_positions(model, probe)

@@ -9,22 +9,20 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
-from doppler_hf.privacy.batching.columns import LABELS, lengths_of
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.processes import on_process_0
 
-# Rows of each evaluation set: two, of two labels if possible; more if `compute_metrics` cannot do with two.
+# Rows of each evaluation set; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
 _WORKERS: Final = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
@@ -58,32 +56,21 @@ def _refuse_out_of_range(trainer: Any) -> None:
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
     """Return the metrics of a few rows of each evaluation set, by the call that Transformers makes during a training."""
-    own, fails = trainer.compute_metrics, False
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal fails
-        fails = True  # unless it returns
-        found = own(*args, **kwargs)
-        fails = False
-        # With batch_eval_metrics it returns what it likes until the last batch.
-        if kwargs.get("compute_result", True) and not isinstance(found, MutableMapping):
-            raise ValueError(
-                f"compute_metrics must return a dictionary of numbers, got a {type(found).__name__}. Return one."
-            )
-        return found
 
     def of_rows(count: int) -> dict[str, Any]:
-        with _quiet(trainer, eval_dataset=few_rows(trainer.eval_dataset, count), compute_metrics=own and watched):
+        with _quiet(trainer, eval_dataset=few_rows(trainer.eval_dataset, count)):
             return dict(trainer.evaluate(ignore_keys=ignore_keys))
 
-    with _told_as_refusal("an evaluation"):
+    has_metrics = trainer.compute_metrics is not None
+    with _told_as_refusal(
+        f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows," if has_metrics else "an evaluation"
+    ):
         try:
             return of_rows(_ROWS)
         except Exception:
-            if not fails:
+            if not has_metrics:
                 raise
-    with _told_as_refusal(f"compute_metrics, on up to {_ROWS_AGAIN} rows,"):  # a score of two may be undefined
-        return of_rows(_ROWS_AGAIN)
+            return of_rows(_ROWS_AGAIN)  # a score of two may be undefined
 
 
 @contextlib.contextmanager
@@ -119,20 +106,13 @@ def _quiet(trainer: Any, **replaced: Any) -> Iterator[None]:
 
 
 def few_rows(dataset: Any, count: int) -> Any:
-    """Return rows of a data set, or of each, spread over it: two, short ones of two labels if a table has them, or 64."""
+    """Return some rows of a data set, or of each, from its first to its last: of sorted labels there are two then."""
     if isinstance(dataset, dict):
         return {name: few_rows(each, count) for name, each in dataset.items()}
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         return dataset.take(count) if hasattr(dataset, "take") else [*islice(dataset, count)]
-    looked = min(len(dataset), _ROWS_AGAIN)
+    looked = min(len(dataset), count)
     rows = [(len(dataset) - 1) * i // max(1, looked - 1) for i in range(looked)]
-    if count == _ROWS and rows:
-        columns = [name for name in LABELS if name in getattr(dataset, "column_names", ())]
-        if columns and (lengths := lengths_of(dataset.with_format(None).select(rows))) is not None:
-            rows = [rows[place] for place in np.argsort(lengths, kind="stable")]
-        labels = list(dataset.with_format(None).select(rows)[columns[0]]) if columns else []
-        others = [row for row, label in zip(rows, labels, strict=False) if label != labels[0]] or rows[1:][-1:]
-        rows = [rows[0], *others[:1]]
     return dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
 
 

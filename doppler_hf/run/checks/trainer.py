@@ -63,7 +63,7 @@ def refuse_of_trainer(trainer: Any) -> None:
     """Refuse arguments and methods of the trainer that would break the guarantee, or have no effect."""
     if trainer.compute_loss_func is not None:
         raise ValueError(
-            "compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
+            "A compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
             "compute_per_sample_loss, which returns one loss per example."
         )
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:

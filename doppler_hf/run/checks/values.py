@@ -1,18 +1,16 @@
 """Find numbers of the training set that the model cannot take before any ε is spent.
 
-The columns of a stored table are scanned once, many rows at a time. Of data that make their rows, such as torch's data sets
-and transforms, as many rows as ten seconds allow are read by chance. A row beyond the model's range is collated alone and
+The columns of a stored table are scanned, many rows at a time. Of data that make their rows, such as torch's data sets and
+transforms, rows are read by chance. Either takes ten seconds at most. A row beyond the model's range is collated alone and
 checked again, since a collator may cut or change it. So nothing that would train is refused,
 unless a collator of your own makes up missing labels.
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
-from accelerate import PartialState
 from torch import nn
 from transformers.trainer_utils import has_length
 
@@ -20,10 +18,8 @@ from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, num
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.run.checks.limits import Limit, limits_of
 
-MOST_NUMBERS: Final = 10**8  # of a column; a second
-MOST_SECONDS: Final = 10.0  # of rows that are read one by one
+MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
 _ROWS_AT_ONCE: Final = 1 << 14
-_SCANNED: Final[set[tuple[str, frozenset[Limit]]]] = set()  # fingerprints of data sets, and what they are within
 
 
 def refuse_out_of_range(
@@ -36,7 +32,7 @@ def refuse_out_of_range(
 ) -> None:
     """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for, or no label.
 
-    A column of more than `MOST_NUMBERS` is sampled; `name` is the data set's argument, for messages.
+    `name` is the data set's argument, for messages.
     """
     if not has_length(examples) or len(examples) == 0:
         return
@@ -48,11 +44,7 @@ def refuse_out_of_range(
         found = limits_of(model, [*columns], has_own_loss=has_own_loss)
         return frozenset(limit for limit in found if limit.column in columns)
 
-    beyond, within = [], []
-    if is_table(examples):
-        limits = limits_in(examples.column_names)
-        if (scanned := (examples._fingerprint, limits)) not in _SCANNED:
-            beyond, within = [*_beyond_in_table(examples, limits)], [scanned]
+    beyond = [*_beyond_in_table(examples, limits_in(examples.column_names))] if is_table(examples) else []
     if not is_stored(examples) and isinstance(first := fetch_one(examples, 0), Mapping):
         beyond += _beyond_in_rows(examples, limits_in(first.keys()))
     for index, limit in beyond:
@@ -68,8 +60,6 @@ def refuse_out_of_range(
         is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
         if is_left_out or limit.is_exceeded_in(collated):
             raise limit.refusal(name, hint)
-    if not beyond:  # of which another collator may make something else
-        _SCANNED.update(within)
 
 
 def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
@@ -96,36 +86,25 @@ def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[i
 
 
 def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first scanned row that exceeds it."""
+    """Yield for each limit the first scanned row that exceeds it, for some seconds."""
     # In the order in which they lie: of a shuffled table each row would have to be looked up.
     places = None if examples._indices is None else examples._indices.column(0).to_numpy()
     rows: Any = range(len(examples)) if places is None else np.unique(places)
+    end = time.monotonic() + MOST_SECONDS
     for column in {limit.column for limit in limits}:
         left = {limit for limit in limits if limit.column == column}
-        for chunk, of_chunk in _chunks(examples.data.column(column), rows, name=column):
-            for limit in [limit for limit in left if limit.is_exceeded(_found(chunk, limit))]:
-                row = next(row for row in range(len(chunk)) if limit.is_exceeded(_found(chunk.slice(row, 1), limit)))
-                left.remove(limit)
-                yield of_chunk[row] if places is None else int(np.flatnonzero(places == of_chunk[row])[0]), limit
-
-
-def _chunks(stored: Any, rows: Any, *, name: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of ascending rows of a column in arrays of pyarrow, each with its rows; of too many a sample."""
-    first = _block(stored, rows[:_ROWS_AT_ONCE])
-    numbers = sum(len(numbers_in(chunk)) for chunk in first.chunks) * len(rows) / max(1, len(first))
-    every = max(1, math.ceil(numbers / MOST_NUMBERS))
-    if every > 1 and PartialState().is_main_process:
-        print(f"The column {name!r} is large: one row in {every} was scanned for what the model cannot take.")
-    for start in range(0, len(rows), _ROWS_AT_ONCE * every):
-        for chunk in _block(stored, rows[start : start + _ROWS_AT_ONCE]).chunks:
-            yield chunk, rows[start : start + len(chunk)]
-            start += len(chunk)
-
-
-def _block(stored: Any, rows: Any) -> Any:
-    """Return ascending rows of a column."""
-    block = stored.slice(int(rows[0]), int(rows[-1]) - int(rows[0]) + 1)
-    return block if len(block) == len(rows) else block.take(rows - rows[0])
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            if time.monotonic() > end:
+                return
+            of_block = rows[start : start + _ROWS_AT_ONCE]
+            block = examples.data.column(column).slice(int(of_block[0]), int(of_block[-1]) - int(of_block[0]) + 1)
+            for chunk in (block if places is None else block.take(of_block - of_block[0])).chunks:
+                for limit in [limit for limit in left if limit.is_exceeded(_found(chunk, limit))]:
+                    row = next(row for row in range(len(chunk)) if limit.is_exceeded(_found(chunk.slice(row, 1), limit)))
+                    left.remove(limit)
+                    index = int(of_block[row])
+                    yield index if places is None else int(np.flatnonzero(places == index)[0]), limit
+                of_block = of_block[len(chunk) :]
 
 
 def _found(chunk: Any, limit: Limit) -> np.ndarray:

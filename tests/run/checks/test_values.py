@@ -14,17 +14,12 @@ from doppler_hf.run.checks.limits import limits_of
 from doppler_hf.run.checks.values import refuse_out_of_range
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import trainer_of
 
-COLUMNS = ("input_ids", "token_type_ids", "position_ids", "decoder_input_ids", "labels", "label")
+COLUMNS = ("input_ids", "token_type_ids", "decoder_input_ids", "labels", "label")
 TEXT = [name for name in MODELS if not name.startswith(("vit", "resnet"))]
 ABSOLUTE = [name for name in TEXT if not name.startswith(("llama", "qwen", "t5"))]
 BEYOND, ROW = 4321, 137
-
-
-@pytest.fixture(autouse=True)
-def _nothing_scanned(monkeypatch):
-    monkeypatch.setattr(values, "_SCANNED", set())
 
 
 def ends(model, columns=COLUMNS, *, kind="numbers", has_own_loss=False):
@@ -307,20 +302,6 @@ def test_a_data_set_of_torch_is_refused_before_anything_is_spent(tmp_path):
     ):
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
-
-
-def test_a_second_training_does_not_scan_again_unless_something_else_is_trained(tmp_path, monkeypatch):
-    scans, beyond = [], values._beyond_in_table
-    monkeypatch.setattr(values, "_beyond_in_table", lambda *args: scans.append(1) or beyond(*args))
-    trainer = trained(trainer_of(tmp_path, max_steps=1))
-    trainer.train()
-    assert len(scans) == 1
-    trainer_of(tmp_path / "larger", model=tiny_bert(vocab_size=60), max_steps=1).train()
-    assert len(scans) == 2
-    trainer_of(tmp_path / "fewer", data=text_data().select(range(20)), max_steps=1).train()
-    assert len(scans) == 3
-    with pytest.raises(ValueError, match="resize_token_embeddings"):
-        trainer_of(tmp_path / "smaller", model=tiny_bert(vocab_size=10), max_steps=1).train()
 
 
 def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
