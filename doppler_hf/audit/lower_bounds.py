@@ -58,7 +58,8 @@ def one_run_epsilon(
         The bound, in [0, ∞); 0 says that nothing was shown.
 
     Raises:
-        ValueError: If scores are not finite, coins are not booleans, all are alike, or confidence is out of its range.
+        ValueError: If scores are not finite, coins are not booleans, lengths differ, no canary is in or none is out, or δ
+            or confidence is out of its range.
 
     Example:
         >>> import numpy as np
@@ -68,7 +69,7 @@ def one_run_epsilon(
         >>> round(one_run_epsilon(scores, included, delta=0.0), 1)
         2.4
     """
-    _check(scores, included, confidence=confidence)
+    _check(scores, included, delta=delta, confidence=confidence)
     canaries = len(scores)
     tallies = _right_guesses(scores, included)
     error = (1 - confidence) / len(tallies)
@@ -117,7 +118,7 @@ def clopper_pearson_epsilon(
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
     """
-    _check(scores, included, confidence=confidence)
+    _check(scores, included, delta=delta, confidence=confidence)
     inside, outside = scores[included], scores[~included]
     # The negatives' bound is the positives' with the two groups, and the direction of the scores, exchanged.
     pairs = [(inside, outside), (-outside, -inside)]
@@ -189,18 +190,29 @@ def _ranks(size: int) -> Int[np.ndarray, " ranks"]:
     return np.unique(np.rint(_RANK_RATIO ** np.arange(steps + 1)).astype(np.int64))
 
 
-def _check(scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, confidence: float) -> None:
+def _check(
+    scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, delta: float, confidence: float
+) -> None:
     if included.dtype != np.bool_:  # Zeros and ones would be taken for positions.
         raise ValueError(f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool).")
-    if not np.isfinite(scores).all():
+    if scores.shape != included.shape:
         raise ValueError(
-            "scores must be finite, got others. Where an attack diverged give a constant, without a look at the coin."
+            f"scores and included must have one entry for each canary, got {len(scores)} and {len(included)}. Pass both for "
+            "the same canaries, in the same order."
+        )
+    if not np.isfinite(scores).all():
+        worst = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise ValueError(
+            f"scores must be finite, got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
+            "a constant score, chosen without looking at its coin."
         )
     if included.all() or not included.any():
         raise ValueError(
             f"included must have canaries in and out, got {int(included.sum())} in and {int((~included).sum())} out. Flip a "
             "fair coin for each, and use more of them."
         )
+    if not 0.0 <= delta < 1.0:
+        raise ValueError(f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
     check_confidence(confidence)
 
 

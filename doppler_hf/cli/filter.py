@@ -5,7 +5,7 @@ are shown.
 
   doppler-hf filter momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
   doppler-hf filter butterworth:order=2,cutoff=0.1
-  doppler-hf filter none first-order-v1 --noise banded:bands=8
+  doppler-hf filter none first-order-v1 --noise banded:bands=8 --plot noise.png
 """
 
 import argparse
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise
 
 READING: Final = (
     "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
@@ -30,7 +30,7 @@ READING: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf filter`."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    parser.add_argument("--noise", default="white", metavar="SHAPE", help="Σκ² for such noise, as banded:bands=8")
+    parser.add_argument("--noise", metavar="SHAPE", help="as banded:bands=8: show what the filters leave of such noise")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
 
 
@@ -41,11 +41,15 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     # By their own names: two spellings of one filter are one row.
     filters = {str(each): each for each in map(LowPassFilter.parse, args.names)} or PAPER_FILTERS
-    console.print(figures_table(filters, noise=NoiseShape.parse(args.noise)))
+    noise = None if args.noise is None else NoiseShape.parse(args.noise)
+    console.print(figures_table(filters, noise=noise or NoiseShape()))
     console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        plot_filters(filters, args.plot)
+        if noise is None:
+            plot_filters(filters, args.plot)
+        else:
+            plot_noise(filters, noise, args.plot)
     return 0
 
 

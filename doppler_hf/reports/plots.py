@@ -11,6 +11,7 @@ import numpy as np
 
 from doppler_hf.extras import require
 from doppler_hf.filters import (
+    ClosedLoop,
     LowPassFilter,
     NoiseShape,
     filter_figures,
@@ -25,7 +26,12 @@ FREQUENCY: Final = "frequency (fraction of Nyquist)"
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything else is done."""
+    """Refuse a picture that cannot be drawn, before anything else is done.
+
+    Raises:
+        ValueError: If the ending of `path` is not one of `PICTURE_ENDINGS`.
+        MissingExtraError: If matplotlib is not installed.
+    """
     if path.suffix not in PICTURE_ENDINGS:
         raise ValueError(f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
     require("plot")
@@ -62,6 +68,25 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     write(figure, path)
 
 
+def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: str | Path) -> None:
+    """Draw where the noise lies over frequency, white and shaped, and what it costs in loss behind each filter.
+
+    Both kinds are of the same σ. What noise costs depends on the curvature of a direction (`filters.closed_loop`). Curves
+    end where the loop of filter and weights becomes unstable.
+    """
+    figure = new_figure(9.0, 3.6)
+    before, after = figure.subplots(1, 2)
+    draw_noise(before, shape, filters)
+    curvatures = np.geomspace(1e-3, 2, 200)
+    for index, (label, low_pass_filter) in enumerate(filters.items()):
+        for name, noise, style in (("white", NoiseShape(), "--"), (str(shape), shape, "-")):
+            losses = [ClosedLoop(np.array([x])).loss(low_pass_filter, noise) for x in curvatures]
+            after.loglog(curvatures, losses, style, color=f"C{index}", label=f"{name}, {label}")
+    after.set(xlabel="x = learning rate × curvature", ylabel="L(x)", title="loss through noise", ylim=(0.05, 5))
+    after.legend(fontsize="small")
+    write(figure, path)
+
+
 def draw_noise(axes: Any, shape: NoiseShape, filters: Mapping[str, LowPassFilter]) -> None:
     """Draw the spectrum of noise, of white noise of the same σ, and the gains of filters."""
     frequencies = np.geomspace(1e-3, 1, 1000)
@@ -83,7 +108,11 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write(figure: Any, path: str | Path) -> None:
-    """Write a figure into a file, whose folder is made."""
+    """Write a figure into a file.
+
+    Raises:
+        ValueError: If the folder cannot be made or written.
+    """
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     try:

@@ -194,9 +194,11 @@ def test_less_delta_and_less_confidence_show_more(bound):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "scores must be finite"),
+        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "finite, got nan for canary 2"),
+        (dict(scores=np.zeros(3)), "got 3 and 4"),
         (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
         (dict(included=np.array([0, 1, 1, 0])), r"got int64. Use included.astype\(bool\)"),
+        (dict(delta=1.0), r"delta must lie in \[0, 1\), got 1.0"),
         (dict(confidence=1.0), r"confidence must lie in \(0, 1\), got 1.0"),
     ],
 )
