@@ -6,7 +6,6 @@ B is the *expected* batch size, never the drawn one, which depends on the data. 
 one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`).
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Final, final
 
@@ -87,10 +86,6 @@ class GaussianMechanism:
         # Of the white noise z in a sum. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
 
-    def __reduce__(self) -> str:
-        """Refuse to be pickled: prepared noise and keys would travel with the copy."""
-        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied. Make a new one instead.")
-
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient.
 
@@ -98,14 +93,9 @@ class GaussianMechanism:
 
         Args:
             step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
-
-        Raises:
-            ValueError: If the step is before the first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return (
-            white if self._shaped is None and step >= self._first_step else white * self.shape.std(step - self._first_step)
-        )
+        return white if self.shape.is_white else white * self.shape.std(step - self._first_step)
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release, in the accountant's terms.
@@ -180,7 +170,8 @@ class GaussianMechanism:
             if self._in_kernel:
                 self._add_in_one_kernel(own, scale=1.0 if distributed else scale)
             else:
-                self._add_one_by_one(own, sums, step=step)
+                for name, part in own.items():
+                    self._add_on_cpu(name, part, whole=sums[name], step=step)
         private, reductions = dict(sums), []
         for name, total in sums.items():
             if name in shards:
@@ -209,26 +200,20 @@ class GaussianMechanism:
                 states=[(y, *past) for y, past in states if (y.device, y.dtype) == kind],
             )
 
-    def _add_one_by_one(
-        self, parts: Mapping[str, Float[Tensor, " n"]], sums: Mapping[str, Float[Tensor, "..."]], *, step: int
-    ) -> None:
-        """Add the noise of a step to the coordinates of parts of the sums (modified in place)."""
-        for name, part in parts.items():
-            begin = int(part.storage_offset() - sums[name].storage_offset())
-            add_white = functools.partial(self._add_white_noise, step=step, begin=begin, numel=sums[name].numel())
-            if self._shaped is None:
-                add_white(part)
-            else:
-                part.add_(self._shaped.next(name, like=part, add_white=add_white))
+    def _add_on_cpu(self, name: str, part: Float[Tensor, " n"], *, whole: Float[Tensor, "..."], step: int) -> None:
+        """Add the noise of a step to the coordinates of a part of a sum (modified in place)."""
+        begin = int(part.storage_offset() - whole.storage_offset())
 
-    def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, begin: int, numel: int) -> None:
-        """Add 𝒩(0, (σC‖c‖)²) to those of a parameter's `numel` coordinates that begin at one (modified in place)."""
-        if self._seed is not None and part.numel() < numel:
-            # For tests: the noise that one process would add, of which each takes what is of its coordinates.
-            whole = part.new_zeros(numel)
-            self._add_white_noise(whole, step=step, begin=0, numel=numel)
-            part.add_(whole[begin : begin + part.numel()])
-            return
-        add_gaussian_noise(
-            part, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
-        )
+        def add_white(values: Float[Tensor, " n"]) -> None:
+            # With a seed, for tests, each process makes the noise that one would, and takes what is of its coordinates.
+            drawn = values if self._seed is None else values.new_zeros(whole.numel())
+            add_gaussian_noise(
+                drawn, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
+            )
+            if drawn is not values:
+                values.add_(drawn[begin : begin + len(values)])
+
+        if self._shaped is None:
+            add_white(part)
+        else:
+            part.add_(self._shaped.next(name, like=part, add_white=add_white))
