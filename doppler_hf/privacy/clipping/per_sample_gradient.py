@@ -129,11 +129,12 @@ class Tied:
         return self.lookup.weighted(weights, total)
 
 
-PerSampleGradient = Dense | Product | Lookup | Tied
+Use = Dense | Product | Lookup  # the gradient of one use of a parameter
+PerSampleGradient = Use | Tied
 Names = tuple[str, ...]  # of parameters whose gradients are taken together
 
 
-def has_terms(gradient: Dense | Product | Lookup) -> Bool[Tensor, " examples"]:
+def has_terms(gradient: Use) -> Bool[Tensor, " examples"]:
     """Return for every example whether its gradient has terms other than zero; 0·∞ is none of others."""
     factors = (gradient.left, gradient.right) if isinstance(gradient, Product) else (gradient.values,)
     found = [((factor != 0) & factor.isfinite()).flatten(1).any(dim=1) for factor in factors]
@@ -172,7 +173,7 @@ def is_formed(time: int, p: int, q: int, *, rule: NormRule) -> bool:
     return MEMORY_COST * p * q <= time * time * (p + q) and p * q <= time * (p + q)
 
 
-def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
+def combined(uses: Sequence[Use], *, shape: torch.Size) -> PerSampleGradient:
     """Return one gradient for all uses of a parameter in one forward pass.
 
     The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
@@ -182,19 +183,28 @@ def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSamp
         return uses[0]
     products = [(use.left, use.right) for use in uses if isinstance(use, Product)]
     lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
-    dense = [use.values for use in uses if isinstance(use, Dense)]
-    if dense:
-        (total,) = dense
-        for pair in products:
-            total = formed(*pair).flatten(1).add_(total)
-        for pair in lookups:
-            total = Lookup(*pair).densified(shape).values.add_(total)
-        return Dense(total)
+    if len(products) + len(lookups) < len(uses):
+        return in_full(uses, shape=shape)
     product = Product(*joined(products)) if products else None
     lookup = Lookup(*joined(lookups)) if lookups else None
     if product is not None and lookup is not None:
         return Tied(product, lookup)
     return product or lookup  # type: ignore[return-value]  # one of them is there
+
+
+def in_full(uses: Sequence[Use], *, shape: torch.Size) -> Dense:
+    """Return the sum of several uses in full."""
+    # Last what is in full already, since it may be autograd's own and must not be written into.
+    first, *others = sorted(uses, key=lambda use: (isinstance(use, Dense), isinstance(use, Product)))
+    assert not isinstance(first, Dense)
+    total = formed(first.left, first.right).flatten(1) if isinstance(first, Product) else first.densified(shape).values
+    for use in others:
+        if isinstance(use, Product):  # without memory of its own, since the head of a language model is large
+            matrices = total.view(len(total), use.left.shape[2], -1)
+            matrices.baddbmm_(in_float32(use.left).mT, in_float32(use.right))
+        else:
+            total.add_(use.values if isinstance(use, Dense) else use.densified(shape).values)
+    return Dense(total)
 
 
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

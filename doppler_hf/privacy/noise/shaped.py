@@ -21,7 +21,7 @@ class ShapedNoise:
     """
 
     def __init__(self, shape: NoiseShape) -> None:
-        self._c, self.coefficients = shape.c, shape.c[1:]
+        self.coefficients = shape.c[1:]
         self._past: dict[str, list[Tensor]] = {}  # of each parameter, the last step first
 
     def advance(self, name: str, *, like: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], list[Float[Tensor, "..."]]]:
@@ -35,9 +35,9 @@ class ShapedNoise:
             A tensor for y_t, and y_{t-1}, y_{t-2}, … as far as they count. The last of these is overwritten by y_t, if
             there are b - 1.
         """
-        past, order = self._past.setdefault(name, []), len(self._c) - 1
+        past = self._past.setdefault(name, [])
         before = list(past)
-        past.insert(0, past.pop() if len(past) == order else torch.empty_like(like))
+        past.insert(0, past.pop() if len(past) == len(self.coefficients) else torch.empty_like(like))
         return past[0], before
 
     def next(
@@ -47,13 +47,7 @@ class ShapedNoise:
         # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
         # of a slightly other z, and not a function of the data.
         y, past = self.advance(name, like=like)
-        # The oldest one is overwritten: its own term first.
-        if past and past[-1] is y:
-            y.mul_(-self.coefficients[len(past) - 1])
-            past.pop()
-        else:
-            y.zero_()
-        for coefficient, before in zip(self.coefficients, past, strict=False):
-            y.sub_(before, alpha=coefficient)
-        add_white(y)
-        return y
+        # Before y is written, which may be the oldest of them.
+        taken_back = sum(coefficient * before for coefficient, before in zip(self.coefficients, past, strict=False))
+        add_white(y.zero_())
+        return y.sub_(taken_back)
