@@ -141,6 +141,7 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
     np.random.seed(of_numpy)
     torch.set_rng_state(torch_state(of_torch))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
+        # It takes 63 bits. Workers of the loader do not come here: in a forked one CUDA does not work.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 
 

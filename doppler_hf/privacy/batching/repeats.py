@@ -48,6 +48,7 @@ def _chunks(dataset: Any) -> list[tuple[int, int, int]]:
     columns = dataset._data.columns  # of one without columns there are no rows
     found = []
     for chunk in columns[0].chunks if columns else ():
+        # The last buffer has the values, the first may be missing. A part of a table shares it, at an offset of its own.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
         found.append((addresses[-1] if addresses else id(chunk), chunk.offset, len(chunk)))
     return found

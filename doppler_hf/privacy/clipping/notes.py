@@ -1,6 +1,7 @@
 """What the layers of a model note during one forward and one backward pass: each use of a trained parameter."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -34,7 +35,7 @@ class Notes:
     """
 
     def __init__(self, *, norm_rule: NormRule, in_kernels: bool) -> None:
-        self._norm_rule: NormRule = norm_rule
+        self.is_formed = functools.partial(is_formed, rule=norm_rule)  # whether a matrix's gradient is formed for each row
         self.in_kernels = in_kernels
         self.small = SMALL_IN_KERNELS if in_kernels else SMALL
         self.is_in_forward = self._is_unwatched = False
@@ -90,10 +91,6 @@ class Notes:
             return
         if has_terms(gradient)[~self.examined.to(parameter.device)].any():
             self.coupled.add(parameter)
-
-    def is_formed(self, time: int, p: int, q: int) -> bool:
-        """Return whether a matrix's gradient is formed for each row; see `per_sample_gradient.is_formed`."""
-        return is_formed(time, p, q, rule=self._norm_rule)
 
     def note_product(
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]

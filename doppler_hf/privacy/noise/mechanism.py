@@ -3,7 +3,12 @@
     g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 2, line 5)
 
 B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
-one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`).
+one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`):
+
+    y_t = z_t − Σ_{k=1}^{b−1} c_k y_{t−k},    z_t ~ 𝒩(0, σ²C²‖c‖²·I)
+
+The b − 1 steps of noise that this remembers are secret: they would reveal later noise in the gradients. They are never
+saved, and a run that is resumed begins a new recursion, which the ledger accounts for as such.
 """
 
 from collections.abc import Mapping
@@ -19,7 +24,6 @@ from doppler_hf import kernels
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
-from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.privacy.randomness import bit_stream
 from doppler_hf.shards import added_up, rows_here
 
@@ -78,7 +82,7 @@ class GaussianMechanism:
         self.expected_batch_size = expected_batch_size
         self.shape = shape
         self._first_step = self._next_step = first_step
-        self._shaped = None if shape.is_white else ShapedNoise(shape)
+        self._past: dict[str, list[Tensor]] = {}  # of each parameter the shaped noise of earlier steps, the last one first
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and kernels.are_usable(device)
@@ -137,7 +141,7 @@ class GaussianMechanism:
             ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
             RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
         """
-        if self._shaped is not None and step != self._next_step:
+        if not self.shape.is_white and step != self._next_step:
             raise RuntimeError(
                 f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
                 "mechanism for a new run."
@@ -189,14 +193,14 @@ class GaussianMechanism:
         """Add the noise of a step to coordinates on an accelerator, and multiply them (modified in place)."""
         from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
 
-        states = [] if self._shaped is None else [self._shaped.advance(name, like=part) for name, part in parts.items()]
+        states = [] if self.shape.is_white else [self._advance(name, part) for name, part in parts.items()]
         for kind in {(part.device, part.dtype) for part in parts.values()}:
             add_noise_and_scale(
                 [part for part in parts.values() if (part.device, part.dtype) == kind],
                 std=self._white_std,
                 scale=scale,
                 terms=TERMS if self._floating_point_safe else 1,
-                coefficients=() if self._shaped is None else self._shaped.coefficients[: len(states[0][1])],
+                coefficients=self.shape.c[1 : 1 + len(states[0][1])] if states else (),
                 states=[(y, *past) for y, past in states if (y.device, y.dtype) == kind],
             )
 
@@ -213,7 +217,23 @@ class GaussianMechanism:
             if drawn is not values:
                 values.add_(drawn[begin : begin + len(values)])
 
-        if self._shaped is None:
+        if self.shape.is_white:
             add_white(part)
-        else:
-            part.add_(self._shaped.next(name, like=part, add_white=add_white))
+            return
+        # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
+        # of a slightly other z, and not a function of the data.
+        y, past = self._advance(name, part)
+        # Before y is written, which may be the oldest of them.
+        taken_back = sum(c * before for c, before in zip(self.shape.c[1:], past, strict=False))
+        add_white(y.zero_())
+        part.add_(y.sub_(taken_back))
+
+    def _advance(self, name: str, like: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " n"]]]:
+        """Return a tensor for the next shaped noise y_t of a parameter, and y_{t−1}, y_{t−2}, … as far as they count.
+
+        Of b − 1 the last one is overwritten by y_t, so that no more memory is needed.
+        """
+        past = self._past.setdefault(name, [])
+        before = list(past)
+        past.insert(0, past.pop() if len(past) == self.shape.bands - 1 else torch.empty_like(like))
+        return past[0], before
