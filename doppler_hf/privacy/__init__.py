@@ -14,7 +14,7 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from doppler_hf.privacy.accounting import default_delta, get_epsilon, get_noise_multiplier
@@ -35,18 +35,11 @@ __all__ = [
     "get_noise_multiplier",
 ]  # fmt: skip
 
-_NAMES: Final = {
-    "accounting": ("default_delta", "get_epsilon", "get_noise_multiplier"),
-    "batching": ("AllocationSampler",),
-    "clipping": ("ClippedGradients",),
-    "ledger": ("LEDGER_NAME", "PrivacyLedger", "PrivacyStatement"),
-    "noise": ("GaussianMechanism",),
-}
-
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for: who checks a ledger, or plans a run, needs no torch."""
-    for folder, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{folder}"), name)
+    # Those without torch first.
+    for folder in ("accounting", "ledger", "noise", "batching", "clipping") if name in __all__ else ():
+        if hasattr(module := import_module(f"{__name__}.{folder}"), name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,7 +71,7 @@ def pixel_losses(
         losses = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels.to(logits), reduction="none")
         return (losses * labelled).flatten(1).mean(dim=1)
     losses = cross_entropies(logits, labels.long(), ignored=ignored)
-    # At least one: 0/0 would be NaN.
+    # At least one: 0/0 would be NaN, and an example without labels would count as one that failed.
     return losses.flatten(1).sum(dim=1) / (labels != ignored).flatten(1).sum(dim=1).clamp(min=1)
 
 

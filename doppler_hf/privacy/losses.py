@@ -58,13 +58,19 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
+def has_prompt(model: Any) -> bool:
+    """Return whether a model is one of PEFT that computes one prompt and repeats it for each example."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return False
+    return model.active_peft_config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING)
+
+
 def places_of_prompt(model: Any) -> int:
     """Return how many tokens of a trained prompt PEFT puts before an example's own; a decoder with an encoder has none."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel) or model.get_base_model().config.is_encoder_decoder:
+    if not has_prompt(model) or model.get_base_model().config.is_encoder_decoder:
         return 0
-    config = model.active_peft_config
-    return config.num_virtual_tokens if config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING) else 0
+    return int(model.active_peft_config.num_virtual_tokens)
 
 
 def token_task(model: nn.Module) -> TokenTask | None:

@@ -57,7 +57,7 @@ class BitStream(ABC):
 class SecretBits(BitStream):
     """A keystream of AES-256-CTR, keyed from the operating system when it is made.
 
-    The key stays in this process: it is never pickled, saved or logged, and a resumed run makes a new one. The position
+    The key stays in this process: the cipher's context cannot be pickled, and a resumed run makes a new one. The position
     in the stream only moves forward, whatever the `step`, so that no two calls return the same words. Not thread-safe.
     """
 
@@ -78,10 +78,6 @@ class SecretBits(BitStream):
             if body:
                 self._encryptor.update_into(_ZEROS[:body], part.data)
             part[body:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part) - body]), dtype=np.uint8)
-
-    def __reduce__(self) -> str:
-        """Refuse to be pickled: the key would travel with the copy."""
-        raise TypeError("SecretBits holds a secret key and cannot be pickled or copied. Make a new one instead.")
 
 
 def _new_keystream() -> CipherContext:
@@ -139,17 +135,13 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
 
     Workers of the data loader are counted from 1; 0 is the process itself. `step` numbers the fillings.
     """
-    if not isinstance(kind := np.random.mtrand._rand._bit_generator, np.random.MT19937):
-        raise ValueError(
-            f"NumPy's global generator must be its own, MT19937, in a private run, got {type(kind).__name__}. Leave out "
-            "np.random.set_bit_generator, or draw from a generator that is made for each example."
-        )
     stream = bit_stream(seed, purpose=f"generators of worker {worker}", rank=rank)
     of_python, of_numpy, of_torch = np.split(stream.bits(_KEY + _WORDS // 2, step=step).view(np.uint32), [_KEY, 2 * _KEY])
     random.seed(int.from_bytes(of_python.tobytes(), "little"))
     np.random.seed(of_numpy)
     torch.set_rng_state(torch_state(of_torch))
     if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
+        # It takes 63 bits. Workers of the loader do not come here: in a forked one CUDA does not work.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 
 

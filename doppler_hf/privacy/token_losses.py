@@ -135,6 +135,7 @@ def head_in_chunks(
             found.append(torch.cat([again(*part) for part in parts], dim=1))
         else:
             found.append(_InChunks.apply(hidden, _moved(labels), losses_of, time))
+        # The model goes on to its head, whose logits of this place nobody reads.
         outputs["last_hidden_state"] = hidden[:, :1]
         return outputs
 

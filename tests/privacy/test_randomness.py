@@ -67,9 +67,9 @@ def test_a_forked_process_has_words_of_its_own():
 
 
 def test_secret_stream_cannot_be_copied_or_pickled():
-    with pytest.raises(TypeError, match="secret key"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         pickle.dumps(SecretBits())
-    with pytest.raises(TypeError, match="secret key"):
+    with pytest.raises(TypeError, match="cannot pickle"):
         copy.deepcopy(SecretBits())
 
 
@@ -160,18 +160,6 @@ def test_a_seed_reproduces_and_every_rank_and_worker_has_its_own():
     first = [drawn(*case) for case in cases]
     assert [drawn(*case) for case in cases] == first
     assert len({number for numbers in first for number in numbers}) == 3 * len(cases)
-
-
-def test_another_generator_in_the_place_of_numpys_is_refused():
-    """It may keep a normal number from before, or less of a key."""
-    own = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(1))
-    try:
-        with pytest.raises(ValueError, match="must be its own, MT19937, in a private run, got PCG64"):
-            fill_generators(None)
-    finally:
-        np.random.set_bit_generator(own)
-    fill_generators(None)
 
 
 def test_no_normal_number_is_left_from_before():

@@ -65,6 +65,7 @@ Plan = Sequence[Releases]  # by rounds
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
     """Return n, as many turns as a unit has on average before it takes part, rounded down: about an epoch."""
+    # As a float q may be a little more than B/N, and a round would have a turn less than the sampler's.
     return max(1, math.floor(1.0 / (groups * sample_rate) + 1e-9))
 
 
@@ -89,15 +90,10 @@ def joint_noise_multiplier(*noise_multipliers: float) -> float:
     noise each output shifts by a vector of norm at most 1/σᵢ when an example joins, so all together by at most √Σ σᵢ⁻².
     That is one Gaussian mechanism, over the same batch.
     """
-    if not noise_multipliers:
-        raise ValueError("noise_multipliers must have at least one entry, got none.")
-    for noise_multiplier in noise_multipliers:
-        if not noise_multiplier >= 0.0:
-            raise ValueError(f"noise_multipliers must be numbers ≥ 0, got {noise_multiplier}.")
     smallest = min(noise_multipliers)
     if smallest == 0.0 or smallest == math.inf:
         return smallest
-    return smallest / math.sqrt(sum((smallest / noise_multiplier) ** 2 for noise_multiplier in noise_multipliers))
+    return smallest / math.hypot(*(smallest / noise_multiplier for noise_multiplier in noise_multipliers))
 
 
 def get_epsilon(

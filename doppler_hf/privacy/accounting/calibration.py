@@ -54,6 +54,7 @@ def get_noise_multiplier(
             f"{sample_rate}. Take a shorter one, or a smaller batch."
         )
     unspent, spacing = _EXACT if len(strategy) == 1 else _OF_GROUPS
+    # In the middle of what may be left, so that the search may end a little above it as well as below.
     aim = target_epsilon * math.exp(-unspent / 2)
 
     def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:

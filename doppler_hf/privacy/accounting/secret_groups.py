@@ -54,11 +54,7 @@ class _Kind(NamedTuple):
     first: int
     groups: int
     tilts: Sequence[Removal | Addition]
-
-    @property
-    def log_moments(self) -> Array:
-        """Return ln E R_g^p of one of them, by k."""
-        return np.asarray(np.sum([each.of.number * each.log_moments for each in self.tilts], axis=0))
+    log_moments: Array  # ln of E R_g^p of one of them, times their share of all groups, by k
 
 
 class Run:
@@ -77,14 +73,15 @@ class Run:
         more = round(self.groups * max(each.longer for each in rounds)) or self.groups
         self._rounds, shorter = ([each.of_group(is_longer=is_longer) for each in rounds] for is_longer in (True, False))
         made = {of: tilt(of) for of in {*self._rounds, *shorter}}
-        self._kinds = [
-            _Kind(first, size, [made[of] for of in of_kind])
-            for first, size, of_kind in ((0, more, self._rounds), (more, self.groups - more, shorter))
-            if size
-        ]
+        self._kinds = []
+        for first, size, of_kind in ((0, more, self._rounds), (more, self.groups - more, shorter)):
+            if size:
+                log_moments = np.sum([of.number * made[of].log_moments for of in of_kind], axis=0)
+                self._kinds.append(
+                    _Kind(first, size, [made[of] for of in of_kind], log_moments + math.log(size / self.groups))
+                )
         # ln of the mean of E R_g^p, by k
-        of_kinds = [kind.log_moments + math.log(kind.groups / self.groups) for kind in self._kinds]
-        self.log_moments: Array = np.logaddexp.reduce(of_kinds)
+        self.log_moments: Array = np.logaddexp.reduce([kind.log_moments for kind in self._kinds])
         self.is_cheap: NDArray[np.bool_] = np.all([each.is_cheap for each in made.values()], axis=0)
 
     def sample(self, count: int, order: int, power: int, random: np.random.Generator) -> tuple[Array, Array]:
@@ -104,7 +101,7 @@ class Run:
         own = np.empty((count, sum(each.turns * each.number for each in self._rounds)))
         group, is_longer = np.empty(count, dtype=np.int64), np.ones(count, dtype=np.bool_)
         if len(self._kinds) > 1:
-            of_longer = math.log(self._kinds[0].groups / self.groups) + self._kinds[0].log_moments[order - 1]
+            of_longer = self._kinds[0].log_moments[order - 1]
             is_longer = random.random(count) < math.exp(of_longer - self.log_moments[order - 1])
             # Noise at the turn that a group lacks, which shows in no other's ratio, too.
             own[:, -1] = random.standard_normal(count)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.autograd_check.trial import (
@@ -55,6 +56,7 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     """
     model, losses_of, alone, together = trial
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Or two examples whose gradients were exchanged would have the right sum.
     weights = [0.5**place for place in range(len(alone))]
     expected: dict[str, Tensor] = {}  # with the other sign
     sizes = dict.fromkeys(trained, 0.0)
@@ -111,14 +113,14 @@ def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.P
     """Return by how much rounding alone changes each gradient: that of all layers, drawn at random."""
     found = []
     for is_drawn in (False, True):
-        with _rounded_at_random(trial.model) if is_drawn else contextlib.nullcontext():
+        with _rounded_at_random() if is_drawn else contextlib.nullcontext():
             losses = trial.losses_of(dict(trial.together))
             found.append(gradients_of(losses * torch.tensor(weights, device=losses.device), trained))
     return {name: norm_of([gradient - found[1][name]]) for name, gradient in found[0].items()}
 
 
 @contextlib.contextmanager
-def _rounded_at_random(model: nn.Module) -> Iterator[None]:
+def _rounded_at_random() -> Iterator[None]:
     """Change each number of the gradients of layers' outputs as the rounding of its sum may; losses stay as they are.
 
     Processors add up in orders of their own, which may follow from the shape of a batch and the place of a row. What cancels
@@ -135,7 +137,5 @@ def _rounded_at_random(model: nn.Module) -> Iterator[None]:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(rounded)
 
-    with contextlib.ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_hook(watch).remove)
+    with register_module_forward_hook(watch):
         yield

@@ -77,13 +77,8 @@ def _differentiated(model: nn.Module, inputs: Inputs, *, number: int) -> Iterato
         is_frozen = is_floating(output) and not output.requires_grad and len(output) % number == 0
         return of_leaf(output) if is_frozen and torch.is_grad_enabled() else None
 
-    base, table = without_adapters(model), None
-    with contextlib.suppress(AttributeError, NotImplementedError):  # as of models of images
-        table = base.get_input_embeddings()
-    handle = table.register_forward_hook(embedded) if isinstance(table, nn.Module) else None
-    try:
+    with contextlib.ExitStack() as hooks:
+        with contextlib.suppress(AttributeError, NotImplementedError):  # as of models of images
+            hooks.enter_context(without_adapters(model).get_input_embeddings().register_forward_hook(embedded))
         rows = {name: of_leaf(value) for name, value in inputs.items() if is_floating(value) and has_rows(value, number)}
         yield {**inputs, **rows}, places
-    finally:
-        if handle is not None:
-            handle.remove()

@@ -1,26 +1,21 @@
 """Examples alone and together: their gradients by plain autograd, and why a loss or a gradient changes with the others."""
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from doppler_hf.privacy.clipping.other_layers import has_rows
+from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.shards import gathered
 
 # A function that calls the model with inputs and returns one loss per example.
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 Inputs = Mapping[str, Any]
-
-_CHANGES: Final = (
-    "The {what} of one example changes with the examples beside it, which no noise covers "
-    "(docs/start/troubleshooting.md#losses): "
-)
 
 
 class Trial(NamedTuple):
@@ -74,10 +69,7 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
 def norm_of(tensors: Collection[Tensor]) -> float:
     """Return the joint norm, each row's in its own precision and the whole in float64."""
     rows = [torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim else tensor for tensor in tensors]
-    norm = math.hypot(*(float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows))
-    if math.isfinite(norm):
-        return norm
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    return math.hypot(*(float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows))
 
 
 def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:
@@ -87,32 +79,36 @@ def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise ValueError(_CHANGES.format(what="loss") + _reason(trial))
+    raise ValueError(_why(trial, "loss", first_changing_layer(trial, trial.together) or "the loss"))
 
 
 def why_gradients_change(trial: Trial) -> str | None:
     """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
-    if first_changing_layer(trial, trial.together) is None:
-        return None
-    return _CHANGES.format(what="gradient") + _reason(trial)
+    layer = first_changing_layer(trial, trial.together)
+    return None if layer is None else _why(trial, "gradient", layer)
 
 
-def _reason(trial: Trial) -> str:
+def _why(trial: Trial, what: str, layer: str) -> str:
     part, together = trial.alone[0], trial.together
-    layer = first_changing_layer(trial, together) or "the loss"
+    mask = together.get("attention_mask")
+    # The first example without the others, but as long as beside them: what still changes follows from its padding.
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
-    if first_changing_layer(trial, padded) is not None:
-        mask = together.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
-            return f"{layer} depends on the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
-        return (
-            f"{layer} depends on the length to which an example is padded. Pad all examples to one length (tokenize with "
-            "padding='max_length'), or replace the layer."
+    if first_changing_layer(trial, padded) is None:
+        reason = (
+            "the other examples, as a mean over the batch does. Let each loss depend on its example alone, and replace the "
+            "layer."
+        )
+    elif isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
+        reason = "the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
+    else:
+        reason = (
+            "the length to which an example is padded. Pad all examples to one length (tokenize with padding='max_length'), "
+            "or replace the layer."
         )
     return (
-        f"{layer} depends on the other examples, as a mean over the batch does. Let each loss depend on its example alone, "
-        "and replace the layer."
+        f"The {what} of one example changes with the examples beside it, which no noise covers "
+        f"(docs/start/troubleshooting.md#losses): {layer} depends on {reason}"
     )
 
 
@@ -121,6 +117,7 @@ def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
     classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
     with torch.no_grad():
         outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
+    # Not strict: some models call more layers for more rows.
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
         found = output[tuple(map(slice, expected.shape))]
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
@@ -134,15 +131,13 @@ def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
 def _outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tuple[str, Tensor]]:
     """Return every layer's first output with its name, in the order in which they are computed."""
     outputs: list[tuple[str, Tensor]] = []
+    names = {module: name for name, module in model.named_modules()}
 
-    def note(name: str, output: Any) -> None:
+    def note(module: nn.Module, _args: Any, output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else [output]
-        tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.numel())
-        outputs.extend((name, tensor.detach()) for tensor in itertools.islice(tensors, 1))
+        tensors = (value for value in values if is_floating(value) and value.numel())
+        outputs.extend((names[module], tensor.detach()) for tensor in itertools.islice(tensors, 1) if module in names)
 
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            handle = module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
-            hooks.callback(handle.remove)
+    with register_module_forward_hook(note):
         losses_of(dict(inputs))
     return outputs

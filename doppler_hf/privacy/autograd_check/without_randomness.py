@@ -88,4 +88,5 @@ def is_random(losses_of: Any, inputs: dict[str, Any]) -> bool:
     """Return whether random numbers show in the losses of a batch, which are computed four times."""
     with torch.no_grad():
         first = losses_of(dict(inputs))
+        # Several times, since a layer that is left out now and then shows in few of them.
         return any(not same(losses_of(dict(inputs)), first) for _ in range(3))

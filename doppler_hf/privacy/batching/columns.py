@@ -29,15 +29,6 @@ def is_stored(examples: Any) -> bool:
     return is_table(examples) and examples.format["type"] != "custom"
 
 
-def is_of_datasets(feature: Any) -> bool:
-    """Return whether a column's type, with all types in it, is of `datasets`: others may run code of their own."""
-    if isinstance(feature, Mapping):
-        return all(map(is_of_datasets, feature.values()))
-    if isinstance(feature, list):
-        return all(map(is_of_datasets, feature))
-    return type(feature).__module__.startswith("datasets.") and is_of_datasets(getattr(feature, "feature", []))
-
-
 def length_of(tokens: Sequence[Any]) -> int:
     """Return the number of tokens of an example; of one with choices, each of them a text, when they are padded alike."""
     choices = choices_of(tokens)
@@ -140,8 +131,7 @@ def columns_of_numbers(examples: Any) -> frozenset[str]:
     """
     if not is_stored(examples):
         return frozenset()
-    plain = (name for name, feature in examples.features.items() if is_of_datasets(feature))
-    return frozenset(name for name in plain if all(map(_is_of_numbers, examples.data[name].chunks)))
+    return frozenset(name for name in examples.features if all(map(_is_of_numbers, examples.data[name].chunks)))
 
 
 def _is_of_numbers(rows: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, is_of_datasets, is_stored, length_of
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, is_stored, length_of
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
 
 # The formats of `datasets` that convert number by number, without code of the user's.
@@ -44,7 +44,7 @@ def is_read_together(examples: Any, numbers: Set[str]) -> bool:
     # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.
     form = examples.format
     if form["type"] is None:
-        return is_of_datasets(examples.features)
+        return True
     columns = examples.column_names if form["output_all_columns"] else form["columns"]
     return form["type"] in _OF_NUMBERS and not form["format_kwargs"] and numbers >= {*columns}
 
@@ -116,6 +116,7 @@ class Cut(NamedTuple):
 def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
     """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
     micro_batches = []
+    # The draw is sorted by the size of the units: each size comes once.
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
         # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
         # the same size, one: that of all its rows, each once.
@@ -196,6 +197,7 @@ def parts_of(examples: Sequence[Any], cut: Cut, *, rows_each: int) -> list[Seque
     """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
     number = len(examples) // rows_each
     parts = -(-number // max(1, cut.max_rows // rows_each))
+    # As equal as can be: a single row that is left over would take a pass of its own.
     ends = [number * part // parts for part in range(parts + 1)]
     slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
     if cut.max_tokens is not None:

@@ -52,7 +52,9 @@ class Probe:
         with filled_generators(0):
             found = fetch(loader.examples, candidates(loader), numbers=loader.numbers)
         if loader.lengths is None:
-            found.sort(key=self._size_of)
+            found.sort(
+                key=lambda row: sum(value.numel() for value in self.collated([row]).values() if isinstance(value, Tensor))
+            )
         self.longest, self.short = found[-1], of_two_labels(found[:-1] or found)
         shapes = [
             {name: value.shape for name, value in self.collated([row]).items() if isinstance(value, Tensor)}
@@ -85,9 +87,6 @@ class Probe:
                 f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
             )
         return dict(batch)
-
-    def _size_of(self, row: Any) -> int:
-        return sum(value.numel() for value in self.collated([row]).values() if isinstance(value, Tensor))
 
     def further(self) -> Iterator[Inputs]:
         """Make batches of further examples, 64 in all, spread over the data set."""

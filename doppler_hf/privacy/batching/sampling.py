@@ -164,6 +164,7 @@ class AllocationSampler(Sampler[list[int]]):
             raise ValueError(f"Poisson sampling has one group, got {groups}. Take white noise, or random allocation.")
         self.groups, batch = groups, groups * self.expected_batch_size
         self.turns_of_round = 1 if self.sampling == "poisson" else self.num_units // batch
+        # Up to which words a unit has one of the first turns, ⌈turn·bB/N·2⁶⁴⌉, in whole numbers: a float has 53 bits.
         bounds = (-(-(turn * batch << 64) // self.num_units) for turn in range(1, self.turns_of_round + 1))
         self._bounds = np.array([bound for bound in bounds if bound < 1 << 64], dtype=np.uint64)
 

@@ -17,14 +17,14 @@ from doppler_hf import kernels
 from doppler_hf.linalg import highest_matmul_precision
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.norms import RAISED_BY, Clipping, Squares, clip_factors, shares_of_error
-from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS
+from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS, Notes
 from doppler_hf.privacy.clipping.per_sample_gradient import (
     Lookup,
     Names,
     NormRule,
     PerSampleGradient,
     Product,
-    Tied,
+    Use,
     Weights,
     in_groups,
 )
@@ -131,17 +131,13 @@ class ClippedGradients:
     @property
     def fallbacks(self) -> dict[str, str]:
         """Layer name → how its gradient is computed without a rule, and its cost. Complete after the first `backward`."""
-        return {} if self._engine is None else self._engine.fallbacks
+        layers = {} if self._engine is None else self._engine.without_rule
+        return {name: layer.fallback for name, layer in layers.items() if layer.fallback}
 
     def __enter__(self) -> "ClippedGradients":
+        notes = Notes(norm_rule=self._norm_rule, in_kernels=self.in_kernels)
         by_rules = self.engine_name == "book_keeping"
-        self._engine = BookKeepingEngine(
-            self._model,
-            norm_rule=self._norm_rule,
-            by_rules=by_rules,
-            rows_per_loss=self._rows_per_loss,
-            in_kernels=self.in_kernels,
-        )
+        self._engine = BookKeepingEngine(self._model, notes, by_rules=by_rules, rows_per_loss=self._rows_per_loss)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -226,7 +222,7 @@ class ClippedGradients:
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""
         assert self._engine is not None
-        return self._engine.unwatched()
+        return self._engine.notes.unwatched()
 
     def reset(self) -> None:
         """Set the sums to zero, for the next draw."""
@@ -297,25 +293,23 @@ class ClippedGradients:
             from doppler_hf.privacy.clipping.kernels import weighed  # imports Triton
 
             products = {}
-            for names, gradient in tuple(found.items()):
-                product = gradient.product if isinstance(gradient, Tied) else gradient
-                if isinstance(product, Product):
-                    products[names] = product.left, product.right, weights_of[self._group_of[names[0]]].marked
-                    del found[names], product
-                if isinstance(gradient, Tied):
-                    found[names] = gradient.lookup
-                del gradient
+            for names, gradient in found.items():
+                if isinstance(first := gradient[0], Product):
+                    products[names] = first.left, first.right, weights_of[self._group_of[names[0]]].marked
+                    del gradient[0]
+                del first  # so that what is weighed can be freed
             for names, left, right in weighed(products):
                 self._add_to(names, Product(left, right, is_weighted=True), weights_of[self._group_of[names[0]]])
         # Tables last: theirs are the largest sums, for which the other notes make room.
-        for names in sorted(found, key=lambda names: isinstance(found[names], Lookup)):
-            self._add_to(names, found.pop(names), weights_of[self._group_of[names[0]]])
+        for names in sorted(found, key=lambda names: any(isinstance(use, Lookup) for use in found[names])):
+            for use in found.pop(names):
+                self._add_to(names, use, weights_of[self._group_of[names[0]]])
 
-    def _add_to(self, names: Names, gradient: PerSampleGradient, weights: Weights) -> None:
+    def _add_to(self, names: Names, gradient: Use, weights: Weights) -> None:
         """Add the weighted sum of the gradients of some parameters to theirs."""
         sums = self._sums
         known = sums.get(names[0]) if len(names) == 1 else None
-        if known is None and isinstance(gradient, Lookup | Tied):
+        if known is None and isinstance(gradient, Lookup):
             known = self._zeros(names[0])
         total = gradient.weighted(weights, known)
         if known is not None:

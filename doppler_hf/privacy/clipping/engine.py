@@ -26,11 +26,11 @@ from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
 from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.per_sample_gradient import NormRule, PerSampleGradient, combined
+from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, combined
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
-from doppler_hf.privacy.losses import has_choices, without_adapters
+from doppler_hf.privacy.losses import has_choices, has_prompt, without_adapters
 from doppler_hf.shards import gathered
 
 # Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
@@ -43,13 +43,11 @@ class BookKeepingEngine:
     Without `by_rules` Opacus's samplers are used for all layers that have one, as a reference.
     """
 
-    def __init__(
-        self, model: nn.Module, *, norm_rule: NormRule, by_rules: bool, rows_per_loss: int, in_kernels: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, notes: Notes, *, by_rules: bool, rows_per_loss: int) -> None:
         refuse_layers(model)
         self._model = model
-        self._notes = Notes(norm_rule=norm_rule, in_kernels=in_kernels)
-        self._without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
+        self.notes = notes
+        self.without_rule: dict[str, LayerWithoutRule | ExpertBlock] = {}
         self._not_batched: dict[str, int] = {}
         self._cleanup = contextlib.ExitStack()
         self._rows_per_loss = rows_per_loss
@@ -60,12 +58,10 @@ class BookKeepingEngine:
         for name, module in model.named_modules():
             if (method := of_transformers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
-                bias = functools.partial(of_transformers.relative_bias, self._notes, name, module, compute)
+                bias = functools.partial(of_transformers.relative_bias, self.notes, name, module, compute)
                 self._replace(module, method, bias)
-            if of_transformers.has_prompt(module):
-                self._replace(
-                    module, "get_prompt", functools.partial(of_transformers.prompt, self._notes, module.get_prompt)
-                )
+            if has_prompt(module):
+                self._replace(module, "get_prompt", functools.partial(of_transformers.prompt, self.notes, module.get_prompt))
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -76,32 +72,23 @@ class BookKeepingEngine:
             if rule is None:
                 sampler = None if by_rules else sampler_for(module)
                 forward = of_transformers.without_checkpointing(module)
-                other = LayerWithoutRule(name, module, self._notes, forward=forward or module.forward, sampler=sampler)
-                self._without_rule[name] = other
+                other = LayerWithoutRule(name, module, self.notes, forward=forward or module.forward, sampler=sampler)
+                self.without_rule[name] = other
                 watched = other if forward is None else functools.partial(of_transformers.checkpointing, module, other)
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
         for name, module in expert_blocks(model):
-            block = self._without_rule[name] = ExpertBlock(module, self._notes, forward=module.forward)
+            block = self.without_rule[name] = ExpertBlock(module, self.notes, forward=module.forward)
             self._replace(module, "forward", self._unless_unwatched(module.forward, block, name=name))
         # Around the stand-ins of these layers, or of their adapters.
         for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
-            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self._notes, layer.forward))
+            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self.notes, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
-
-    @property
-    def fallbacks(self) -> dict[str, str]:
-        """As `ClippedGradients.fallbacks`."""
-        return {name: layer.fallback for name, layer in self._without_rule.items() if layer.fallback}
-
-    def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Let the layers compute without making notes for the duration of the block."""
-        return self._notes.unwatched()
 
     def detach(self) -> None:
         """Restore the model's own forwards."""
-        self._notes.clear()
+        self.notes.clear()
         self._cleanup.close()
 
     def per_sample_gradients(
@@ -146,18 +133,18 @@ class BookKeepingEngine:
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
         trainable = {name: gathered(parameter) for name, parameter in parameters.items()}
-        self._notes.num_examples = num_examples
+        self.notes.num_examples = num_examples
         try:
-            yield self._notes, trainable
+            yield self.notes, trainable
         finally:
             for parameter in trainable.values():
                 parameter.grad = None
-            self._notes.clear()
+            self.notes.clear()
             self._not_batched.clear()
 
     def _back_propagate(self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor]) -> None:
         """Fill the notes, and leave no ordinary gradients."""
-        notes = self._notes
+        notes = self.notes
         notes.uses.clear()  # an ordinary backward pass of the user's may have left some
         for parameter in trainable.values():
             parameter.grad = None
@@ -200,35 +187,36 @@ class BookKeepingEngine:
             return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
-        self._notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
-        self._notes.casts.clear()
-        self._notes.is_in_forward = True
+        self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
+        self.notes.casts.clear()
+        self.notes.is_in_forward = True
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
             # A tensor that was left on another device is torch's to name.
-            if not self._notes.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
+            if not self.notes.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
                 raise
-            layers = ", ".join(repr(name) for name in dict.fromkeys(self._notes.repeated))
+            layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
             raise ValueError(
                 f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
                 "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
                 "docs/start/troubleshooting.md#model."
             ) from error
         finally:
-            self._notes.is_in_forward = False
+            self.notes.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if "parametrizations" in module._modules:
             # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
             return type(module).forward(module, *args, **kwargs)
+        # The first input, by whatever name the model passes it.
         input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
         rows = num_rows(module, input)
-        if rows == self._notes.batch_size:
-            return rule(self._notes, module, *args, **kwargs)
+        if rows == self.notes.batch_size:
+            return rule(self.notes, module, *args, **kwargs)
         if rows == 1 and isinstance(module, nn.Embedding):
-            self._notes.repeated.append(name)
-            return rule(self._notes, module, *args, **kwargs)
+            self.notes.repeated.append(name)
+            return rule(self.notes, module, *args, **kwargs)
         self._not_batched[name] = input.data.ndim
         return type(module).forward(module, *args, **kwargs)
 
@@ -236,9 +224,9 @@ class BookKeepingEngine:
         self, original: Callable[..., Any], watched: Callable[..., Any], *, name: str
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._notes.is_watching:
+            if not self.notes.is_watching:
                 return original(*args, **kwargs)
-            if self._notes.batch_size is None:
+            if self.notes.batch_size is None:
                 raise ValueError(
                     f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
                     "model(...) as a whole, once, and let its forward return what the loss needs."

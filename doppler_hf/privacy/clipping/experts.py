@@ -46,6 +46,7 @@ class ExpertBlock:
         values, spec = pytree.tree_flatten((args, kwargs))
         rows = self._notes.batch_size
         if rows is None or not has_rows(values[0], rows):
+            # Without a batch in front nobody knows whose a token is.
             return self._forward(*args, **kwargs)  # the engine refuses the parameters by name
         trained = {name: each for name, each in self._module.named_parameters() if each.requires_grad}
         copies = {name: one_per_example(self._notes, each, tuple(each.shape)) for name, each in trained.items()}

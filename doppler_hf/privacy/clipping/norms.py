@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from doppler_hf.linalg import in_float32, product_in_float32
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, Tied, squares_in_full
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, squares_in_full
 
 Clipping = Literal["automatic", "vanilla"]
 
@@ -69,22 +69,23 @@ class Squares:
 
     def add(self, group: str, gradient: PerSampleGradient) -> None:
         """Add ‖g_i‖² of one gradient."""
-        if isinstance(gradient, Dense):
-            self._found[group].append(squares_in_full(gradient.values) if gradient.squares is None else gradient.squares)
-        if self._in_kernels and isinstance(gradient, Product):
-            self._for_kernels.append((group, gradient.left, gradient.right))
-        elif self._in_kernels and isinstance(gradient, Lookup):
-            self._for_kernels.append((group, gradient.values.contiguous(), gradient.ids.contiguous()))
-        elif isinstance(gradient, Product):
-            self._add_pair(group, *map(self._gram_of, (gradient.left, gradient.right)))
-        elif isinstance(gradient, Lookup):
-            gram = self._gram_of(gradient.values)
-            ids = torch.nn.functional.pad(gradient.ids, (0, gram.shape[1] - gradient.ids.shape[1]))
-            self._add_pair(group, gram, (ids.unsqueeze(2) == ids.unsqueeze(1)).to(gram.dtype))
-        if isinstance(gradient, Tied):
-            product, lookup = gradient.product, gradient.lookup
-            self.add(group, product)
-            self.add(group, lookup)
+        for use in gradient:
+            if isinstance(use, Dense):
+                self._found[group].append(squares_in_full(use.values) if use.squares is None else use.squares)
+            elif isinstance(use, Product) and not self._in_kernels:
+                self._add_pair(group, *map(self._gram_of, (use.left, use.right)))
+            elif isinstance(use, Product):
+                self._for_kernels.append((group, use.left, use.right))
+            elif self._in_kernels:
+                self._for_kernels.append((group, use.values.contiguous(), use.ids.contiguous()))
+            else:
+                gram = self._gram_of(use.values)
+                ids = torch.nn.functional.pad(use.ids, (0, gram.shape[1] - use.ids.shape[1]))
+                self._add_pair(group, gram, (ids.unsqueeze(2) == ids.unsqueeze(1)).to(gram.dtype))
+        if len(gradient) == 2:
+            product, lookup = gradient
+            assert isinstance(product, Product)
+            assert isinstance(lookup, Lookup)
             # 2⟨product, look-up⟩ = 2 Σ_st l_s[id_t]⟨r_s, v_t⟩: only the rows that were looked up contribute to it.
             picked = in_float32(product.left.gather(2, lookup.ids.unsqueeze(1).expand(-1, product.left.shape[1], -1)))
             self._found[group].append(2 * dot(picked, product_in_float32(product.right, lookup.values.mT)))
@@ -141,6 +142,7 @@ class Squares:
             self._found[group].append(found)
 
     def _gram_of(self, factor: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows time time"]:
+        # By its memory, since autograd wraps one tensor in several Python objects.
         place = factor.untyped_storage()._cdata, factor.storage_offset(), factor.shape, factor.stride(), factor.dtype
         for known, _, gram in self._recent:
             if known == place:

@@ -1,6 +1,7 @@
 """What the layers of a model note during one forward and one backward pass: each use of a trained parameter."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,10 +13,11 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     Dense,
     Lookup,
     NormRule,
-    PerSampleGradient,
     Product,
+    Use,
     formed,
     has_terms,
+    in_full,
     is_formed,
     squares_in_full,
     summed,
@@ -33,7 +35,7 @@ class Notes:
     """
 
     def __init__(self, *, norm_rule: NormRule, in_kernels: bool) -> None:
-        self._norm_rule: NormRule = norm_rule
+        self.is_formed = functools.partial(is_formed, rule=norm_rule)  # whether a matrix's gradient is formed for each row
         self.in_kernels = in_kernels
         self.small = SMALL_IN_KERNELS if in_kernels else SMALL
         self.is_in_forward = self._is_unwatched = False
@@ -71,14 +73,14 @@ class Notes:
         self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
         # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
         self.num_examples = 1
-        self.uses: dict[Tensor, list[PerSampleGradient]] = {}  # of each parameter, filled by the backward pass
+        self.uses: dict[Tensor, list[Use]] = {}  # of each parameter, filled by the backward pass
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
         # In a check, the examples whose losses are differentiated: gradients are then compared, not kept.
         self.examined: Bool[Tensor, " examples"] | None = None
         self.coupled: set[Tensor] = set()  # parameters at which these have a gradient in the places of others
 
-    def note(self, parameter: Tensor, gradient: Dense | Product | Lookup) -> None:
+    def note(self, parameter: Tensor, gradient: Use) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is None:
             uses = self.uses.setdefault(parameter, [])
@@ -89,10 +91,6 @@ class Notes:
             return
         if has_terms(gradient)[~self.examined.to(parameter.device)].any():
             self.coupled.add(parameter)
-
-    def is_formed(self, time: int, p: int, q: int) -> bool:
-        """Return whether a matrix's gradient is formed for each row; see `per_sample_gradient.is_formed`."""
-        return is_formed(time, p, q, rule=self._norm_rule)
 
     def note_product(
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
@@ -109,21 +107,13 @@ class Notes:
                 left, right = in_float32(left), in_float32(right)
         # A language model's head is called for a part of an example's tokens at a time.
         uses = self.uses.get(parameter, [])
-        products = [use for use in uses if isinstance(use, Product)]
-        dense = [use for use in uses if isinstance(use, Dense)]
-        time = left.shape[1] + sum(use.left.shape[1] for use in products)
-        if not dense and not self.is_formed(time, left.shape[2], right.shape[2]):
-            self.note(parameter, Product(left, right))
-        elif not uses:
-            self.note_rows(parameter, formed(left, right))
-        else:
-            total = formed(left, right)
-            for product in products:
-                total.baddbmm_(in_float32(product.left).mT, in_float32(product.right))
-            for full in dense:
-                total.flatten(1).add_(full.values)
+        summands = [*(use for use in uses if not isinstance(use, Lookup)), Product(left, right)]
+        time = sum(use.left.shape[1] for use in summands if isinstance(use, Product))
+        if self.is_formed(time, left.shape[2], right.shape[2]) or any(isinstance(use, Dense) for use in summands):
             uses[:] = [use for use in uses if isinstance(use, Lookup)]
-            self.note(parameter, Dense(total.flatten(1)))
+            self.note(parameter, in_full(summands, shape=parameter.shape))
+        else:
+            self.note(parameter, summands[-1])
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""

@@ -38,7 +38,7 @@ _UNBATCHED: "weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]]" = weakr
 
 
 class LayerWithoutRule:
-    """Replaces the forward of one layer, in the way that works at its first call; its cost is then in `fallback`."""
+    """Replaces the forward of one layer, in the way that works at its first call."""
 
     def __init__(
         self, name: str, module: nn.Module, notes: Notes, *, forward: Callable[..., Any], sampler: Callable[..., Any] | None
@@ -48,7 +48,18 @@ class LayerWithoutRule:
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
         self._unbatched = _UNBATCHED.setdefault(module, set())
-        self.fallback = ""
+
+    @property
+    def fallback(self) -> str:
+        """How the gradient is computed, and its cost; empty before the first call."""
+        kind = type(self.module).__name__
+        size = f"{sum(p.numel() for _, p in trainable_of(self.module)) * 4 / 2**20:.3g} MiB for each example"
+        if self._unbatched:
+            return f"{kind}: repeated for each example; {size}"
+        if None not in self._copies.values():
+            return f"{kind}: one copy of its vectors for each example, free" if self._copies else ""
+        how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
+        return f"{kind}: {how}; {size}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer's output, and note its per-sample gradient in the backward pass."""
@@ -63,7 +74,6 @@ class LayerWithoutRule:
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
         if kind not in self._copies:
             self._copies[kind] = self._try_copies(values, spec) if self._sampler is None else None
-            self.fallback = self._describe()
         copies = self._copies[kind]
         if copies is not None:
             per_example = {name: one_per_example(self.notes, own[name], shape) for name, shape in copies.items()}
@@ -75,7 +85,6 @@ class LayerWithoutRule:
             except LAYER_ERRORS:
                 # Copies do not fit all lengths, as of positions of which a part is taken.
                 self._copies[kind] = None
-                self.fallback = self._describe()
         with substituted(self.module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
         seen = [index for index, output in enumerate(outputs) if is_floating(output)]
@@ -104,7 +113,6 @@ class LayerWithoutRule:
         ):
             # The parameters get an ordinary gradient, and the engine refuses them by name.
             return self._forward(*args, **kwargs)
-        self.fallback = f"{type(self.module).__name__}: repeated for each example; {self._size()}"
         self.notes.repeated.append(self._name)
         self._unbatched.add(dimensions)
         return output_per_example(self.notes, own, output_of)
@@ -121,6 +129,7 @@ class LayerWithoutRule:
         ]
         ndim = max(value.ndim for value in values if isinstance(value, Tensor))
         own = {name: parameter.detach() for name, parameter in trainable_of(self.module)}
+        # Other numbers in another order, or copies that reach the wrong example would not show.
         other = {
             name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
         }
@@ -167,17 +176,6 @@ class LayerWithoutRule:
         return [output for output in outputs if is_floating(output) and output.ndim > 0]
 
     # --- samplers and functorch -------------------------------------------------------------------------------------
-
-    def _describe(self) -> str:
-        kind = type(self.module).__name__
-        if None not in self._copies.values():
-            return f"{kind}: one copy of its vectors for each example, free"
-        how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
-        return f"{kind}: {how}; {self._size()}"
-
-    def _size(self) -> str:
-        numbers = sum(parameter.numel() for _, parameter in trainable_of(self.module))
-        return f"{numbers * 4 / 2**20:.3g} MiB for each example"
 
     def per_sample_gradients(
         self, values: Sequence[Any], spec: Any, gradients: Sequence[Tensor], *, rows: int | None

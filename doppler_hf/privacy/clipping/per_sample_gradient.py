@@ -3,10 +3,10 @@
     Dense      g_i in full                      values (examples, n)
     Product    g_i = Σ_t l_it r_itᵀ             left (examples, time, p), right (examples, time, q)
     Lookup     g_i = Σ_t e(id_it) v_itᵀ         ids (examples, time), values (examples, time, dim), e(k) a unit vector
-    Tied       the sum of a product and a look-up, of one table
 
-Norms are in `norms`. The sum Σ w_i g_i of a product is one product of matrices over examples and time (*book-keeping*: Bu et
-al. 2023, https://arxiv.org/abs/2210.00038).
+A table that is looked up and also multiplies, such as a language model's embedding and head, has a product and a look-up,
+whose sum is its gradient. Norms are in `norms`. The sum Σ w_i g_i of a product is one product of matrices over examples and
+time (*book-keeping*: Bu et al. 2023, https://arxiv.org/abs/2210.00038).
 
 Sensitivity: row i of every tensor depends on example i alone. Norm and sum come from the same numbers, and are added up in
 float32 or better, so that no rounding in a lower precision upstream can make w_i‖g_i‖ exceed the bound. For the rounding of
@@ -115,25 +115,12 @@ class Lookup:
         return Dense(tables.index_add_(0, place.flatten(), values.flatten(0, 1)).view(len(values), -1))
 
 
-@dataclass(frozen=True, eq=False)
-class Tied:
-    """The gradient of a table that is looked up and also multiplies, such as a language model's embedding and head."""
-
-    product: Product
-    lookup: Lookup
-
-    def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "rows dim"]:
-        """Return `total`, of the table's shape, with the weighted sum of both parts added (modified in place)."""
-        assert total is not None
-        self.product.weighted(weights, total)
-        return self.lookup.weighted(weights, total)
-
-
-PerSampleGradient = Dense | Product | Lookup | Tied
+Use = Dense | Product | Lookup  # the gradient of one use of a parameter
+PerSampleGradient = list[Use]  # one of them, or a product and a look-up, which are added up
 Names = tuple[str, ...]  # of parameters whose gradients are taken together
 
 
-def has_terms(gradient: Dense | Product | Lookup) -> Bool[Tensor, " examples"]:
+def has_terms(gradient: Use) -> Bool[Tensor, " examples"]:
     """Return for every example whether its gradient has terms other than zero; 0·∞ is none of others."""
     factors = (gradient.left, gradient.right) if isinstance(gradient, Product) else (gradient.values,)
     found = [((factor != 0) & factor.isfinite()).flatten(1).any(dim=1) for factor in factors]
@@ -172,29 +159,34 @@ def is_formed(time: int, p: int, q: int, *, rule: NormRule) -> bool:
     return MEMORY_COST * p * q <= time * time * (p + q) and p * q <= time * (p + q)
 
 
-def combined(uses: Sequence[PerSampleGradient], *, shape: torch.Size) -> PerSampleGradient:
+def combined(uses: Sequence[Use], *, shape: torch.Size) -> PerSampleGradient:
     """Return one gradient for all uses of a parameter in one forward pass.
 
     The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
     along time, which includes the cross terms between the calls. Those in full have been added up.
     """
     if len(uses) == 1:
-        return uses[0]
+        return [*uses]
     products = [(use.left, use.right) for use in uses if isinstance(use, Product)]
     lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
-    dense = [use.values for use in uses if isinstance(use, Dense)]
-    if dense:
-        (total,) = dense
-        for pair in products:
-            total = formed(*pair).flatten(1).add_(total)
-        for pair in lookups:
-            total = Lookup(*pair).densified(shape).values.add_(total)
-        return Dense(total)
-    product = Product(*joined(products)) if products else None
-    lookup = Lookup(*joined(lookups)) if lookups else None
-    if product is not None and lookup is not None:
-        return Tied(product, lookup)
-    return product or lookup  # type: ignore[return-value]  # one of them is there
+    if len(products) + len(lookups) < len(uses):
+        return [in_full(uses, shape=shape)]
+    return [*([Product(*joined(products))] if products else []), *([Lookup(*joined(lookups))] if lookups else [])]
+
+
+def in_full(uses: Sequence[Use], *, shape: torch.Size) -> Dense:
+    """Return the sum of several uses in full."""
+    # Last what is in full already, since it may be autograd's own and must not be written into.
+    first, *others = sorted(uses, key=lambda use: (isinstance(use, Dense), isinstance(use, Product)))
+    assert not isinstance(first, Dense)
+    total = formed(first.left, first.right).flatten(1) if isinstance(first, Product) else first.densified(shape).values
+    for use in others:
+        if isinstance(use, Product):  # without memory of its own, since the head of a language model is large
+            matrices = total.view(len(total), use.left.shape[2], -1)
+            matrices.baddbmm_(in_float32(use.left).mT, in_float32(use.right))
+        else:
+            total.add_(use.values if isinstance(use, Dense) else use.densified(shape).values)
+    return Dense(total)
 
 
 def joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -213,10 +205,10 @@ def in_groups(
     found: dict[Names, PerSampleGradient] = {}
     together: dict[object, dict[str, Dense]] = {}
     for name, gradient in gradients.items():
-        if isinstance(gradient, Dense) and gradient.values.numel() < small:
-            together.setdefault((group_of[name], gradient.values.dtype), {})[name] = gradient
+        if isinstance(first := gradient[0], Dense) and first.values.numel() < small:
+            together.setdefault((group_of[name], first.values.dtype), {})[name] = first
         else:
             found[name,] = gradient
     for dense in together.values():
-        found[*dense] = Dense(torch.cat([each.values for each in dense.values()], dim=1))
+        found[*dense] = [Dense(torch.cat([each.values for each in dense.values()], dim=1))]
     return found

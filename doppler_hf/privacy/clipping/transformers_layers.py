@@ -110,14 +110,6 @@ def checkpointing(module: Any, forward: Callable[..., Any], *args: Any, **kwargs
     return forward(*args, **kwargs)
 
 
-def has_prompt(module: nn.Module) -> bool:
-    """Return whether a module is a model of PEFT that computes one prompt and repeats it for each example."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(module, peft.PeftModel):
-        return False
-    return module.active_peft_config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING)
-
-
 def prompt(
     notes: Notes, get_prompt: Callable[..., Tensor], batch_size: int, *args: Any, **kwargs: Any
 ) -> Float[Tensor, "batch places dim"]:

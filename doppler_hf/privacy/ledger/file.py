@@ -3,7 +3,7 @@
     {"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "entries": […]}
     hash_i = SHA-256(canonical JSON of entry i without its hash),    previous_hash_i = hash_{i−1}
 
-Reading refuses content outside the schema, and JSON that two parsers could read differently. The chain reveals an edited,
+Reading refuses content outside the schema. The chain reveals an edited,
 missing, inserted or exchanged entry. It does not reveal a tail that was cut off, or a chain that was rewritten: against
 these, publish the last hash (the head) where it cannot be changed.
 """
@@ -90,7 +90,7 @@ def schema_validator() -> Any:
 def read_entries(path: Path) -> list[Entry]:
     """Return the entries of the file, checked against the schema and as a chain."""
     try:
-        document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+        document = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise ValueError(f"This is not the JSON of a privacy ledger: {reason}. Put back the old file.") from error
@@ -135,17 +135,6 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"Names must be unique, got {', '.join(name for name, _ in pairs)}.")
-    return values
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"Constants must be true, false or null, got {text}.")
 
 
 class WriterLock:

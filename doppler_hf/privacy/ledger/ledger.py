@@ -80,6 +80,7 @@ class PrivacyLedger:
         assert self._is_training
         if run.steps_released < run.steps_reserved:
             return False
+        # A portion, since a file that is written and synchronized before every step would take longer than small steps.
         portion = min(max(1, run.statement.steps_planned // _PORTIONS), at_most)
         self._record.add("steps", {"steps_reserved": run.steps_reserved + portion})
         return True

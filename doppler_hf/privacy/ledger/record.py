@@ -100,9 +100,8 @@ class LedgerRecord:
 
     def history(self, steps_run: int) -> list[Releases]:
         """Return what the first `steps_run` steps of all runs have released, by rounds."""
-        counts = (plan[-1].steps_counted for plan in self.plans[:-1])
-        last_steps = [count - plan[-1].steps_before for plan, count in zip(self.plans, (*counts, steps_run), strict=True)]
-        return [each for plan, steps in zip(self.plans, last_steps, strict=True) for each in _rounds(plan, steps)]
+        plans = zip(self.plans, [*(plan[-1].steps_counted for plan in self.plans[:-1]), steps_run], strict=True)
+        return [each for plan, count in plans for each in _rounds(plan, count - plan[-1].steps_before)]
 
     def steps_of_rounds(self, steps_run: int) -> int:
         """Return the steps since the rounds of the last run began, in an earlier run perhaps."""

@@ -11,13 +11,6 @@ from typing import Final, Literal
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, Sampling, joint_noise_multiplier
 
-MECHANISM: Final = "Gaussian mechanism with random allocation; filter, optimizer and projection are post-processing"
-MECHANISM_IN_TURNS: Final = (
-    "Banded matrix factorization with random allocation in turns; filter, optimizer and projection are post-processing"
-)
-MECHANISM_OF_POISSON: Final = (
-    "Gaussian mechanism with Poisson sampling; filter, optimizer and projection are post-processing"
-)
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
 ROLE_OF_NUM_UNITS: Final = "public, not protected"
 
@@ -67,9 +60,10 @@ class PrivacyStatement:
     @property
     def mechanism(self) -> str:
         """The mechanism in one line."""
-        if self.sampling == "poisson":
-            return MECHANISM_OF_POISSON
-        return MECHANISM if self.groups == 1 else MECHANISM_IN_TURNS
+        what = "Gaussian mechanism" if self.groups == 1 else "Banded matrix factorization"
+        turns = "Poisson sampling" if self.sampling == "poisson" else "random allocation"
+        turns += "" if self.groups == 1 else " in turns"
+        return f"{what} with {turns}; filter, optimizer and projection are post-processing"
 
     @property
     def why_not_private(self) -> str | None:

@@ -46,5 +46,6 @@ def hashes(folder: Path, *, unless_as: Mapping[str, Stamp] | None = None) -> dic
 
 def unknown_files(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:
     """Return the files in `found` that are not of the set of saved files that explains most of them; all if none does."""
+    # Whole sets, so that shards of two checkpoints do not pass for one model.
     of_sets = ([name for name, value in found.items() if files.get(name) != value] for files in saved)
     return min(of_sets, key=len, default=list(found))

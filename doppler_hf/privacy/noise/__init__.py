@@ -1,7 +1,6 @@
 """From clipped sums to a private gradient.
 
-- mechanism: what a mechanism is; the Gaussian one
-- shaped: noise that takes back part of the noise of earlier steps
+- mechanism: the Gaussian mechanism, with white noise or noise that takes back part of that of earlier steps
 - gaussian: normals from secret words
 - chacha: the same on an accelerator, and the whole release, in one kernel
 - private_loss: the training loss as a private number

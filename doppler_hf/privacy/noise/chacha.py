@@ -29,7 +29,6 @@ from doppler_hf import kernels
 LANES: Final = 256
 _NORMALS: Final = 8
 _WARPS: Final = 8
-_HEADER: Final = 6  # words before the coefficients
 
 
 @triton.jit

@@ -3,10 +3,14 @@
     g_t = (1/B)·(Σ_{i∈draw} clip(∇fᵢ, C) + 𝒩(0, σ²C²·I))                                    (Algorithm 2, line 5)
 
 B is the *expected* batch size, never the drawn one, which depends on the data. The other side of the privacy boundary reads
-one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`).
+one float a step from the mechanism, `noise_std`. The noise may be white, or shaped over the steps (`filters.noise_shape`):
+
+    y_t = z_t − Σ_{k=1}^{b−1} c_k y_{t−k},    z_t ~ 𝒩(0, σ²C²‖c‖²·I)
+
+The b − 1 steps of noise that this remembers are secret: they would reveal later noise in the gradients. They are never
+saved, and a run that is resumed begins a new recursion, which the ledger accounts for as such.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Final, final
 
@@ -20,7 +24,6 @@ from doppler_hf import kernels
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
-from doppler_hf.privacy.noise.shaped import ShapedNoise
 from doppler_hf.privacy.randomness import bit_stream
 from doppler_hf.shards import added_up, rows_here
 
@@ -79,17 +82,13 @@ class GaussianMechanism:
         self.expected_batch_size = expected_batch_size
         self.shape = shape
         self._first_step = self._next_step = first_step
-        self._shaped = None if shape.is_white else ShapedNoise(shape)
+        self._past: dict[str, list[Tensor]] = {}  # of each parameter the shaped noise of earlier steps, the last one first
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and kernels.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
         # Of the white noise z in a sum. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
-
-    def __reduce__(self) -> str:
-        """Refuse to be pickled: prepared noise and keys would travel with the copy."""
-        raise TypeError("A GaussianMechanism holds secret noise and cannot be pickled or copied. Make a new one instead.")
 
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient.
@@ -98,14 +97,9 @@ class GaussianMechanism:
 
         Args:
             step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
-
-        Raises:
-            ValueError: If the step is before the first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return (
-            white if self._shaped is None and step >= self._first_step else white * self.shape.std(step - self._first_step)
-        )
+        return white if self.shape.is_white else white * self.shape.std(step - self._first_step)
 
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release, in the accountant's terms.
@@ -147,7 +141,7 @@ class GaussianMechanism:
             ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
             RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
         """
-        if self._shaped is not None and step != self._next_step:
+        if not self.shape.is_white and step != self._next_step:
             raise RuntimeError(
                 f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
                 "mechanism for a new run."
@@ -180,7 +174,8 @@ class GaussianMechanism:
             if self._in_kernel:
                 self._add_in_one_kernel(own, scale=1.0 if distributed else scale)
             else:
-                self._add_one_by_one(own, sums, step=step)
+                for name, part in own.items():
+                    self._add_on_cpu(name, part, whole=sums[name], step=step)
         private, reductions = dict(sums), []
         for name, total in sums.items():
             if name in shards:
@@ -198,37 +193,47 @@ class GaussianMechanism:
         """Add the noise of a step to coordinates on an accelerator, and multiply them (modified in place)."""
         from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
 
-        states = [] if self._shaped is None else [self._shaped.advance(name, like=part) for name, part in parts.items()]
+        states = [] if self.shape.is_white else [self._advance(name, part) for name, part in parts.items()]
         for kind in {(part.device, part.dtype) for part in parts.values()}:
             add_noise_and_scale(
                 [part for part in parts.values() if (part.device, part.dtype) == kind],
                 std=self._white_std,
                 scale=scale,
                 terms=TERMS if self._floating_point_safe else 1,
-                coefficients=() if self._shaped is None else self._shaped.coefficients[: len(states[0][1])],
+                coefficients=self.shape.c[1 : 1 + len(states[0][1])] if states else (),
                 states=[(y, *past) for y, past in states if (y.device, y.dtype) == kind],
             )
 
-    def _add_one_by_one(
-        self, parts: Mapping[str, Float[Tensor, " n"]], sums: Mapping[str, Float[Tensor, "..."]], *, step: int
-    ) -> None:
-        """Add the noise of a step to the coordinates of parts of the sums (modified in place)."""
-        for name, part in parts.items():
-            begin = int(part.storage_offset() - sums[name].storage_offset())
-            add_white = functools.partial(self._add_white_noise, step=step, begin=begin, numel=sums[name].numel())
-            if self._shaped is None:
-                add_white(part)
-            else:
-                part.add_(self._shaped.next(name, like=part, add_white=add_white))
+    def _add_on_cpu(self, name: str, part: Float[Tensor, " n"], *, whole: Float[Tensor, "..."], step: int) -> None:
+        """Add the noise of a step to the coordinates of a part of a sum (modified in place)."""
+        begin = int(part.storage_offset() - whole.storage_offset())
 
-    def _add_white_noise(self, part: Float[Tensor, " n"], *, step: int, begin: int, numel: int) -> None:
-        """Add 𝒩(0, (σC‖c‖)²) to those of a parameter's `numel` coordinates that begin at one (modified in place)."""
-        if self._seed is not None and part.numel() < numel:
-            # For tests: the noise that one process would add, of which each takes what is of its coordinates.
-            whole = part.new_zeros(numel)
-            self._add_white_noise(whole, step=step, begin=0, numel=numel)
-            part.add_(whole[begin : begin + part.numel()])
+        def add_white(values: Float[Tensor, " n"]) -> None:
+            # With a seed, for tests, each process makes the noise that one would, and takes what is of its coordinates.
+            drawn = values if self._seed is None else values.new_zeros(whole.numel())
+            add_gaussian_noise(
+                drawn, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
+            )
+            if drawn is not values:
+                values.add_(drawn[begin : begin + len(values)])
+
+        if self.shape.is_white:
+            add_white(part)
             return
-        add_gaussian_noise(
-            part, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
-        )
+        # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
+        # of a slightly other z, and not a function of the data.
+        y, past = self._advance(name, part)
+        # Before y is written, which may be the oldest of them.
+        taken_back = sum(c * before for c, before in zip(self.shape.c[1:], past, strict=False))
+        add_white(y.zero_())
+        part.add_(y.sub_(taken_back))
+
+    def _advance(self, name: str, like: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " n"]]]:
+        """Return a tensor for the next shaped noise y_t of a parameter, and y_{t−1}, y_{t−2}, … as far as they count.
+
+        Of b − 1 the last one is overwritten by y_t, so that no more memory is needed.
+        """
+        past = self._past.setdefault(name, [])
+        before = list(past)
+        past.insert(0, past.pop() if len(past) == self.shape.bands - 1 else torch.empty_like(like))
+        return past[0], before

@@ -30,6 +30,7 @@ class PrivateLoss:
 
     def __init__(self, mechanism: GaussianMechanism, *, device: torch.device) -> None:
         self.mechanism = mechanism
+        # In float64, so that what one example adds does not depend on how much the others have added up to.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None) -> None:

@@ -347,11 +347,6 @@ def test_the_schema_knows_the_statement():
         ("[]", r"at \$, \[\] is not of type 'object'"),
         ('{"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "entries": []}', r"at \$.entries"),
         ('{"format_version": 1, "num_examples": 24, "history": []}', "not a privacy ledger of format 10"),
-        (
-            '{"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "format_version": 10}',
-            "Names must be unique",
-        ),
-        ('{"$schema": NaN}', "null, got NaN"),
         (b"\xff", "not the JSON"),
     ],
 )
