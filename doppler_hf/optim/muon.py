@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def orthogonalized(updates: Sequence[Float[Tensor, "m *n"]]) -> list[Float[Tensor, "m *n"]]:
+def orthogonalized(updates: Sequence[Float[Tensor, "_ ..."]]) -> list[Float[Tensor, "_ ..."]]:
     """Return each update as a new tensor; those of convolutions are matrices with a row for each output.
 
     Example:
