@@ -108,11 +108,10 @@ def read_entries(path: Path) -> list[Entry]:
 def is_earlier_state(path: Path, entries: Sequence[Entry]) -> bool:
     """Return whether the file holds the first of `entries`, or all. It only compares, so that saving often stays cheap."""
     try:
-        document = json.loads(path.read_text("utf-8"))
-    except ValueError:
+        there = json.loads(path.read_text("utf-8"))["entries"]
+        return bool(there == entries[: len(there)])
+    except (ValueError, KeyError, TypeError):  # damaged, or another file by that name
         return False
-    there = document["entries"] if isinstance(document, dict) and "entries" in document else None
-    return isinstance(there, list) and there == entries[: len(there)]
 
 
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:

@@ -223,10 +223,16 @@ class GaussianMechanism:
         # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
         # of a slightly other z, and not a function of the data.
         y, past = self._advance(name, part)
-        # Before y is written, which may be the oldest of them.
-        taken_back = sum(c * before for c, before in zip(self.shape.c[1:], past, strict=False))
-        add_white(y.zero_())
-        part.add_(y.sub_(taken_back))
+        # In place, since another tensor of that size takes longer than what is computed: y may be the oldest one.
+        if past and past[-1] is y:
+            y.mul_(-self.shape.c[len(past)])
+            past.pop()
+        else:
+            y.zero_()
+        for c, before in zip(self.shape.c[1:], past, strict=False):
+            y.sub_(before, alpha=c)
+        add_white(y)
+        part.add_(y)
 
     def _advance(self, name: str, like: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " n"]]]:
         """Return a tensor for the next shaped noise y_t of a parameter, and y_{t−1}, y_{t−2}, … as far as they count.

@@ -55,10 +55,10 @@ def test_rows_that_stand_in_a_data_set_more_than_once_are_found(column, makes, i
 
 
 class Computed(torch.utils.data.Dataset):
-    """As many rows as one likes, which lie nowhere."""
+    """As many rows as one likes, which lie nowhere, with an attribute that tables of `datasets` have too."""
 
     def __init__(self, rows):
-        self.rows = rows
+        self.rows, self._data = rows, []
 
     def __len__(self):
         return self.rows
