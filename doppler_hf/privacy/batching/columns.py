@@ -118,7 +118,9 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
 def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) -> Iterator[tuple[str, int]]:
     """Yield each of the columns of a table in which stored rows have no value, and the first such row."""
     for name in names if is_table(dataset) else ():
-        parts = _parts(dataset, name) if name in _names(dataset) else ()
+        # Of a shuffled table each row is looked up, which takes seconds where nothing is missing.
+        has_gaps = name in _names(dataset) and dataset.data.column(name).null_count > 0
+        parts = _parts(dataset, name) if has_gaps else ()
         has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
         if has_none.any() and not (may_be_empty and has_none.all()):
             yield name, int(np.argmax(has_none))

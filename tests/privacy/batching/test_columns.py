@@ -83,3 +83,16 @@ def test_labels_are_those_of_the_column(values, found):
 )
 def test_what_is_no_class_of_each_example_is_no_label(data):
     assert labels_of(data) is None
+
+
+def test_rows_without_a_value_are_found_where_they_are_chosen_and_only_looked_for_where_there_are_any(monkeypatch):
+    dataset = Dataset.from_dict({"label": [1, None, 2, 3], "labels": [1, 2, 3, 4]})
+
+    def found(rows):
+        return [*columns.rows_with_gaps(rows, names=("label", "labels"), may_be_empty=False)]
+
+    assert found(dataset) == [("label", 1)]
+    assert found(dataset.select([3, 2, 1])) == [("label", 2)]
+    assert found(dataset.select([2, 0])) == []
+    monkeypatch.delattr(columns, "_parts")  # which looks up each row of a shuffled table
+    assert found(dataset.select_columns("labels").shuffle(seed=0)) == []
