@@ -55,3 +55,9 @@ def test_what_does_not_fit_is_refused():
         doppler_optimizer(parameters((3, 4)), lr=0.1, rank=2, orthogonal=True)
     with pytest.raises(ValueError, match=r"of orthogonal False, this optimizer of True\. Set orthogonal=False"):
         optimizer.load_state_dict(doppler_optimizer(parameters((3, 4)), lr=0.1).state_dict())
+
+
+def test_parts_of_matrices_are_refused(monkeypatch):
+    monkeypatch.setattr("doppler_hf.optim.optimizer.DTensor", torch.nn.Parameter)
+    with pytest.raises(ValueError, match=r"shards must have orthogonal=False, .* Leave base_optimizer='muon' out"):
+        doppler_optimizer(parameters((3, 4)), lr=0.1, orthogonal=True)
