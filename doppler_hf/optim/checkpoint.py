@@ -46,8 +46,9 @@ def refuse_other_optimizer(
                 f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint."
             )
         _refuse_other("rank", saved_group["rank"], group["rank"])
-        muon = ", in a trainer's arguments base_optimizer"  # not in older checkpoints
-        _refuse_other("orthogonal", saved_group.get("orthogonal", False), group["orthogonal"], of_trainer=muon)
+        was_muon = saved_group.get("orthogonal", False)  # older checkpoints do not name it
+        words = f", in a trainer's arguments {'set' if was_muon else 'leave out'} base_optimizer='muon'"
+        _refuse_other("orthogonal", was_muon, group["orthogonal"], of_trainer=words)
     refuse_other_parameters(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
     for state in saved["state"].values():
         _refuse_other("base", BASES[state["base"]], base, of_trainer=", in a trainer's arguments base_optimizer")
