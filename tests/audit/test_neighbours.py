@@ -32,27 +32,19 @@ def few():
     return found
 
 
-def check(case, *, views=1):
+CASES = [
+    *((case, 1) for case in [*few(), *OF_CHOICES]),
+    *further([(case, VIEWS) for case in OF_VIEWS], quick=[(case, VIEWS) for case in OF_VIEWS[::2]]),
+]
+
+
+@pytest.mark.parametrize(("case", "views"), CASES, ids=lambda part: name_of(part) if isinstance(part, dict) else part)
+def test_one_unit_moves_the_sum_by_at_most_c(case, views):
     result = result_of(case, views=views)
     assert not result.contradicts_claim
     assert result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-12
     assert result.distances.min() > 0.1  # the unit is there, a user with the mean of up to twelve directions
-
-
-@pytest.mark.parametrize("case", few(), ids=name_of)
-def test_one_unit_moves_the_sum_by_at_most_c(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", OF_CHOICES, ids=name_of)
-def test_an_example_of_several_choices_moves_the_sum_by_at_most_c(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", further(OF_VIEWS, quick=OF_VIEWS[::2]), ids=name_of)
-def test_an_example_of_several_views_moves_the_sum_by_at_most_c(case):
-    check(case, views=VIEWS)
 
 
 def test_a_record_counts_whole_however_well_it_is_fitted(tmp_path):
