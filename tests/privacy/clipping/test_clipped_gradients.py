@@ -103,6 +103,8 @@ def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
         (dict(clipping="soft"), "clipping must be one of automatic, vanilla, got 'soft'"),
         (dict(granularity="layer"), "granularity must be one of flat, per_layer, got 'layer'"),
         (dict(engine="ghost"), "engine must be one of book_keeping, opacus, got 'ghost'"),
+        (dict(norm_rule="fast"), "norm_rule must be one of .*, got 'fast'"),
+        (dict(engine="opacus", norm_rule="ghost"), "norm_rule='ghost' has no effect with engine='opacus'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
