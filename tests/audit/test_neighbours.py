@@ -74,9 +74,6 @@ def test_random_augmentation_is_held_for_the_others(tmp_path):
     assert len({str(trainer.train_dataset[0]) for _ in range(16)}) > 1  # by itself it is as random as before
 
 
-# --- defects are seen -----------------------------------------------------------------------------------------------------
-
-
 class Carried(DopplerTrainer):
     """Something of a batch enters the losses of the next one."""
 
@@ -104,9 +101,6 @@ def test_twice_the_clip_norm_contradicts_the_claim(tmp_path, monkeypatch):
     result = neighbour_distances(trainer_of(tmp_path, grad_sample_self_check=False, **clipped), pairs=2)
     assert result.contradicts_claim
     assert result.distances.max() == pytest.approx(2.0, rel=0.05)
-
-
-# --- the instrument -------------------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_is_left_as_it_was(tmp_path):

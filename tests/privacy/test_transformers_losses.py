@@ -10,6 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuni
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.losses import has_choices, token_task
+from tests.support.models import moved
 from tests.support.tiers import combined
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import arguments
@@ -56,13 +57,8 @@ ADAPTED = {  # one model of each task
 
 
 def built(build, dtype=torch.float64):
-    """A model away from the initial values at which some gradients vanish."""
     torch.manual_seed(0)
-    model = build().to(dtype).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return moved(build().to(dtype).train())
 
 
 def token_rows(task, lengths=(4, 7, 3), seed=0):
