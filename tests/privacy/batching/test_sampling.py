@@ -143,14 +143,6 @@ def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
     assert first_draw(3) != first_draw(4)
 
 
-def test_no_epoch_repeats_a_draw_of_another():
-    sampler = AllocationSampler(num_examples=200, expected_batch_size=50, seed=0)
-    seen = []
-    for _ in range(3):
-        seen += [tuple(draw) for draw in sampler]
-    assert len(set(seen)) == len(seen) == 12
-
-
 def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     lengths = np.random.default_rng(0).integers(1, 100, size=500).tolist()
     options = dict(num_examples=500, expected_batch_size=200, micro_batches=5, seed=0)

@@ -326,16 +326,7 @@ def test_a_tensor_that_the_batch_shares_is_refused():
         compare_with_autograd(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
 
 
-def test_a_class_token_is_expanded_over_the_batch():
-    def run(net, x):
-        return net.linear(torch.cat([net.token.expand(len(x), -1, -1), net.linear(x)], dim=1) + net.positions)
-
-    shapes = dict(token=nn.Parameter(torch.zeros(1, 1, 3)), positions=nn.Parameter(torch.zeros(1, 7, 3)))
-    net = Net(run, linear=nn.Linear(3, 3), **shapes)
-    check(net, draw(BATCH, 6, 3))
-
-
-class Positions(nn.Module):
+class Table(nn.Module):
     """Called without a batch, with a layer within it, whose weight it may name as its own."""
 
     def __init__(self, *, is_named):
@@ -350,7 +341,7 @@ class Positions(nn.Module):
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_layer_within_one_that_is_called_without_a_batch_is_refused(is_named):
-    net = Net(lambda n, x: n.out(x + n.positions()), positions=Positions(is_named=is_named), out=nn.Linear(4, 3))
+    net = Net(lambda n, x: n.out(x + n.positions()), positions=Table(is_named=is_named), out=nn.Linear(4, 3))
     inputs = draw(BATCH, 4)
     with pytest.raises(ValueError, match=r"positions\.(table|inner)"):
         check(net, inputs)
