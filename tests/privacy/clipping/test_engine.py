@@ -169,37 +169,6 @@ def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_r
     assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
 
 
-def both_passes_then_both(clipped, losses):
-    first, second = losses(slice(0, 4)), losses(slice(4, 6))
-    clipped.backward(first)
-    clipped.backward(second)
-
-
-def as_one_batch(clipped, losses):
-    clipped.backward(torch.cat([losses(slice(0, 4)), losses(slice(4, 6))]))
-
-
-def half_at_a_time(clipped, losses):
-    values = losses()
-    clipped.backward(values[:3])
-    clipped.backward(values[3:])
-
-
-@pytest.mark.parametrize("order", [both_passes_then_both, as_one_batch, half_at_a_time])
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit"])
-def test_an_unusual_order_of_calls_is_right_or_refused(name, order):
-    model = build(name)
-    with book_keeping(model, max_grad_norm=0.5) as clipped:
-        clipped.backward(of_model(model)())
-        expected = {key: total.clone() for key, total in clipped.sums.items()}
-        clipped.reset()
-        try:
-            order(clipped, of_model(model))
-        except (ValueError, RuntimeError):  # the batch, or torch's "backward through the graph a second time"
-            return
-        assert_same_sums(clipped.sums, expected)
-
-
 @pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
 def test_no_losses_change_nothing(name):
     with book_keeping(build(name)) as clipped:
