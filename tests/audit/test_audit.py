@@ -83,9 +83,6 @@ def audited(tmp_path, **options):
     return audit_of(tmp_path, **options).audit(confidence=SURE)
 
 
-# --- the trainer as it is -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -148,9 +145,6 @@ def test_turns_are_read_as_their_densities_say():
     np.testing.assert_allclose(attack.scores(), np.log(ratio), rtol=1e-10)
 
 
-# --- planted bugs ---------------------------------------------------------------------------------------------------------
-
-
 def test_halved_noise_is_caught(monkeypatch, tmp_path):
     privatize = GaussianMechanism.privatize
 
@@ -188,8 +182,6 @@ def test_another_sampling_is_caught(draw, batch, steps, monkeypatch, tmp_path):
     assert audited(tmp_path, per_device_train_batch_size=batch, max_steps=steps).contradicts_claim
 
 
-# --- shaped noise ---------------------------------------------------------------------------------------------------------
-
 # Nearly every canary takes part in all turns of its group. Which group that is the attacker has to find out too.
 SHAPED = dict(
     noise_shape="banded:c=1,0.99,0.98,0.97,0.96,0.95,0.94,0.93", max_steps=64, per_device_train_batch_size=610,
@@ -207,9 +199,6 @@ def test_audit_of_shaped_noise_is_below_the_claim_and_near_it(tmp_path):
 def test_white_noise_that_is_not_raised_by_the_norm_of_the_strategy_is_caught(monkeypatch, tmp_path):
     monkeypatch.setattr(NoiseShape, "norm", property(lambda self: 1.0))  # It is 2.73.
     assert audited(tmp_path, **SHAPED).contradicts_claim
-
-
-# --- data -----------------------------------------------------------------------------------------------------------------
 
 
 def test_training_set_has_the_ordinary_rows_and_the_included_canaries(tmp_path):
@@ -235,9 +224,6 @@ def test_a_canary_is_a_unit_of_its_own():
     owners = chosen["user"]
     assert owners[0] == owners[1] != owners[2]
     assert owners[3] not in owners[:3]
-
-
-# --- what is refused, and what is kept -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "value"), [("noise_multiplier", 0.0), ("disable_dp", True), ("noise_seed", 1)])

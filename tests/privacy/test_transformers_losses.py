@@ -93,18 +93,12 @@ def trainer_of(tmp_path, model, *, rows=None, **overrides):
     return DopplerTrainer(model=model, args=args, train_dataset=data, eval_dataset=others, data_collator=pad_tokens)
 
 
-# --- which task -----------------------------------------------------------------------------------------------------------
-
-
 def test_other_models_have_no_labels_per_token():
     for model in (tiny_bert(), hf.T5ForSequenceClassification(hf.T5Config(**T5)), ANSWERS[0](), torch.nn.Linear(2, 2)):
         assert token_task(model) is None
     assert has_choices(type("NamedOtherwise", (hf.BertForMultipleChoice,), {})(hf.BertConfig(**BERT)))
     assert not has_choices(ANSWERS[0]())
     assert not has_choices(torch.nn.Linear(2, 2))
-
-
-# --- which loss -----------------------------------------------------------------------------------------------------------
 
 
 PROMPTS = {
@@ -142,9 +136,6 @@ def test_decoder_inputs_of_the_collator_are_kept(tmp_path):
     others = trainer.compute_per_sample_loss(model, inputs | {"decoder_input_ids": made.flip(1)})
     assert torch.all(others != expected)
     assert "decoder_input_ids" not in inputs
-
-
-# --- answers and choices --------------------------------------------------------------------------------------------------
 
 
 def answer_rows(lengths=(4, 7, 3)):
@@ -237,9 +228,6 @@ def test_the_tokens_of_all_choices_count(tmp_path):
     trainer.data_collator = pad_choices
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=13 is less than the length of a single example"):
         trainer.train()
-
-
-# --- refused --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_a_rule_is_refused_by_name(tmp_path):

@@ -170,9 +170,6 @@ def test_bad_arguments_are_refused(arguments, message):
         AllocationSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
 
 
-# --- groups that take turns -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("groups", [2, 3, 8])
 def test_a_unit_takes_part_in_the_turns_of_its_group_only(groups):
     sampler = AllocationSampler(num_examples=200, expected_batch_size=20, groups=groups)
@@ -232,9 +229,6 @@ def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():
         assert Fraction(share) * count <= 1
         assert Fraction(share) * count > Fraction(999_999, 1_000_000)
     assert any(Fraction(float(np.float32(1.0 / count))) * count > 1 for count in range(1, 3000))
-
-
-# --- the same data on all processes -------------------------------------------------------------------------------------
 
 
 def digest(data, *, units=None):

@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 from doppler_hf.privacy import ClippedGradients
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
-from tests.support.per_example import NORM_RULES, assert_refused, assert_same_sums, book_keeping
+from tests.support.per_example import assert_refused, assert_same_sums, book_keeping
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -134,39 +134,6 @@ def test_batch_norm_is_refused_even_frozen_and_the_model_is_left_as_it_was(froze
 
 
 # --- other calls in between ----------------------------------------------------------------------------------------------
-
-
-def evaluate(model):
-    model.eval()
-    with torch.no_grad():
-        of_model(model)(slice(0, 2))
-    model.train()
-
-
-def infer(model):
-    model.eval()
-    with torch.inference_mode():
-        of_model(model)(slice(0, 2))
-    model.train()
-
-
-def call_and_discard(model):
-    of_model(model)(slice(0, 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "call", "norm_rule"),
-    pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], [evaluate, infer, call_and_discard], NORM_RULES),
-)
-def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_rule):
-    model = build(name)
-    losses, sums = of_model(model), []
-    for calls in (lambda model: None, call):
-        with book_keeping(model, norm_rule=norm_rule) as clipped:
-            calls(model)
-            clipped.backward(losses())
-            sums.append(clipped.sums)
-    assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
