@@ -32,27 +32,19 @@ def few():
     return found
 
 
-def check(case, *, views=1):
+CASES = [
+    *((case, 1) for case in [*few(), *OF_CHOICES]),
+    *further([(case, VIEWS) for case in OF_VIEWS], quick=[(case, VIEWS) for case in OF_VIEWS[::2]]),
+]
+
+
+@pytest.mark.parametrize(("case", "views"), CASES, ids=lambda part: name_of(part) if isinstance(part, dict) else part)
+def test_one_unit_moves_the_sum_by_at_most_c(case, views):
     result = result_of(case, views=views)
     assert not result.contradicts_claim
     assert result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-12
     assert result.distances.min() > 0.1  # the unit is there, a user with the mean of up to twelve directions
-
-
-@pytest.mark.parametrize("case", few(), ids=name_of)
-def test_one_unit_moves_the_sum_by_at_most_c(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", OF_CHOICES, ids=name_of)
-def test_an_example_of_several_choices_moves_the_sum_by_at_most_c(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", further(OF_VIEWS, quick=OF_VIEWS[::2]), ids=name_of)
-def test_an_example_of_several_views_moves_the_sum_by_at_most_c(case):
-    check(case, views=VIEWS)
 
 
 def test_a_record_counts_whole_however_well_it_is_fitted(tmp_path):
@@ -82,9 +74,6 @@ def test_random_augmentation_is_held_for_the_others(tmp_path):
     assert len({str(trainer.train_dataset[0]) for _ in range(16)}) > 1  # by itself it is as random as before
 
 
-# --- defects are seen -----------------------------------------------------------------------------------------------------
-
-
 class Carried(DopplerTrainer):
     """Something of a batch enters the losses of the next one."""
 
@@ -112,9 +101,6 @@ def test_twice_the_clip_norm_contradicts_the_claim(tmp_path, monkeypatch):
     result = neighbour_distances(trainer_of(tmp_path, grad_sample_self_check=False, **clipped), pairs=2)
     assert result.contradicts_claim
     assert result.distances.max() == pytest.approx(2.0, rel=0.05)
-
-
-# --- the instrument -------------------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_is_left_as_it_was(tmp_path):

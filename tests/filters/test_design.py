@@ -2,11 +2,10 @@
 
 import re
 
-import numpy as np
 import pytest
 import scipy.signal
 
-from doppler_hf.filters import PAPER_FILTERS, butterworth, momentum, moving_average, noise_gain
+from doppler_hf.filters import PAPER_FILTERS, butterworth, momentum, moving_average
 
 # The rows of the paper's two tables, copied in the paper's own form: (b, a without the leading one, denominator).
 PAPER_ROWS = {
@@ -29,18 +28,6 @@ def test_presets_are_the_rows_of_the_paper():
     for name, (b, a, denominator) in PAPER_ROWS.items():
         assert PAPER_FILTERS[name].b == tuple(value / denominator for value in b)
         assert PAPER_FILTERS[name].a == (1.0, *(value / denominator for value in a))
-
-
-@pytest.mark.parametrize("taps", [1, 4, 7])
-def test_moving_average_is_the_mean_of_the_last(taps):
-    signal = np.random.default_rng(0).normal(size=30)
-    low_pass_filter = moving_average(taps)
-    filtered = scipy.signal.lfilter(low_pass_filter.b, low_pass_filter.a, signal)
-    expected = [signal[step - taps + 1 : step + 1].mean() for step in range(taps, 30)]
-    np.testing.assert_allclose(filtered[taps:], expected, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(
-        noise_gain(low_pass_filter), noise_gain(momentum((taps - 1) / (taps + 1))), rtol=1e-12, atol=0
-    )
 
 
 def test_coefficients_that_lost_the_shape_of_their_design_are_refused():

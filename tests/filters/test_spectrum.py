@@ -20,9 +20,6 @@ SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
 FIRST_ORDER = PAPER_FILTERS["first-order-v1"]
 
 
-# --- autocorrelation and spectrum -----------------------------------------------------------------------------------------
-
-
 def test_autocorrelation_is_its_double_sum():
     expected = [
         sum(SERIES[t, i] * SERIES[t - lag, i] for t in range(lag, 45) for i in range(3)) / (45 * 3) for lag in range(45)
@@ -55,9 +52,6 @@ def test_what_is_no_series_is_refused():
         autocorrelation(broken)
 
 
-# --- after the filter -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["none", "first-order-v1", "second-order", "f6"])
 def test_the_noise_gain_is_corrected_for_the_start(name):
     low_pass_filter = PAPER_FILTERS[name]
@@ -73,9 +67,6 @@ def test_the_noise_gain_is_corrected_for_the_start(name):
     matrix = columns / correction[:, None]
     np.testing.assert_allclose(corrected_noise_gain(low_pass_filter, steps), (matrix**2).sum(axis=1), rtol=1e-9, atol=1e-12)
     assert corrected_noise_gain(low_pass_filter, 2000)[-1] == pytest.approx(noise_gain(low_pass_filter), rel=1e-9)
-
-
-# --- signal and noise -----------------------------------------------------------------------------------------------------
 
 
 def test_without_noise_all_is_signal():

@@ -17,7 +17,6 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.privacy.noise import PrivateLoss
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.steps import Steps
 from tests.support.devices import FAR, Asked, far_away
@@ -71,18 +70,6 @@ def test_noise_is_added_without_waiting(options):
             assert asked.waits == []
 
 
-def test_a_private_loss_is_released_without_waiting():
-    with far_away() as move, Asked() as asked:
-        mechanism = GaussianMechanism(
-            noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=4, device=torch.device(FAR)
-        )
-        loss = PrivateLoss(mechanism, device=torch.device(FAR))
-        loss.add(move(torch.ones(3)))
-        loss.add(move(torch.ones(2)), weights=move(torch.ones(2)))
-        assert loss.release(step=0).device.type == FAR
-    assert asked.waits == []
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -119,8 +106,6 @@ def test_a_step_of_many_weights_is_one_kernel_after_two_copies():
             optimizer.step()
     assert (len(weights), asked.kernels) == (192, 1)
 
-
-# --- whole steps, and the engine --------------------------------------------------------------------------------------
 
 STEPS = {
     "roberta": dict(),

@@ -41,9 +41,6 @@ def test_what_does_not_fit_is_refused(logits, labels, problem_type, message):
         classification_losses(logits, labels, problem_type=problem_type)
 
 
-# --- one label per token --------------------------------------------------------------------------------------------------
-
-
 def token_batch(lengths, *, classes=7, dtype=torch.float64):
     """Random logits, and random labels in which the last tokens of each row have none."""
     generator = torch.Generator().manual_seed(0)
@@ -95,9 +92,6 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(shif
 def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         token_losses(logits, labels, shift=False)
-
-
-# --- question answering ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("positions", [[2, 5], [7, 8], [-1, 100]])

@@ -87,9 +87,6 @@ def test_only_an_unseeded_stream_is_secret():
     assert not bit_stream(0, purpose="noise").is_secret
 
 
-# --- words by number ------------------------------------------------------------------------------------------------------
-
-
 def test_a_number_has_one_word_under_a_key_and_others_under_others():
     words, others = (WordsByNumber(SecretBits().bits(4, step=0).tobytes()) for _ in range(2))
     numbers = np.arange(100_000)
@@ -100,9 +97,6 @@ def test_a_number_has_one_word_under_a_key_and_others_under_others():
     # Of each bit half are set: 64 counts beyond 6 deviations with probability 1e-7.
     ones = np.unpackbits(np.ascontiguousarray(found).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=0)
     assert np.all(np.abs(ones.astype(float) - 50_000) < 6 * np.sqrt(25_000))
-
-
-# --- the global generators ----------------------------------------------------------------------------------------------
 
 
 def states():

@@ -10,7 +10,7 @@ from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.privacy.pair_losses import REFERENCES, log_ratios
 from doppler_hf.run.memory import Peak
 from tests.support.devices import Asked, far_away
-from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, qwen2_lm
+from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, moved, qwen2_lm
 from tests.support.per_example import NORM_RULES, TOLERANCE, assert_equals_loop, assert_same_sums, book_keeping, trainable
 from tests.support.tiers import combined, thorough
 
@@ -47,11 +47,7 @@ def with_lora(model, targets):
 
 def made(name, adapted="full", dtype=torch.float64):
     torch.manual_seed(0)
-    model = ADAPTED[adapted](MODELS[name]()).to(dtype).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return moved(ADAPTED[adapted](MODELS[name]()).to(dtype).train())
 
 
 def batch():
@@ -139,16 +135,7 @@ def test_evaluations_and_what_has_no_body_have_all_logits(heads):
     with torch.no_grad(), model.register_forward_hook(lambda module, args, outputs: found.append(outputs.logits.shape)):
         losses_of(model)
     assert found == [(BATCH, LENGTH, VOCABULARY)]
-    opt = hf.OPTForCausalLM(
-        hf.OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=1,
-            ffn_dim=16,
-            num_attention_heads=2,
-            word_embed_proj_dim=16,
-        )
-    )
+    opt = hf.OPTForCausalLM(hf.OPTConfig(**decoder_options("sdpa") | dict(ffn_dim=16, word_embed_proj_dim=16)))
     assert losses_of(opt).isfinite().all()  # whose forward calls its decoder, and not the body
     assert heads == [LENGTH, LENGTH]
 
@@ -163,9 +150,6 @@ def test_a_model_is_left_as_it_was(heads):
         losses_of(model)
     assert vars(base.base_model).keys() == before.keys()
     assert "forward" not in vars(base.base_model)
-
-
-# --- without memory -------------------------------------------------------------------------------------------------------
 
 
 def peak_of(model, *, length):

@@ -134,14 +134,18 @@ MODELS = {
 }
 
 
+def moved(model):
+    """Leave the initial values, at which gradients of whole layers are zero (LoRA's A) or too small to be compared."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
 def build(name, dtype=torch.float64, *, attention="sdpa", checkpointing="off"):
     """Return a model in training mode; `checkpointing` is "off", "non-reentrant" or "reentrant"."""
     torch.manual_seed(0)
-    model = MODELS[name](attention).to(dtype).train()
-    with torch.no_grad():
-        # Away from the initial values, at which gradients of whole layers are zero (LoRA's A) or too small to be compared.
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = moved(MODELS[name](attention).to(dtype).train())
     if checkpointing != "off":
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     if checkpointing == "reentrant" and name.endswith(("lora", "dora")):

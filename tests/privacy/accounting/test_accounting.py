@@ -67,12 +67,14 @@ def test_poisson_sampling_has_no_groups():
         get_total_epsilon([Releases(1.0, 0.05, 40, FOUR, "poisson")], delta=1e-5)
 
 
-def test_a_statement_names_its_strategy_and_its_sampling():
+def test_a_statement_names_its_strategy_its_sampling_and_the_noise_of_gradient_and_loss_together():
     shaped = statement(noise_shape="banded:bands=4")
     assert (shaped.groups, shaped.releases(10)) == (4, Releases(1.0, 0.05, 10, FOUR))
     assert statement().releases(10) == Releases(1.0, 0.05, 10)
     assert statement(sampling="poisson").releases(10) == Releases(1.0, 0.05, 10, sampling="poisson")
     assert "Poisson" in statement(sampling="poisson").mechanism
+    with_loss = statement(train_loss="private", per_sample_max_loss=4.0, loss_noise_multiplier=3.0)
+    assert with_loss.releases(10) == Releases(joint_noise_multiplier(1.0, 3.0), 0.05, 10)
 
 
 @pytest.mark.parametrize("strategy", [(1.0,), *thorough((FOUR,))])

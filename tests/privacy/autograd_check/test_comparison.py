@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from doppler_hf.privacy.clipping import notes
 from doppler_hf.privacy.clipping.norms import Squares
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
+from tests.privacy.clipping.test_layers import Net
 from tests.support.models import MODELS, batch_for, build, losses_of
 from tests.support.per_example import compare_with_autograd
 from tests.support.tiers import further
@@ -46,35 +47,6 @@ def test_what_is_right_passes_and_is_left_as_it_was(name):
     assert all(torch.equal(after[0][key], weights[key]) for key in weights)
     assert after[1:] == (training, gradients)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_dropout_and_checkpointing(reentrant):
-    model = build("roberta", torch.float32, checkpointing="reentrant" if reentrant else "non-reentrant")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    calls = []
-    model.roberta.encoder.layer[0].register_forward_pre_hook(lambda module, args: calls.append(module.training))
-    check(model)
-    assert all(calls)  # the flag that checkpointing looks at
-
-
-@pytest.mark.parametrize("dtype", ["autocast", "parameters"])
-def test_bfloat16_with_its_own_tolerance(dtype):
-    model = build("roberta", torch.float32)
-    inputs, labels = batch_for(model, torch.float32, batch=2)
-    if dtype == "parameters":
-        model.to(torch.bfloat16)
-
-    def losses(row):
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-            logits = model(**{name: value for name, value in row.items() if name != "labels"}).logits
-        return F.cross_entropy(logits.float(), row["labels"], reduction="none")
-
-    together = inputs | {"labels": labels}
-    alone = [row(together, index) for index in range(2)]
-    compare_with_autograd(model, losses, alone=alone, together=together, tolerance=0.1)
 
 
 def planted(monkeypatch, change, *, form=Product, of=lambda parameter: parameter.ndim == 2):
@@ -157,37 +129,12 @@ def test_a_norm_that_is_too_small_is_found_although_the_sum_is_right(monkeypatch
     assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private
 
 
-class Half(nn.Module):
-    """A layer that returns a number."""
-
-    def forward(self, x):
-        return 0.5
-
-
-class Mixing(nn.Module):
-    """A layer that mixes the examples of a batch."""
-
-    def forward(self, x, share):
-        return x - share * x.mean(dim=0)
-
-
-class OfBoth(nn.Module):
-    """A model of these two, and of one that is trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.share, self.mixing, self.last = Half(), Mixing(), nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.last(self.mixing(x, self.share(x)))
-
-
 def test_what_is_at_fault_is_named_behind_a_layer_without_tensors():
-    model, x = OfBoth(), torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=r"the output of the layer 'mixing' \(Mixing\) depends on"):
-        compare_with_autograd(
-            model,
-            lambda inputs: model(inputs["x"]).square().sum(dim=1),
-            alone=[{"x": x[:1]}, {"x": x[1:]}],
-            together={"x": x},
-        )
+    parts = dict(
+        share=Net(lambda n, x: 0.5), mixing=Net(lambda n, x, share: x - share * x.mean(dim=0)), last=nn.Linear(3, 1)
+    )
+    model = Net(lambda n, x: n.last(n.mixing(x, n.share(x))), **parts)
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    together, alone = {"x": x}, [{"x": x[:1]}, {"x": x[1:]}]
+    with pytest.raises(ValueError, match=r"the output of the layer 'mixing' \(Net\) depends on"):
+        compare_with_autograd(model, lambda rows: model(rows["x"]).square().sum(dim=1), alone=alone, together=together)

@@ -54,9 +54,6 @@ def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_
         assert len(batches) <= max(pieces, -(-len(drawn) // size))
 
 
-# --- a budget of tokens ---------------------------------------------------------------------------------------------------
-
-
 def fewest_parts(lengths, max_tokens):
     """By trying every way to cut."""
     for cuts in range(len(lengths)):
@@ -82,14 +79,8 @@ def test_parts_hold_everything_once_and_fit(max_tokens, ascending):
             assert len(parts) == fewest_parts(lengths, max_tokens)
 
 
-def test_an_exact_fit_nothing_and_a_single_example():
-    assert cut_by_tokens([5, 5, 5], max_tokens=15) == [slice(0, 3)]
-    assert cut_by_tokens([5, 5, 5], max_tokens=14) == [slice(0, 2), slice(2, 3)]
+def test_no_example_and_one_that_is_too_long_which_is_padded_with_nobody():
     assert cut_by_tokens([], max_tokens=5) == []
-    assert cut_by_tokens([5], max_tokens=5) == [slice(0, 1)]
-
-
-def test_a_long_example_is_padded_with_nobody():
     assert cut_by_tokens([2, 9, 2, 2], max_tokens=8) == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
@@ -109,9 +100,6 @@ def test_a_budget_that_cannot_be_kept_is_refused_without_a_word_about_the_exampl
         check_token_budget([3, 8, 5], max_tokens=9, counts=counts)
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=7 needs a datasets\.Dataset"):
         check_token_budget(None, max_tokens=7)
-
-
-# --- examples are fetched each as it is alone ---------------------------------------------------------------------------
 
 
 # Three rows of each kind: type, rows, and whether a whole column is converted number by number.

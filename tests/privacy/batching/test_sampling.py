@@ -143,14 +143,6 @@ def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
     assert first_draw(3) != first_draw(4)
 
 
-def test_no_epoch_repeats_a_draw_of_another():
-    sampler = AllocationSampler(num_examples=200, expected_batch_size=50, seed=0)
-    seen = []
-    for _ in range(3):
-        seen += [tuple(draw) for draw in sampler]
-    assert len(set(seen)) == len(seen) == 12
-
-
 def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     lengths = np.random.default_rng(0).integers(1, 100, size=500).tolist()
     options = dict(num_examples=500, expected_batch_size=200, micro_batches=5, seed=0)
@@ -176,9 +168,6 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         AllocationSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
-
-
-# --- groups that take turns -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [2, 3, 8])
@@ -240,9 +229,6 @@ def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():
         assert Fraction(share) * count <= 1
         assert Fraction(share) * count > Fraction(999_999, 1_000_000)
     assert any(Fraction(float(np.float32(1.0 / count))) * count > 1 for count in range(1, 3000))
-
-
-# --- the same data on all processes -------------------------------------------------------------------------------------
 
 
 def digest(data, *, units=None):

@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -21,7 +20,6 @@ from tests.support.per_example import (
     book_keeping,
     gradients_of_each,
 )
-from tests.support.trainers import OfLogits, checked_trainer_of
 
 BATCH, QUERIES, KEYS, DIM, HEADS = 5, 3, 6, 4, 2
 # Hand-made tiny nets, in float64.
@@ -175,9 +173,6 @@ def test_bf16(keywords):
         assert (clipped.sums["layer.in_proj_weight"] - expected).norm() < 12 * 2**-9 * expected.norm()
 
 
-# --- refused, by name ---------------------------------------------------------------------------------------------------
-
-
 def test_a_causal_flag_without_a_mask_is_refused_as_by_torch():
     net = ready(Attention(keywords=dict(is_causal=True)))
     with book_keeping(net), pytest.raises(RuntimeError, match="Need attn_mask"):
@@ -204,36 +199,6 @@ def test_a_mask_that_is_trained_is_refused():
 
     net = ready(Biased())
     assert_refused(net, on(net, *DATA), BATCH, message=r"mask\.weight")
-
-
-# --- in models ----------------------------------------------------------------------------------------------------------
-
-
-def transformer(norm_first=False):
-    options = dict(dropout=0.0, batch_first=True, norm_first=norm_first)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(DIM, HEADS, 8, **options), 2, enable_nested_tensor=False)
-    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(DIM, HEADS, 8, **options), 1)
-
-    def run(net, x, y, padding):
-        memory = net.encoder(net.first(y), src_key_padding_mask=padding)
-        mask = CAUSAL[: x.shape[1], : x.shape[1]]
-        return net.decoder(net.first(x), memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=padding)
-
-    return Net(run, first=nn.Linear(3, DIM), encoder=encoder, decoder=decoder)
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_an_encoder_and_a_decoder_of_torch(norm_first):
-    assert not check(transformer(norm_first), *DATA, PADDING, tolerance=EXACT)
-
-
-def test_evaluation_of_an_encoder_is_unchanged():
-    """It takes torch's fast path, past the forward of each layer."""
-    net = ready(transformer()).eval()
-    with torch.no_grad():
-        own = net(*DATA, PADDING)
-        with book_keeping(net):
-            assert torch.equal(net(*DATA, PADDING), own)
 
 
 SIGLIP = dict(
@@ -268,42 +233,3 @@ def test_adapters_of_peft_that_compute_a_weight_for_a_forward_are_refused():
         config = LoraConfig(r=2, target_modules=[], target_parameters=[f"head.{parameter}"], bias="all")
         net = ready(of_images(get_peft_model(copy.deepcopy(siglip()), config)))
         assert_refused(net, on(net, IMAGES), BATCH, message=r"lora_A")
-
-
-# --- through the trainer ------------------------------------------------------------------------------------------------
-
-
-class TextEncoder(nn.Module):
-    """An encoder of torch with its dropout, whose batch is its second dimension if torch's default is kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, 8)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, input_ids, attention_mask):
-        hidden = self.encoder(self.table(input_ids), src_key_padding_mask=attention_mask == 0)
-        return self.head(hidden[:, 0])
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
-        self.layer = nn.GRU(8, 4, num_layers=2, dropout=0.1, bidirectional=True, batch_first=True)
-
-    def forward(self, input_ids, attention_mask):
-        lengths = attention_mask.sum(dim=1).cpu()
-        rows = pack_padded_sequence(self.table(input_ids), lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.layer(rows)[1][-2:].transpose(0, 1).flatten(1))
-
-
-@pytest.mark.parametrize("model", [TextEncoder, Recurrent])
-def test_a_model_of_ones_own_trains_with_all_checks_and_is_saved(tmp_path, model):
-    options = dict(save_strategy="steps", save_steps=2, label_names=["labels"])
-    trainer = checked_trainer_of(tmp_path, model=model(), cls=OfLogits, **options)
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    trainer.train()
-    assert not any(torch.equal(*pair) for pair in zip(trainer.model.parameters(), before, strict=True))
-    assert (tmp_path / "out" / "checkpoint-4" / "model.safetensors").exists()

@@ -8,6 +8,7 @@ from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.norms import clip_factors
+from tests.privacy.clipping.test_layers import Net
 
 
 def test_factors_at_zero_and_at_the_bound():
@@ -78,15 +79,9 @@ def test_a_layer_without_memory_is_not_taken_for_one_without_a_rule():
 
 
 def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
-    class Prompted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt, self.layer, self.hungry = nn.Embedding(2, 3), nn.Linear(3, 1), Hungry().requires_grad_(False)
-
-        def forward(self, x):
-            return self.layer(self.hungry(x + self.prompt(torch.arange(2)[None]))).sum(dim=(1, 2))
-
-    model, x = Prompted(), torch.randn(4, 2, 3)
+    parts = dict(prompt=nn.Embedding(2, 3), layer=nn.Linear(3, 1), hungry=Hungry().requires_grad_(False))
+    model = Net(lambda n, x: n.layer(n.hungry(x + n.prompt(torch.arange(2)[None]))).sum(dim=(1, 2)), **parts)
+    x = torch.randn(4, 2, 3)
     with ClippedGradients(model) as clipped:
         clipped.backward(model(x))
         model.hungry.calls_left = 0
@@ -103,6 +98,8 @@ def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
         (dict(clipping="soft"), "clipping must be one of automatic, vanilla, got 'soft'"),
         (dict(granularity="layer"), "granularity must be one of flat, per_layer, got 'layer'"),
         (dict(engine="ghost"), "engine must be one of book_keeping, opacus, got 'ghost'"),
+        (dict(norm_rule="fast"), "norm_rule must be one of .*, got 'fast'"),
+        (dict(engine="opacus", norm_rule="ghost"), "norm_rule='ghost' has no effect with engine='opacus'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -11,14 +11,11 @@ from torch.utils import checkpoint
 from doppler_hf.privacy import ClippedGradients
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
-from tests.support.per_example import NORM_RULES, assert_refused, assert_same_sums, book_keeping
-from tests.support.tiers import combined
+from tests.support.per_example import assert_refused, assert_same_sums, book_keeping
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
-# One of each way in which a parameter can belong to a model.
-NAMES = ["roberta", "gpt2-lm", "t5-lm", "vit", "resnet", "vit-lora", "llama-dora"]
 CHECKPOINTING = ["off", "non-reentrant", "reentrant"]
 FUNCTIONS = ["linear", "embedding", "layer_norm", "rms_norm", "group_norm", "conv1d", "conv2d", "conv3d"]
 
@@ -59,22 +56,6 @@ def of_model(model):
     """Return the function from rows of the model's batch to their losses."""
     inputs, labels = batch_for(model)
     return lambda index=slice(None): losses_of(model, *rows(inputs, labels, index))
-
-
-# --- no trace on the model -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ordinary_training_goes_on_afterwards(name):
-    model, untouched = build(name), build(name)
-    with book_keeping(model) as clipped:
-        clipped.backward(of_model(model)())
-    for either in (model, untouched):
-        of_model(either)().sum().backward()
-    for ours, theirs in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=1e-12)
 
 
 class Interrupted(Exception):
@@ -152,113 +133,7 @@ def test_batch_norm_is_refused_even_frozen_and_the_model_is_left_as_it_was(froze
     assert_unchanged(model, before, values)
 
 
-# --- the same forward pass -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "checkpointing"), combined(NAMES, [torch.float64, torch.float32], ["off", "non-reentrant"])
-)
-def test_losses_are_those_without_the_engine(name, dtype, checkpointing):
-    model = build(name, dtype, checkpointing="off" if name == "resnet" else checkpointing)
-    inputs, labels = batch_for(model, dtype)
-    expected = losses_of(model, inputs, labels)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
-    with book_keeping(model):
-        torch.testing.assert_close(losses_of(model, inputs, labels), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_dropout_draws_the_same_numbers():
-    """Under checkpointing the second forward pass must draw them again: gradient and norm belong to one network."""
-    model = build("roberta")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.3
-    losses, results = of_model(model), []
-    for checkpointing in ("without the engine", "off", "on"):
-        torch.manual_seed(5)
-        if checkpointing == "without the engine":
-            results.append((losses(), None, None))
-            continue
-        if checkpointing == "on":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        with book_keeping(model) as clipped:
-            values = losses()
-            results.append((values, clipped.backward(values), clipped.sums))
-    (expected, _, _), (values, norms, sums), (again, norms_again, sums_again) = results
-    torch.testing.assert_close(values, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(again, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(norms_again, norms, atol=1e-9, rtol=1e-9)
-    assert_same_sums(sums_again, sums)
-
-
 # --- other calls in between ----------------------------------------------------------------------------------------------
-
-
-def evaluate(model):
-    model.eval()
-    with torch.no_grad():
-        of_model(model)(slice(0, 2))
-    model.train()
-
-
-def infer(model):
-    model.eval()
-    with torch.inference_mode():
-        of_model(model)(slice(0, 2))
-    model.train()
-
-
-def call_and_discard(model):
-    of_model(model)(slice(0, 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "call", "norm_rule"),
-    pairwise(["roberta", "gpt2-lm", "t5-lm", "vit"], [evaluate, infer, call_and_discard], NORM_RULES),
-)
-def test_another_call_before_the_forward_pass_leaves_no_trace(name, call, norm_rule):
-    model = build(name)
-    losses, sums = of_model(model), []
-    for calls in (lambda model: None, call):
-        with book_keeping(model, norm_rule=norm_rule) as clipped:
-            calls(model)
-            clipped.backward(losses())
-            sums.append(clipped.sums)
-    assert_same_sums(sums[1], sums[0], atol=1e-12, rtol=1e-12)
-
-
-def both_passes_then_both(clipped, losses):
-    first, second = losses(slice(0, 4)), losses(slice(4, 6))
-    clipped.backward(first)
-    clipped.backward(second)
-
-
-def as_one_batch(clipped, losses):
-    clipped.backward(torch.cat([losses(slice(0, 4)), losses(slice(4, 6))]))
-
-
-def half_at_a_time(clipped, losses):
-    values = losses()
-    clipped.backward(values[:3])
-    clipped.backward(values[3:])
-
-
-@pytest.mark.parametrize("order", [both_passes_then_both, as_one_batch, half_at_a_time])
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit"])
-def test_an_unusual_order_of_calls_is_right_or_refused(name, order):
-    model = build(name)
-    with book_keeping(model, max_grad_norm=0.5) as clipped:
-        clipped.backward(of_model(model)())
-        expected = {key: total.clone() for key, total in clipped.sums.items()}
-        clipped.reset()
-        try:
-            order(clipped, of_model(model))
-        except (ValueError, RuntimeError):  # the batch, or torch's "backward through the graph a second time"
-            return
-        assert_same_sums(clipped.sums, expected)
-
-
-# --- arguments -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "t5-lm", "vit-lora"])
@@ -277,13 +152,6 @@ def test_losses_must_be_one_per_example():
     assert_refused(
         model, lambda index: losses(index)[:2], BATCH, message="losses must be as many as the rows .* got another number"
     )
-
-
-def test_a_norm_rule_must_be_known_and_of_this_engine():
-    with pytest.raises(ValueError, match=r"norm_rule must be one of .*, got 'fast'"):
-        book_keeping(nn.Linear(1, 1), norm_rule="fast")
-    with pytest.raises(ValueError, match="norm_rule"):
-        ClippedGradients(nn.Linear(1, 1), engine="opacus", norm_rule="ghost")
 
 
 @torch.no_grad()

@@ -115,9 +115,6 @@ def test_a_part_of_it_is_trained():
     assert_equals_loop(net, on(net, X), BATCH, tolerance=EXACT)
 
 
-# --- refused, by name ---------------------------------------------------------------------------------------------------
-
-
 def test_an_input_without_a_batch_is_refused():
     net = ready(Net(lambda n, x: n.layer(x)[0], layer=nn.GRU(3, 5, batch_first=True)))
     assert_refused(net, on(net, draw(BATCH, 3)), BATCH, message=r"layer\.weight_hh_l0.* input of 2 dimensions")

@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
     assert_equals_loop,
     assert_equals_loop_or_is_refused,
-    assert_matches,
     assert_same_sums,
     book_keeping,
-    gradients_of_each,
 )
 
 
@@ -102,30 +99,6 @@ SEVERAL_USES = {
 def test_several_uses_of_one_parameter(name, norm_rule):
     net, inputs = SEVERAL_USES[name]
     check(net, *inputs, norm_rule=norm_rule)
-
-
-@pytest.mark.parametrize("norm_rule", NORM_RULES)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_several_uses_in_checkpointed_blocks(reentrant, norm_rule):
-    """One block checkpointed twice, and in it one layer twice."""
-
-    def block(net, x):
-        return net.norm(net.one(net.one(x).tanh()))
-
-    def plain(net, x):
-        return block(net, block(net, net.first(x)))
-
-    def checkpointed(net, x):
-        hidden = net.first(x)
-        for _ in range(2):
-            hidden = checkpoint(block, net, hidden, use_reentrant=reentrant)
-        return hidden
-
-    inputs = draw(BATCH, 6, 3)
-    net = ready(Net(plain, first=nn.Linear(3, 4), one=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
-    gradients = gradients_of_each(net, on(net, inputs), BATCH)
-    net.run = checkpointed
-    assert_matches(net, on(net, inputs), gradients, norm_rule=norm_rule)
 
 
 # Nothing that the engine keeps may be changed by what the model does to its tensors, nor the other way round.
@@ -214,23 +187,17 @@ def test_a_doubtful_use_is_right_or_refused(name, norm_rule, size):
 RARE = -9.0
 
 
-def with_a_rare_layer():
-    """Rows that hold a certain number are given to a layer of their own, wherever they are."""
-
-    def run(net, x):
-        rare = (x == RARE).all(dim=2)
-        h = net.common(x)
-        if rare.any():
-            h = h.index_put((rare,), h[rare] + net.rare(x[rare]))
-        return h.sum(dim=1)
-
-    return ready(Net(run, common=nn.Linear(3, 4), rare=nn.Linear(3, 4)))
+def give_rare_rows_to_their_own_layer(net, x):
+    rare = (x == RARE).all(dim=2)
+    h = net.common(x)
+    return h.index_put((rare,), h[rare] + net.rare(x[rare])).sum(dim=1)
 
 
 @pytest.mark.parametrize("of", [0, 2, 5])
 def test_rows_of_a_layer_are_not_taken_for_examples_if_they_are_as_many(of):
     """As those of an expert of rare tokens, all of which are one example's."""
-    net, batch = with_a_rare_layer(), 6
+    net = ready(Net(give_rare_rows_to_their_own_layer, common=nn.Linear(3, 4), rare=nn.Linear(3, 4)))
+    batch = 6
     inputs = draw(batch, 6, 3)
     inputs[of] = RARE
     examined = torch.arange(batch) == of

@@ -103,17 +103,6 @@ def test_what_an_example_contributes_does_not_follow_its_padding(norm_rule):
     assert contributions[1] == pytest.approx(contributions[0], rel=2e-3)  # the norm itself is off by 1e-3
 
 
-def test_weights_are_of_examples():
-    model = build("roberta")
-    inputs, labels = batch_for(model)
-    sums = []
-    for weights in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([0.25, 0.5])):
-        with ClippedGradients(model, max_grad_norm=C) as clipped:
-            clipped.backward(losses_of(model, inputs, labels), weights=weights, views=3)
-            sums.append(clipped.sums)
-    assert_same_sums(sums[2], {name: 0.25 * sums[0][name] + 0.5 * sums[1][name] for name in sums[0]})
-
-
 def test_a_view_that_is_not_finite_takes_its_example_with_it():
     model = build("roberta")
     inputs, labels = batch_for(model)

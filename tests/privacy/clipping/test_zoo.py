@@ -21,6 +21,7 @@ from tests.support.models import (
     encoder_options,
     gpt2_lm,
     losses_of,
+    moved,
     qwen2_lm,
     resnet,
     roberta,
@@ -160,20 +161,12 @@ BATCHES = [6, LENGTH, DECODER_LENGTH]
 
 def of(kind, config, options):
     torch.manual_seed(0)
-    return away_from_its_initial_values(kind(config(**options)))
+    return moved(kind(config(**options)).double().train())
 
 
 def adapted(base, config):
     torch.manual_seed(0)
-    return away_from_its_initial_values(peft.get_peft_model(base(), config))
-
-
-def away_from_its_initial_values(model):
-    model = model.double().train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return moved(peft.get_peft_model(base(), config).double().train())
 
 
 def on_batch(model, batch):

@@ -56,9 +56,6 @@ def test_an_edit_is_found_and_named(edit, entry, what):
         check_chain(entries)
 
 
-# --- one writer ---------------------------------------------------------------------------------------------------------
-
-
 def test_one_writer_holds_a_folder(tmp_path):
     one, other = WriterLock(tmp_path / "out"), WriterLock(tmp_path / "out")
     with one, one:

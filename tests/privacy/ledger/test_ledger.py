@@ -98,20 +98,6 @@ def test_a_step_that_was_not_reserved_cannot_be_recorded():
         PrivacyLedger.open(statement()).record_step()
 
 
-def test_a_clean_end_gives_back_what_was_not_run(tmp_path):
-    ledger = PrivacyLedger.open(statement(steps_planned=1000))
-    ledger.reserve(at_most=1000)
-    ledger.record_step()
-    ledger.save(tmp_path)
-    assert PrivacyLedger.load(tmp_path).steps_run == 10  # as far as the file knows
-    ledger.close()
-    ledger.save(tmp_path)
-    loaded = PrivacyLedger.load(tmp_path)
-    assert loaded.steps_run == ledger.steps_run == 1
-    assert loaded.history == [Releases(1.0, 0.05, 1)]
-    assert loaded.claims[-1].epsilon == ledger.epsilon()
-
-
 class Killed(Exception):
     pass
 

@@ -63,9 +63,6 @@ def test_bad_arguments_are_refused(arguments, message):
         gaussian(**arguments)
 
 
-# --- what is secret -------------------------------------------------------------------------------------------------
-
-
 def global_states():
     """What the Trainer saves of generators with every checkpoint."""
     kind, keys, position, *gauss = np.random.get_state()
@@ -86,9 +83,6 @@ def test_a_mechanism_cannot_be_copied_pickled_or_saved(tmp_path):
     for copied in (copy.deepcopy, pickle.dumps, lambda it: torch.save(it, tmp_path / "mechanism.pt")):
         with pytest.raises(TypeError, match="cannot pickle"):
             copied(gaussian())
-
-
-# --- several processes -----------------------------------------------------------------------------------------------
 
 
 class TwoProcesses:

@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger, get_epsilon, get_noise_multiplier
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger
 from doppler_hf.privacy.noise import PrivateLoss
 from tests.support.tiny import head_alone, numbered
 from tests.support.trainers import trained, trainer_of
@@ -82,20 +82,6 @@ def test_its_noise_has_the_promised_deviation(tmp_path):
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], steps)  # one false alarm in a million runs
     assert low < np.sum((values / std) ** 2) < high
     assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 5.5 / math.sqrt(steps)  # and as few here
-
-
-def test_gradient_and_loss_share_the_budget(tmp_path):
-    trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.1)
-    plan = trainer.private_run.statement
-    mechanism = dict(sample_rate=1 / 3, steps=4)
-    joint = get_noise_multiplier(target_epsilon=3.0, target_delta=24**-1.1, **mechanism)
-    assert plan.noise_multiplier == pytest.approx(joint / math.sqrt(0.9), rel=1e-9)
-    assert plan.loss_noise_multiplier == pytest.approx(joint / math.sqrt(0.1), rel=1e-9)
-    assert plan.noise_multiplier**-2 + plan.loss_noise_multiplier**-2 == pytest.approx(joint**-2, rel=1e-9)
-    assert trainer.privacy.epsilon() == pytest.approx(
-        get_epsilon(noise_multiplier=joint, **mechanism, delta=24**-1.1), rel=1e-6
-    )
-    assert trainer.privacy.epsilon() <= 3.0
 
 
 def test_the_ledger_says_how_the_loss_was_reported(tmp_path):
