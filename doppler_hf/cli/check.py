@@ -20,7 +20,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 from rich.console import Console
@@ -29,8 +29,6 @@ from rich.table import Table
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.workloads.recipe import parse_recipe
-
-_OPTIONS: Final = ("--pairs", "--draw-size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +77,6 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     """Run a script with its arguments, and check the first private trainer instead of training it."""
     if not words or not Path(words[0]).is_file():
         raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
-    for word in words[1:]:
-        if word.partition("=")[0].replace("_", "-") in _OPTIONS:
-            print(f"{word} goes to {words[0]}. If it is meant for the check, put it before --script.", file=sys.stderr)
     argv, path = sys.argv, list(sys.path)
 
     train = DopplerTrainer.train
