@@ -99,9 +99,8 @@ class PrivateRun:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         earlier = self.earlier.ledger
         # A step of Poisson sampling is a round of its own, with coins of its own.
-        if self.sampler.sampling == "poisson":
-            return False
-        if earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
+        is_poisson = self.sampler.sampling == "poisson"
+        if is_poisson or earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
             return False
         if self._round_secret(earlier).is_of_other_data():
             warnings.warn(
