@@ -159,10 +159,10 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 
 
 def neighbouring_draws(
-    run: PrivateRun, *, pairs: int, size: int, seed: int = 0, labels: Int[np.ndarray, " units"] | None = None
+    run: PrivateRun, *, pairs: int, size: int, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
     """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
-    generator, sampler = np.random.default_rng(seed), run.sampler
+    generator, sampler = np.random.default_rng(0), run.sampler
     sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
     extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
     if labels is not None:
@@ -302,7 +302,6 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
 def restored(trainer: DopplerTrainer) -> Iterator[None]:
     """Let only the callbacks that training needs take part, and restore the trainer's attributes afterwards."""
     before, privacy = dict(vars(trainer)), dict(vars(trainer.privacy))
-    training = trainer.model.__dict__.get("train")
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [call for call in handler.callbacks if isinstance(call, DefaultFlowCallback | PrivacyCallback)]
     trainer.callback_handler, trainer.state = handler, copy.copy(trainer.state)
@@ -312,8 +311,6 @@ def restored(trainer: DopplerTrainer) -> Iterator[None]:
         yield
     finally:
         trainer.model.__dict__.pop("train", None)
-        if training is not None:
-            trainer.model.__dict__["train"] = training
         trainer.__dict__.clear()
         trainer.__dict__.update(before)
         trainer.privacy.__dict__.update(privacy)

@@ -115,11 +115,6 @@ def note_shards(parameters: Iterable[Tensor]) -> None:
             _WHOLE[shard] = (*_kind(shard), whole), sums_of_bytes(part_here(shard)).tolist()
 
 
-def note_trained_shards(model: nn.Module) -> None:
-    """Describe parts of trained weights as the whole is now, as each step changes it; called by every process."""
-    note_shards(value for value in model.parameters() if value.requires_grad)
-
-
 def described(value: Any) -> tuple[Any, ...]:
     """Return what tells a tensor from others; of other state its words."""
     if not isinstance(value, Tensor):

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run.checkpoints import begin_checkpoint
-from doppler_hf.run.digests import note_trained_shards
+from doppler_hf.run.digests import note_shards
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import with_columns_in_one_order
@@ -73,7 +73,7 @@ class SavingTrainer(ShardedTrainer):
             saving.enter_context(space_for("the model", folder=folder))
             if is_first:
                 saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
-            note_trained_shards(self.model)  # which no process could do alone
+            note_shards(self.model.parameters())  # which no process could do alone
             if step is not None and is_first:
                 begin_checkpoint(folder)
             super().save_model(output_dir, _internal_call=_internal_call)

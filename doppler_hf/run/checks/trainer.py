@@ -135,12 +135,3 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
             f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
             "start, put the ledger back, or set disable_dp=True."
         )
-
-
-def refuse_search(args: DopplerTrainingArguments) -> None:
-    """Refuse a search of hyper-parameters with privacy."""
-    if not args.disable_dp:
-        raise ValueError(
-            "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
-            "disable_dp=True on public data, or add up the ε of one run per setting."
-        )

@@ -1,6 +1,5 @@
 """A model's own loss, which Transformers would train: the same as that of a private run, or refused."""
 
-
 import pytest
 import torch
 from torch.nn import functional as F
