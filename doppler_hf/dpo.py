@@ -12,7 +12,6 @@ from typing import Any, Final
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
-from transformers.training_args import OptimizerNames
 from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import trl_checks
@@ -58,7 +57,6 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 1e-6.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     precompute_ref_log_probs: bool | None = HfArg(
         default=None,
         help="Whether to compute the reference's log-probabilities once, before training. Always true with privacy. With "

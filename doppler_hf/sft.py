@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
-from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
@@ -30,7 +29,6 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     non_private_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
-from transformers.training_args import OptimizerNames
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
@@ -162,10 +161,6 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Clipping of the whole gradient, with disable_dp only. Default: Trainer's 1.0. With privacy set "
         "per_sample_max_grad_norm.",
     )
-    optim: OptimizerNames | str | None = HfArg(
-        default=None,
-        help="With disable_dp, Trainer's optimizer. With privacy leave it out: base_optimizer takes its place.",
-    )
     non_private_learning_rate = TrainingArguments.learning_rate
 
     def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
@@ -204,17 +199,13 @@ class DopplerTrainingArguments(TrainingArguments):
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         if self.low_pass_filter != AUTO:
             self.low_pass_filter = str(LowPassFilter.parse(self.low_pass_filter))
-        # What Transformers has read is a member of its own, also in a copy of these arguments.
-        names_optim = not isinstance(self.optim, OptimizerNames | None)
-        if self.optim is None:
-            self.optim = TrainingArguments.optim
         super().__post_init__()
         if self.disable_dp:
             checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)
         else:
             checks.check_ranges(self)
             checks.refuse_without_effect(self)
-            checks.refuse_optim(self, is_named=names_optim)
+            checks.refuse_optim(self)
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)

@@ -6,7 +6,6 @@ be circular.
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
@@ -222,18 +221,15 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         )
 
 
-def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
-    """Refuse an `optim` other than Transformers' default, and warn if the default is named, as saved arguments do."""
+def refuse_optim(args: TrainingArguments) -> None:
+    """Refuse an `optim` other than Transformers' default."""
     name = OptimizerNames(args.optim).value
-    galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
-    message = (
-        f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. Leave "
-        f"optim out{galore}."
-    )
-    if name != TrainingArguments.optim:
-        raise ValueError(message)
-    if is_named:
-        warnings.warn(message, stacklevel=2)
+    if name != default_of(args, "optim"):
+        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
+        raise ValueError(
+            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. "
+            f"Leave optim out{galore}."
+        )
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
