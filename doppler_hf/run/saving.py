@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState
 
-from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.digests import note_shards
@@ -70,7 +69,6 @@ class SavingTrainer(ShardedTrainer):
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
-            saving.enter_context(space_for("the model", folder=folder))
             if is_first:
                 saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
             note_shards(self.model.parameters())  # which no process could do alone
@@ -91,8 +89,7 @@ class SavingTrainer(ShardedTrainer):
         for callback in self.callback_handler.callbacks:  # of one that was added at a resume the loaded state knows nothing
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
-        with space_for("a checkpoint", folder=Path(self.args.output_dir)):
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # Checkpoints are those of a plain run, and resume on any number of processes.

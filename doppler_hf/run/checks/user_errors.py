@@ -34,14 +34,10 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
-        if getattr(dataset, "format", {}).get("type") == "custom":  # of set_transform, which may read it
-            raise ValueError(
-                f"remove_unused_columns must be False where a transform reads {name!r}, got True: Transformers removes "
-                "columns that neither the model's forward nor label_names name. Set it."
-            ) from error
         raise ValueError(
             f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
-            f"the forward does not name. Set label_names=[{name!r}], or for inputs remove_unused_columns=False."
+            f"the forward does not name. Set label_names=[{name!r}], or remove_unused_columns=False for inputs, and for "
+            "what a transform reads."
         ) from error
 
 
