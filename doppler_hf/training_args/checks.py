@@ -1,7 +1,6 @@
 """The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and what has no effect.
 
-Each message has the value, the reason and the fix. `args` is Transformers' class with our fields: importing ours would
-be circular.
+`args` is Transformers' class with our fields: importing ours would be circular.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint.
-
-Each message has the value, the reason and the fix.
-"""
+"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint."""
 
 from pathlib import Path
 from typing import Any, Final
