@@ -181,10 +181,10 @@ def mechanisms_of(
         )
 
     of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
-    loss: PrivateLoss | None = None
-    if statement.loss_noise_multiplier is not None:
-        loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
-    return of_gradient, loss
+    if statement.loss_noise_multiplier is None:
+        return of_gradient, None
+    of_loss = gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss)
+    return of_gradient, PrivateLoss(of_loss, device=args.device)
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> ValueError:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.run.checkpoints import begin_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
@@ -72,8 +72,8 @@ class SavingTrainer(ShardedTrainer):
             if is_first:
                 saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
             note_shards(self.model.parameters())  # which no process could do alone
-            if step is not None and is_first:
-                begin_checkpoint(folder)
+            if step is not None and is_first:  # it does not count as a checkpoint until it is written anew
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

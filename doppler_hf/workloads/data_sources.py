@@ -53,7 +53,6 @@ GLUE_TASKS: dict[str, GlueTask] = {
 IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "mnist": "ylecun/mnist"}
 # Other names on the hub: CIFAR-10's, and CIFAR-100's, whose other labels are groups of classes.
 _IMAGE_COLUMNS = {"img": "image", "fine_label": "label"}
-IMAGE_DATASETS: tuple[str, ...] = (*IMAGE_HUB_NAMES, "digits")
 
 
 def glue_task(task_name: str) -> GlueTask:
@@ -89,8 +88,8 @@ def load_images(
         return _as_images(_load_digits(), unit_column)
     if dataset_dir is None and dataset_name not in IMAGE_HUB_NAMES:
         raise ValueError(
-            f"dataset_name must be one of {', '.join(IMAGE_DATASETS)}, got {dataset_name!r}. For other images give a local "
-            "folder with --dataset_dir."
+            f"dataset_name must be one of {', '.join(IMAGE_HUB_NAMES)}, digits, got {dataset_name!r}. For other images give "
+            "a local folder with --dataset_dir."
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
     names = {"train": "train", "test": "test"}
