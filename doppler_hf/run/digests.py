@@ -77,8 +77,7 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
 
 def replicas_digest(model: nn.Module) -> str:
     """Return the digest of what all processes have alike: all but trained weights in shards. Nothing is gathered."""
-    alike = ((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
-    return _digest(alike)
+    return _digest((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
 
 
 def untrained_digest(model: nn.Module) -> str:
