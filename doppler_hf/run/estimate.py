@@ -8,6 +8,7 @@ bytes of a pass from `memory`. Data loading, padding, evaluation, the start chec
 process are not included.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -88,10 +89,10 @@ def seconds_of_step(
     less, more = max(1, setting.micro_batch // 2), max(2, setting.micro_batch)
     with ClippedGradients(model, clipping="automatic") as clipped:
 
-        def seconds_for(inputs: dict[str, Tensor]) -> float:
-            return seconds_of(lambda: clipped.backward(losses_of(inputs)), device)
+        def a_pass_over(inputs: dict[str, Tensor]) -> None:
+            clipped.backward(losses_of(inputs))
 
-        of_less, of_more = seconds_for(batch(less)), seconds_for(batch(more))
+        of_less, of_more = (seconds_of(functools.partial(a_pass_over, batch(size)), device) for size in (less, more))
     per_example = max((of_more - of_less) / (more - less), 0.0)
     a_pass = max(of_more - per_example * more, 0.0)
     noise, step = _seconds_of_a_weight(setting, device=device, sampled=min(number, _SAMPLED))
