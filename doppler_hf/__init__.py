@@ -10,7 +10,6 @@
 - linalg: numerics that both sides of the boundary share
 - kernels: what its kernels in Triton share
 - shards: a tensor in shards on several processes, and the whole
-- disk: one clear error when it is full
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data
 - audit: attacks on a run that measure what it leaks

@@ -12,7 +12,6 @@ from typing import Any, Final
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.hf_argparser import HfArg
-from transformers.training_args import OptimizerNames
 from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import trl_checks
@@ -34,7 +33,6 @@ from doppler_hf.privacy.pair_losses import (
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
-from doppler_hf.training_args.checks import with_near_names
 
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
 _OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
@@ -53,14 +51,12 @@ _OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": 
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
-@with_near_names
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 1e-6.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     precompute_ref_log_probs: bool | None = HfArg(
         default=None,
         help="Whether to compute the reference's log-probabilities once, before training. Always true with privacy. With "

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
-from transformers.training_args import OptimizerNames
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import with_near_names
 
 _NOT_PRIVATE: Final = {
     "packing": "a row would hold several texts, and a text could span two rows: ε would not protect one text",
@@ -25,14 +23,12 @@ _NOT_PRIVATE: Final = {
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
-@with_near_names
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
     learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
-    optim: OptimizerNames | str | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     non_private_learning_rate = SFTConfig.learning_rate
 
     def __post_init__(self) -> None:

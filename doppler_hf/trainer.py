@@ -104,7 +104,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
             trainer_checks.refuse_of_trainer(self)
-            data_checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 
@@ -312,5 +311,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as Transformers does, without privacy only."""
-        trainer_checks.refuse_search(self.args)
+        if not self.args.disable_dp:
+            raise ValueError(
+                "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
+                "disable_dp=True on public data, or add up the ε of one run per setting."
+            )
         return super().hyperparameter_search(*args, **kwargs)

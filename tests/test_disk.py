@@ -1,4 +1,4 @@
-"""A full disk ends a run in one clear error: ledgers are whole, no step is lost, and half a checkpoint is none.
+"""A full disk ends a run in an error: ledgers are whole, no step is lost, and half a checkpoint is none.
 
 The limit on the size of a file is the operating system's, and writing fails in the middle of the file that exceeds it, in
 Python, safetensors and torch alike. A disk that is really full is made where the system lets us mount one.
@@ -9,16 +9,16 @@ import errno
 import os
 
 import pytest
-import torch
+from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
-from doppler_hf.disk import NoSpaceError, space_for
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.ledgers import statement
 from tests.support.tiers import thorough
 from tests.support.trainers import trainer_of
 
 resource = pytest.importorskip("resource", reason="only POSIX limits the sizes of files")
+TOO_LARGE = os.strerror(errno.EFBIG)
 OPTIONS = dict(max_steps=4, save_strategy="steps", save_steps=2, noise_seed=1)
 
 
@@ -36,28 +36,6 @@ def sizes(folder):
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_one_line(tmp_path):
-    with pytest.raises(NoSpaceError) as caught, space_for("a checkpoint", folder=tmp_path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert str(caught.value) == (
-        f"{tmp_path} must have space for a checkpoint, got a full disk or quota. Free space (save_total_limit keeps fewer "
-        "checkpoints), and resume from the last complete checkpoint."
-    )
-
-
-@pytest.mark.parametrize("size", [0, 20_000])
-def test_torch_and_safetensors_are_understood(tmp_path, size):
-    from safetensors.torch import save_file
-
-    tensors = {"x": torch.zeros(10_000)}
-    for save in (torch.save, save_file):
-        with pytest.raises(NoSpaceError), files_of_at_most(size), space_for("x", folder=tmp_path):
-            save(tensors, str(tmp_path / "file"))
-
-
 # --- the ledger -----------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +48,7 @@ def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     ledger.save(tmp_path / "whole")
     size = (tmp_path / "whole" / path.name).stat().st_size
     for limit in (*range(0, size, 503), size - 1):
-        with pytest.raises(NoSpaceError, match="must have space for the ledger"), files_of_at_most(limit):
+        with pytest.raises(OSError, match=TOO_LARGE), files_of_at_most(limit):
             ledger.save(tmp_path)
         assert path.read_bytes() == before
         assert sorted(sizes(tmp_path)) == ["privacy_ledger.json", "whole/privacy_ledger.json"]
@@ -117,7 +95,6 @@ def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place
     trainer_of(tmp_path / "whole", **OPTIONS).train()
     largest = sizes(tmp_path / "whole" / "out")[f"checkpoint-4/{place}"]
     trainer = trainer_of(tmp_path, rehearse=False, **OPTIONS)
-    match = r"must have space for .*, got a full disk or quota\. Free space"
-    with pytest.raises(NoSpaceError, match=match), files_of_at_most(largest - 1):
+    with pytest.raises((OSError, RuntimeError, SafetensorError)), files_of_at_most(largest - 1):
         trainer.train()
     check_what_is_left(tmp_path, trainer)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,7 +39,6 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetc
 from doppler_hf.privacy.batching.probe import Inputs
 from doppler_hf.privacy.noise import GaussianMechanism
 from doppler_hf.privacy.randomness import fill_generators, filled_generators
-from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
@@ -115,24 +115,25 @@ def neighbour_distances(
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, labels=labels)
-    with restored(trainer), tempfile.TemporaryDirectory() as folder, held_coins(trainer, loader):
-        trainer.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), trainer._new_run, []
+    tested = copied(trainer)
+    with tempfile.TemporaryDirectory() as folder, held_coins(tested, loader):
+        tested.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
 
         def scripted_run(**options: Any) -> PrivateRun:
             run = make(**options)
-            script(run, draws, trainer.args)
+            script(run, draws, tested.args)
             if is_held:
                 hold(run)
             witnesses.extend(witnesses_of(run))
             return run
 
-        trainer._new_run = scripted_run  # type: ignore[method-assign]
+        tested._new_run = scripted_run  # type: ignore[method-assign]
         # A share of error below 1 would hide that a record counts twice.
-        trainer._is_of_class = lambda losses: False  # type: ignore[method-assign]
+        tested._is_of_class = lambda losses: False  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
-        trainer.model.train = lambda mode=True: trainer.model
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            trainer.train()
+        as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
+        with as_it_is, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            tested.train()
     distances, couplings = np.max([witness.moved for witness in witnesses], axis=0).T
     return NeighbourResult(
         distances=distances,
@@ -159,10 +160,10 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 
 
 def neighbouring_draws(
-    run: PrivateRun, *, pairs: int, size: int, seed: int = 0, labels: Int[np.ndarray, " units"] | None = None
+    run: PrivateRun, *, pairs: int, size: int, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
     """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
-    generator, sampler = np.random.default_rng(seed), run.sampler
+    generator, sampler = np.random.default_rng(0), run.sampler
     sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
     extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
     if labels is not None:
@@ -298,22 +299,11 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
         yield
 
 
-@contextlib.contextmanager
-def restored(trainer: DopplerTrainer) -> Iterator[None]:
-    """Let only the callbacks that training needs take part, and restore the trainer's attributes afterwards."""
-    before, privacy = dict(vars(trainer)), dict(vars(trainer.privacy))
-    training = trainer.model.__dict__.get("train")
-    handler = copy.copy(trainer.callback_handler)
-    handler.callbacks = [call for call in handler.callbacks if isinstance(call, DefaultFlowCallback | PrivacyCallback)]
-    trainer.callback_handler, trainer.state = handler, copy.copy(trainer.state)
-    trainer.optimizer = trainer.lr_scheduler = None
-    trainer.privacy.ledger = None
-    try:
-        yield
-    finally:
-        trainer.model.__dict__.pop("train", None)
-        if training is not None:
-            trainer.model.__dict__["train"] = training
-        trainer.__dict__.clear()
-        trainer.__dict__.update(before)
-        trainer.privacy.__dict__.update(privacy)
+def copied(trainer: DopplerTrainer) -> DopplerTrainer:
+    """Return a trainer of the same model, without a ledger, with those callbacks alone that training needs."""
+    tested, handler = copy.copy(trainer), copy.copy(trainer.callback_handler)
+    tested.privacy = tested._ledger_keeper = copy.copy(trainer.privacy)
+    handler.callbacks = [*(each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)), tested.privacy]
+    tested.callback_handler, tested.state = handler, copy.copy(trainer.state)
+    tested.optimizer = tested.lr_scheduler = tested.privacy.ledger = None
+    return tested

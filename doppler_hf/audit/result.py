@@ -65,19 +65,10 @@ class AuditResult:
         """Write everything, scores and coins included, to `privacy_audit.json` in `folder`, and return its path."""
         path = Path(folder) / AUDIT_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {
-            "format_version": 2,
-            "canaries": len(self.scores),
-            "claimed_epsilon": self.claimed_epsilon,
-            "delta": self.delta,
-            "confidence": self.confidence,
-            "lower_bound": self.lower_bound,
-            "lower_bounds": self.lower_bounds,
-            "contradicts_claim": self.contradicts_claim,
-            "right_guesses": self.right_guesses,
-            "included": self.included.tolist(),
-            "scores": self.scores.tolist(),
-        }
+        outcome = "lower_bound", "lower_bounds", "contradicts_claim", "right_guesses"
+        terms = {name: getattr(self, name) for name in ("claimed_epsilon", "delta", "confidence", *outcome)}
         # With coins and scores, so that others can compute the bound by another method.
+        rows = {"included": self.included.tolist(), "scores": self.scores.tolist()}
+        values = {"format_version": 2, "canaries": len(self.scores), **terms, **rows}
         path.write_text(json.dumps(values, ensure_ascii=False) + "\n")
         return path

@@ -66,13 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "fields" in args:
         args.fields = unknown
     elif unknown:
-        from doppler_hf.filters.grammar import did_you_mean  # only here: `--help` needs no NumPy
-
         assert chosen is not None, "argparse requires a command"
         # By the parser of the command, whose usage names the flags that there are.
-        flags = [flag for action in commands.choices[chosen]._actions for flag in action.option_strings]
-        words = [word + did_you_mean(word.partition("=")[0], flags) for word in unknown]
-        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(words)}")
+        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(args.run(args))
     except (ValueError, MissingExtraError) as error:

@@ -20,7 +20,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest import mock
 
 from rich.console import Console
@@ -29,8 +29,6 @@ from rich.table import Table
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.workloads.recipe import parse_recipe
-
-_OPTIONS: Final = ("--pairs", "--draw-size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,30 +77,21 @@ def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], Neigh
     """Run a script with its arguments, and check the first private trainer instead of training it."""
     if not words or not Path(words[0]).is_file():
         raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
-    for word in words[1:]:
-        if word.partition("=")[0].replace("_", "-") in _OPTIONS:
-            print(f"{word} goes to {words[0]}. If it is meant for the check, put it before --script.", file=sys.stderr)
-    argv, path = sys.argv, list(sys.path)
-
     train = DopplerTrainer.train
 
     def check_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if trainer.args.disable_dp:  # a baseline, of which there is nothing to check
             return train(trainer, *args, **options)
-        replaced.stop()  # the check itself trains
-        raise _Checked(check(trainer))
+        with mock.patch.object(DopplerTrainer, "train", train):  # the check itself trains
+            raise _Checked(check(trainer))
 
-    replaced = mock.patch.object(DopplerTrainer, "train", check_instead)
-    replaced.start()
-    try:
-        sys.argv = list(words)
-        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))  # as `python my_train.py` has it
-        runpy.run_path(words[0], run_name="__main__")
-    except _Checked as checked:
-        return checked.outcome
-    finally:
-        replaced.stop()
-        sys.argv, sys.path = argv, path
+    folder = os.path.dirname(os.path.abspath(words[0]))
+    as_python_has_it = mock.patch.multiple(sys, argv=list(words), path=[folder, *sys.path])
+    with as_python_has_it, mock.patch.object(DopplerTrainer, "train", check_instead):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except _Checked as checked:
+            return checked.outcome
     raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
 
 
@@ -111,10 +100,7 @@ def table_of(result: NeighbourResult) -> Table:
     table = Table(title="Neighbour test", show_header=False)
     for row in (
         ("pairs of batches", f"{len(result.distances):,}"),
-        (
-            "records in a batch",
-            f"{result.draw_size:,} and one more, of a batch of {result.expected_batch_size:,}",
-        ),
+        ("records in a batch", f"{result.draw_size:,} and one more, of a batch of {result.expected_batch_size:,}"),
         ("one record moves the sum by", f"{result.distances.max():.6f} C at most"),
         ("it moves the others by", f"{result.couplings.max():.2g} C at most"),
     ):

@@ -29,7 +29,6 @@ READING: Final = (
     "longer help. B·T: the cost in time. See docs/guides/choosing.md."
 )
 MOST_PRINTED: Final = 8  # coefficients of a strategy
-PLAIN: Final[dict[str, Any]] = {"box": box.SIMPLE, "padding": (0, 1, 0, 0)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +151,8 @@ def facts_table(facts: dict[str, Any]) -> Table:
 def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun, *, title: str) -> Table:
     """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
     columns = ["", "epochs", "batch size B", "steps T", "noise", "B·T"]
-    laid_out = Table(*[Column(name, justify="right") for name in columns], title=title, **PLAIN)
+    right = (Column(name, justify="right") for name in columns)
+    laid_out = Table(*right, title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for epochs, runs in table.items():
         for other in runs:
             laid_out.add_row(

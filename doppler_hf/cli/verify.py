@@ -99,7 +99,7 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     """Return the entries whose ε is not the one that follows from what was released."""
     found = []
     for claim in ledger.claims:
-        recomputed = recompute(claim.account.epsilon, private=claim.private, delta=ledger.statement.target_delta)
+        recomputed = recompute(claim.account.epsilon, delta=ledger.statement.target_delta) if claim.private else math.inf
         # A looser bound of another version holds too: before 0.3 a cut round counted for every group as for the first.
         is_looser = not is_of_now(claim.versions) and recomputed < claim.epsilon < math.inf
         if not is_looser and not math.isclose(claim.epsilon, recomputed, rel_tol=tolerance(claim.versions)):
@@ -110,10 +110,8 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
     return found
 
 
-def recompute(epsilon: Callable[..., float], *, private: bool, delta: float) -> float:
-    """Return a function of δ: infinity if something was not private, NaN if its numbers are out of range."""
-    if not private:
-        return math.inf
+def recompute(epsilon: Callable[..., float], *, delta: float) -> float:
+    """Return a function of δ, NaN if its numbers are out of range."""
     try:
         return epsilon(delta=delta)
     except ValueError:  # The numbers are of a ledger that no run writes.
@@ -136,7 +134,7 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     if ledger.why_not_private is not None:
         return [f"NOT PRIVATE: {ledger.why_not_private}."]
     statement = ledger.statement
-    spent = recompute(functools.partial(get_total_epsilon, ledger.history), private=True, delta=statement.target_delta)
+    spent = recompute(functools.partial(get_total_epsilon, ledger.history), delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
         return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs {spent:.8g}."]

@@ -5,8 +5,8 @@ first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    auto
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
@@ -65,14 +65,21 @@ def _designed(text: str, compact: str) -> LowPassFilter:
         form = f"{word}:{','.join(f'{key}=...' for key in keys)}"
         found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
         raise ValueError(f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
+    return design(**numbers_of(pairs, keys, text=text))
+
+
+def numbers_of(
+    pairs: Iterable[tuple[str, str, str]], kinds: Mapping[str, type[int] | type[float]], *, text: str
+) -> dict[str, Any]:
+    """Return the numbers of ``key=number`` in parts, each of the kind that belongs to its key; `text` is their whole."""
     numbers = {}
     for key, _, value in pairs:
         try:
-            numbers[key] = keys[key](value)
+            numbers[key] = kinds[key](value)
         except ValueError:
-            wanted = "an integer" if keys[key] is int else "a number"
+            wanted = "a whole number" if kinds[key] is int else "a number"
             raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
-    return design(**numbers)
+    return numbers
 
 
 def _read_coefficients(text: str) -> LowPassFilter:

@@ -26,12 +26,7 @@ FREQUENCY: Final = "frequency (fraction of Nyquist)"
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before anything else is done.
-
-    Raises:
-        ValueError: If the ending of `path` is not one of `PICTURE_ENDINGS`.
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """Refuse a picture that cannot be drawn, before anything else is done."""
     if path.suffix not in PICTURE_ENDINGS:
         raise ValueError(f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
     require("plot")
@@ -108,11 +103,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write(figure: Any, path: str | Path) -> None:
-    """Write a figure into a file.
-
-    Raises:
-        ValueError: If the folder cannot be made or written.
-    """
+    """Write a figure into a file."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     try:

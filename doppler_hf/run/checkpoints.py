@@ -46,11 +46,6 @@ def kept_evaluations(folder: Path, *, ledger: PrivacyLedger) -> list[dict[str, A
     return []
 
 
-def begin_checkpoint(folder: Path) -> None:
-    """Let a folder not count as a checkpoint until it is written anew."""
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-
-
 def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end."""
     try:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 # A Mersenne prime: no layer's width divides it, so that a matrix's rows and columns do not line up with the table's.
 TABLE_WIDTH: Final = 2**17 - 1
@@ -40,22 +41,12 @@ class CountSketch:
         first = 0
         for tensor in tensors:
             flat = tensor.reshape(-1).float()
-            # The rest of a row that the previous tensor began, whole rows, and the beginning of one.
-            begun = min(-first % self._width, len(flat))
-            whole = (len(flat) - begun) // self._width
-            self._add(table, flat[:begun], at=first)
-            if whole:
-                row = (first + begun) // self._width
-                signs = self._row_signs[row : row + whole].to(flat)
-                table += signs @ flat[begun : begun + whole * self._width].view(whole, self._width)
-            self._add(table, flat[begun + whole * self._width :], at=first + begun + whole * self._width)
+            row, column = divmod(first, self._width)
+            # With zeros for the rest of the rows in which it begins and ends.
+            padded = F.pad(flat, (column, -(column + len(flat)) % self._width))
+            rows = padded.view(len(padded) // self._width, self._width)
+            table += self._row_signs[row : row + len(rows)].to(flat) @ rows
             first += len(flat)
         signed = table * self._column_signs.to(table)
         image = torch.zeros(self._dimensions, device=table.device).index_add_(0, self._sums.to(table.device), signed)
         return image.cpu().numpy()
-
-    def _add(self, table: Float[Tensor, " width"], part: Float[Tensor, " part"], *, at: int) -> None:
-        """Add part of a row, which begins with coordinate `at` (table modified in place)."""
-        if len(part):
-            row, column = divmod(at, self._width)
-            table[column : column + len(part)] += float(self._row_signs[row]) * part

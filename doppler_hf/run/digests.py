@@ -77,8 +77,7 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
 
 def replicas_digest(model: nn.Module) -> str:
     """Return the digest of what all processes have alike: all but trained weights in shards. Nothing is gathered."""
-    alike = ((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
-    return _digest(alike)
+    return _digest((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
 
 
 def untrained_digest(model: nn.Module) -> str:
@@ -113,11 +112,6 @@ def note_shards(parameters: Iterable[Tensor]) -> None:
         dist.all_reduce(sums)
         for shard, whole in zip(shards, sums.tolist(), strict=True):
             _WHOLE[shard] = (*_kind(shard), whole), sums_of_bytes(part_here(shard)).tolist()
-
-
-def note_trained_shards(model: nn.Module) -> None:
-    """Describe parts of trained weights as the whole is now, as each step changes it; called by every process."""
-    note_shards(value for value in model.parameters() if value.requires_grad)
 
 
 def described(value: Any) -> tuple[Any, ...]:

@@ -13,12 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerState
 
-from doppler_hf.filters import (
-    PAPER_FILTERS,
-    corrected_noise_gain,
-    estimate_power,
-    step_response,
-)
+from doppler_hf.filters import PAPER_FILTERS, corrected_noise_gain, estimate_power, step_response
 from doppler_hf.run.count_sketch import TABLE_WIDTH, CountSketch
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -56,10 +51,7 @@ class GradientRecorder(TrainerCallback):
     @property
     def private(self) -> Float64[np.ndarray, "steps dimensions"]:
         """The private gradients, one row for each step."""
-        return self._series(self._private)
-
-    def _series(self, rows: list[Float[np.ndarray, " dimensions"]]) -> Float64[np.ndarray, "steps dimensions"]:
-        return np.array(rows, dtype=np.float64).reshape(len(rows), self.dimensions)
+        return np.array(self._private, dtype=np.float64).reshape(-1, self.dimensions)
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a recording of this run's gradients, or refuse the run."""
@@ -100,7 +92,7 @@ class GradientRecorder(TrainerCallback):
         not cut at 0, so that a mean over logs is unbiased.
         """
         # Transformers logs the learning rate with every report on training steps, and with no other.
-        rows = self._series(self._private[self._steps_logged :])
+        rows = np.array(self._private[self._steps_logged :], dtype=np.float64)
         if "learning_rate" not in logs or not len(rows):
             return
         first_step, self._steps_logged = self._steps_logged, len(self._private)

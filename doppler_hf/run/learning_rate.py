@@ -54,11 +54,6 @@ FEW_ADAPTERS: Final = 2
 FAR: Final = 10.0
 
 
-def chosen_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
-    """Return the first learning rate of a run: from the arguments, or from the rule for Adam under noise."""
-    return rate_by_rule(args, statement, model=model) if args.given_learning_rate is None else args.given_learning_rate
-
-
 def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
     """Return a warning about a given rate far from the rule's, such as one from a training without noise."""
     given = args.given_learning_rate

@@ -21,7 +21,7 @@ from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.checkpoints import keep_evaluations
-from doppler_hf.run.digests import digests_of, note_trained_shards, untrained_digest
+from doppler_hf.run.digests import digests_of, note_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
 from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
@@ -233,7 +233,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
-        note_trained_shards(kwargs["model"])
+        note_shards(kwargs["model"].parameters())
         if self.speaks_for(kwargs["model"]):
             self._leave(kwargs["model"])
         if self.ledger is not None and state.is_world_process_zero:

@@ -19,11 +19,7 @@ HEADING: Final = "## Differential privacy"
 
 
 def privacy_section(ledger: PrivacyLedger) -> str:
-    """Return the section in Markdown, from its heading to its last line.
-
-    Example:
-        >>> print(privacy_section(PrivacyLedger.load("out")))
-    """
+    """Return the section in Markdown, from its heading to its last line."""
     lines = [
         HEADING,
         "",

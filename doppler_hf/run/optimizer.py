@@ -7,7 +7,7 @@ from torch import nn
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.filter_and_noise import chosen_filter
-from doppler_hf.run.learning_rate import chosen_learning_rate
+from doppler_hf.run.learning_rate import rate_by_rule
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
@@ -45,6 +45,7 @@ def optimizer_of(
     matrices = matrices_of(model) if args.base_optimizer == "muon" else set()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.earlier.checkpoint)
+    rate = args.given_learning_rate
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected, p in matrices) == kind],
@@ -56,7 +57,7 @@ def optimizer_of(
     )
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
-        lr=chosen_learning_rate(args, run.statement, model=model),
+        lr=rate_by_rule(args, run.statement, model=model) if rate is None else rate,
         low_pass_filter=low_pass_filter,
         # Muon is AdamBC whose updates of some groups are orthogonalized.
         base="adam_bc" if args.base_optimizer == "muon" else args.base_optimizer,

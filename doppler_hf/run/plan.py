@@ -98,7 +98,7 @@ def planned_statement(
     continued = earlier.ledger
     if continued is not None and continued.statement.steps_planned == (theirs := planned_steps(args, sampler)):
         steps = theirs  # as before 0.3
-    of_loss = 0.0 if args.train_loss_budget is None else args.train_loss_budget
+    of_loss = args.train_loss_budget if args.report_train_loss == "private" else 0.0
     of_gradient = 1.0 - of_loss
     column = args.privacy_unit_column
     source = noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed)
@@ -118,7 +118,7 @@ def planned_statement(
             augmentation_multiplicity=args.augmentation_multiplicity,
             clip_unit_mean=args.clip_unit_mean and column is not None,
             train_loss=args.report_train_loss,
-            per_sample_max_loss=args.per_sample_max_loss,
+            per_sample_max_loss=args.per_sample_max_loss if of_loss else None,
             loss_noise_multiplier=noise_multiplier * math.sqrt(of_gradient / of_loss) if of_loss else None,
             target_delta=delta,
             target_epsilon=args.target_epsilon,
@@ -181,11 +181,10 @@ def mechanisms_of(
         )
 
     of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
-    loss: PrivateLoss | None = None
-    if statement.loss_noise_multiplier is not None:
-        assert args.per_sample_max_loss is not None
-        loss = PrivateLoss(gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss), device=args.device)
-    return of_gradient, loss
+    if statement.loss_noise_multiplier is None:
+        return of_gradient, None
+    of_loss = gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss)
+    return of_gradient, PrivateLoss(of_loss, device=args.device)
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> ValueError:

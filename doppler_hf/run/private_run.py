@@ -99,9 +99,8 @@ class PrivateRun:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         earlier = self.earlier.ledger
         # A step of Poisson sampling is a round of its own, with coins of its own.
-        if self.sampler.sampling == "poisson":
-            return False
-        if earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
+        is_poisson = self.sampler.sampling == "poisson"
+        if is_poisson or earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
             return False
         if self._round_secret(earlier).is_of_other_data():
             warnings.warn(
@@ -140,7 +139,6 @@ class PrivateRun:
     def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
         """Return a loader of this run's draws; see `PrivateLoader`."""
         args = self._args
-        fill = functools.partial(fill_in_worker, seed=args.noise_seed, rank=args.process_index)
         self._loader = PrivateLoader(
             dataset,
             sampler=self.sampler,
@@ -148,7 +146,7 @@ class PrivateRun:
             cut=Cut(
                 args.per_device_train_batch_size, args.max_tokens_per_micro_batch, self.statement.augmentation_multiplicity
             ),
-            worker_init_fn=fill,
+            worker_init_fn=functools.partial(fill_in_worker, seed=args.noise_seed, rank=args.process_index),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -187,13 +185,12 @@ class PrivateRun:
             rows_per_loss=loss.rows_each,
         )
         self._resources.enter_context(clipped)
-        has_odds = has_one_label(base, dummy.inputs.get("labels"))
         self.steps = Steps(
             args=args,
             sampler=self.sampler,
             clipped=clipped,
             loss=loss,
-            has_odds=has_odds,
+            has_odds=has_one_label(base, dummy.inputs.get("labels")),
             mechanism=self.mechanism,
             private_loss=self.private_loss,
             sharding=sharding,

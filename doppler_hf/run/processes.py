@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -81,11 +81,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
 def on_all_processes(is_so: bool) -> bool:
     """Return, on every process, whether something is so on all of them."""
-    if not dist.is_available() or not dist.is_initialized():
-        return is_so
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, is_so)
-    return all(found)
+    return all(gather_object([is_so]))
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
@@ -110,9 +106,7 @@ def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, m
         "what is trained of the model": f"{len(trained)} parameters ({digest})",
         OF_EXAMPLES: data,
     }
-    terms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(terms, own)
-    refuse_different_terms(terms)
+    refuse_different_terms(gather_object([own]))
 
 
 def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
@@ -140,8 +134,7 @@ def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGr
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     """Refuse, on every process, to continue if weights differ in any bit."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, replicas_digest(model))
+    digests = gather_object([replicas_digest(model)])
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from doppler_hf.disk import space_for
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.run.checkpoints import begin_checkpoint
-from doppler_hf.run.digests import note_trained_shards
+from doppler_hf.run.digests import note_shards
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.model_card import with_columns_in_one_order
@@ -70,12 +69,11 @@ class SavingTrainer(ShardedTrainer):
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
-            saving.enter_context(space_for("the model", folder=folder))
             if is_first:
                 saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
-            note_trained_shards(self.model)  # which no process could do alone
-            if step is not None and is_first:
-                begin_checkpoint(folder)
+            note_shards(self.model.parameters())  # which no process could do alone
+            if step is not None and is_first:  # it does not count as a checkpoint until it is written anew
+                (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -91,8 +89,7 @@ class SavingTrainer(ShardedTrainer):
         for callback in self.callback_handler.callbacks:  # of one that was added at a resume the loaded state knows nothing
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
-        with space_for("a checkpoint", folder=Path(self.args.output_dir)):
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # Checkpoints are those of a plain run, and resume on any number of processes.

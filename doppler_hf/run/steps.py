@@ -155,16 +155,11 @@ class Steps:
         # Read here, where Transformers reads the loss: within a step nothing waits for the device.
         if self.reports_raw_loss and not self._is_warned and self.num_non_finite:
             self._is_warned = True
-            warn_of_non_finite()
+            warnings.warn(
+                "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in "
+                "the data, and for losses that overflow or divide by zero. This warning is not private. It appears only "
+                "with report_train_loss='raw'.",
+                stacklevel=2,
+            )
         self.ledger.record_step()
         self.affordable -= 1
-
-
-def warn_of_non_finite() -> None:
-    """Warn that examples contribute nothing, if their raw loss is shown anyway."""
-    warnings.warn(
-        "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in the "
-        "data, and for losses that overflow or divide by zero. This warning is not private. It appears only with "
-        "report_train_loss='raw'.",
-        stacklevel=3,
-    )

@@ -1,17 +1,14 @@
 """The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and what has no effect.
 
-Each message has the value, the reason and the fix. `args` is Transformers' class with our fields: importing ours would
-be circular.
+`args` is Transformers' class with our fields: importing ours would be circular.
 """
 
-import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -21,7 +18,6 @@ from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 
-_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 # Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
 _SMALLEST_CLIP_NORM: Final = 1e-4
 _Range = tuple[str, Callable[[float], bool]]
@@ -35,9 +31,6 @@ _KINDS: Final[dict[type, tuple[type, str, str]]] = {
     bool: (bool, "True or False", "Set one of them"),
     str: (str, "a string", "Write it in quotes"),
 }
-
-# What is meant by None, where an argument is a word.
-_FOR_NONE: Final = {"low_pass_filter": "none", "noise_shape": "white"}
 
 # Argument → its range, and the fix.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
@@ -100,21 +93,6 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
-def with_near_names(cls: type[_Arguments]) -> type[_Arguments]:
-    """Let a dataclass of arguments name the nearest known argument if one is misspelt, preferring ours."""
-    init, known, own = cls.__init__, [field.name for field in fields(cls)], [field.name for field in own_fields(cls)]
-
-    @functools.wraps(init)
-    def told(self: TrainingArguments, *args: Any, **given: Any) -> None:
-        for name in given.keys() - known:
-            near = did_you_mean(name, own) or did_you_mean(name, known)
-            raise TypeError(f"{cls.__name__} has no argument {name!r}{near}. Rename it, or leave it out.")
-        init(self, *args, **given)
-
-    cls.__init__ = told
-    return cls
-
-
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
     """Return the fields of our class that Transformers' does not have; a subclass of ours may have more."""
     theirs = {field.name for field in fields(TrainingArguments)}
@@ -142,11 +120,6 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
         kind, *none = get_args(hint) or (hint,)
         allowed, words, fix = _KINDS[kind]
         is_bool = isinstance(value, bool)  # which Python takes for a number
-        if value is None and field.name in _FOR_NONE:
-            raise ValueError(
-                f"{field.name} must be {words}, got None. Write {_FOR_NONE[field.name]!r} for none, or leave it out for "
-                f"{field.default!r}, which chooses."
-            )
         if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
             raise ValueError(f"{field.name} must be {words}, got {value!r}. {fix}, or leave it out for {field.default!r}.")
 
@@ -247,18 +220,15 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         )
 
 
-def refuse_optim(args: TrainingArguments, *, is_named: bool) -> None:
-    """Refuse an `optim` other than Transformers' default, and warn if the default is named, as saved arguments do."""
+def refuse_optim(args: TrainingArguments) -> None:
+    """Refuse an `optim` other than Transformers' default."""
     name = OptimizerNames(args.optim).value
-    galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
-    message = (
-        f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. Leave "
-        f"optim out{galore}."
-    )
-    if name != TrainingArguments.optim:
-        raise ValueError(message)
-    if is_named:
-        warnings.warn(message, stacklevel=2)
+    if name != default_of(args, "optim"):
+        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
+        raise ValueError(
+            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. "
+            f"Leave optim out{galore}."
+        )
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:

@@ -123,9 +123,7 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _refuse(unknown: Sequence[str], fields: Sequence[str], *, where: str) -> None:
-    problems = []
-    for name in unknown:
-        close = difflib.get_close_matches(name.replace("-", "_"), fields, n=3)
-        problems.append(f"{name!r}" + (f" (did you mean {', '.join(close)}?)" if close else ""))
-    if problems:
-        raise ValueError(f"{where} has unknown arguments: {', '.join(problems)}. Run with --help for a list of all.")
+    close = {name: difflib.get_close_matches(name.replace("-", "_"), fields, n=3) for name in unknown}
+    if close:
+        told = (f"{name!r}" + (f" (did you mean {', '.join(near)}?)" if near else "") for name, near in close.items())
+        raise ValueError(f"{where} has unknown arguments: {', '.join(told)}. Run with --help for a list of all.")

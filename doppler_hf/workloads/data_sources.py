@@ -53,7 +53,6 @@ GLUE_TASKS: dict[str, GlueTask] = {
 IMAGE_HUB_NAMES: dict[str, str] = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "mnist": "ylecun/mnist"}
 # Other names on the hub: CIFAR-10's, and CIFAR-100's, whose other labels are groups of classes.
 _IMAGE_COLUMNS = {"img": "image", "fine_label": "label"}
-IMAGE_DATASETS: tuple[str, ...] = (*IMAGE_HUB_NAMES, "digits")
 
 
 def glue_task(task_name: str) -> GlueTask:
@@ -70,7 +69,7 @@ def load_glue(task_name: str, dataset_dir: str | None = None, *, flag: str = "--
     """
     task = glue_task(task_name)
     names = {split: split for split in ("train", *task.validation_splits)}
-    splits = _load(GLUE_HUB_NAME, task_name, splits=names, dataset_dir=dataset_dir, flag=flag)
+    splits = load_splits(GLUE_HUB_NAME, task_name, splits=names, dataset_dir=dataset_dir, flag=flag)
     from datasets import Value
 
     _require_columns(splits, (*task.text_columns, "label"))
@@ -89,27 +88,16 @@ def load_images(
         return _as_images(_load_digits(), unit_column)
     if dataset_dir is None and dataset_name not in IMAGE_HUB_NAMES:
         raise ValueError(
-            f"dataset_name must be one of {', '.join(IMAGE_DATASETS)}, got {dataset_name!r}. For other images give a local "
-            "folder with --dataset_dir."
+            f"dataset_name must be one of {', '.join(IMAGE_HUB_NAMES)}, digits, got {dataset_name!r}. For other images give "
+            "a local folder with --dataset_dir."
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
     names = {"train": "train", "test": "test"}
-    return _as_images(_load(hub_name, None, splits=names, dataset_dir=dataset_dir, flag=flag), unit_column)
+    return _as_images(load_splits(hub_name, None, splits=names, dataset_dir=dataset_dir, flag=flag), unit_column)
 
 
-def load_rows(
-    dataset_name: str, dataset_dir: str | None = None, *, dataset_config: str | None = None, validation_split: str
-) -> "DatasetDict":
-    """Load `train` and `validation` of a data set, with all of their columns.
-
-    `validation_split` is the hub's split to evaluate on, or a part of it, as `test[:1000]`.
-    """
-    names = {"train": "train", "validation": validation_split}
-    return _load(dataset_name, dataset_config, splits=names, dataset_dir=dataset_dir, flag="--dataset_dir")
-
-
-def _load(
-    hub_name: str, config: str | None, *, splits: Mapping[str, str], dataset_dir: str | None, flag: str
+def load_splits(
+    hub_name: str, config: str | None, *, splits: Mapping[str, str], dataset_dir: str | None, flag: str = "--dataset_dir"
 ) -> "DatasetDict":
     """Load splits from the hub, our name → the hub's, or those that a folder has: `train`, and one of the others or more."""
     require("recipes")

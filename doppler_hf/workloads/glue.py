@@ -4,13 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel, set_seed
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -60,8 +54,6 @@ def config_entries(args: GlueArguments) -> dict[str, Any]:
         of_task["num_hidden_layers"] = args.num_hidden_layers
     if args.dropout is None:
         return of_task
-    if not 0.0 <= args.dropout < 1.0:
-        raise ValueError(f"--dropout must lie in [0, 1), got {args.dropout}. Leave it out for the config's values.")
     entries = AutoConfig.from_pretrained(args.model_name_or_path).to_dict().items()
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:

@@ -11,7 +11,7 @@ from transformers.hf_argparser import HfArg
 
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.workloads.arguments import refuse_without_effect
-from doppler_hf.workloads.data_sources import load_rows, selected
+from doppler_hf.workloads.data_sources import load_splits, selected
 from doppler_hf.workloads.hub import hub_or_folder
 from doppler_hf.workloads.lora import LoraArguments, add_lora, lora_config
 from doppler_hf.workloads.workload import Workload, load_tokenizer
@@ -46,9 +46,8 @@ class LanguageModelArguments:
 
 def rows_of(args: LanguageModelArguments) -> "DatasetDict":
     """Load `train` and `validation`, with all of their columns."""
-    return load_rows(
-        args.dataset_name, args.dataset_dir, dataset_config=args.dataset_config, validation_split=args.validation_split
-    )
+    names = {"train": "train", "validation": args.validation_split}
+    return load_splits(args.dataset_name, args.dataset_config, splits=names, dataset_dir=args.dataset_dir)
 
 
 def load_model(args: LanguageModelArguments) -> tuple[Any, Any]:

@@ -29,9 +29,7 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, or without effect."""
-        if self.lora_r < 0:
-            raise ValueError(f"lora_r must be at least 0, got {self.lora_r}. Set 0 to train the whole model.")
+        """Refuse what has no effect without adapters."""
         if self.lora_r == 0:
             refuse_without_effect(self, "lora_alpha", "use_rslora", "lora_target_modules", beside="lora_r")
 

@@ -78,14 +78,3 @@ def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, c
     assert "--script must be followed by the path of a script, got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["check"])
-
-
-@pytest.mark.parametrize("word", ["--pairs", "--draw_size=5"])
-def test_an_option_behind_the_script_is_said_to_be_the_scripts(tmp_path, capsys, word):
-    idle = tmp_path / "idle_script.py"
-    idle.write_text("import sys\nprint(sys.argv[1:])\n")
-    assert main(["check", "--script", str(idle), "--learning_rate=3", word]) == 2
-    printed = capsys.readouterr()
-    assert f"{word} goes to {idle}. If it is meant for the check, put it before --script." in printed.err
-    assert "--learning_rate=3 goes" not in printed.err
-    assert str(["--learning_rate=3", word]) in printed.out

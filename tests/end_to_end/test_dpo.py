@@ -216,7 +216,6 @@ def test_defaults_are_those_of_trl_and_ours(tmp_path):
     changed = {
         "learning_rate": None,
         "max_grad_norm": None,
-        "optim": None,
         "precompute_ref_log_probs": None,
         "simpo_gamma": 0.5,
     }

@@ -97,7 +97,7 @@ def test_one_example_moves_the_sum_by_at_most_c(tmp_path):
 def test_defaults_are_those_of_trl_and_ours(tmp_path):
     expected = {field.name: field.default for field in dataclasses.fields(DopplerTrainingArguments)}
     expected |= {field.name: field.default for field in dataclasses.fields(SFTConfig)}
-    expected |= {"learning_rate": None, "max_grad_norm": None, "optim": None}
+    expected |= {"learning_rate": None, "max_grad_norm": None}
     assert {field.name: field.default for field in dataclasses.fields(DopplerSFTConfig)} == expected
     assert arguments(tmp_path).learning_rate is None
     assert arguments(tmp_path, disable_dp=True).learning_rate == SFTConfig.learning_rate

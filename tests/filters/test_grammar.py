@@ -50,7 +50,7 @@ def test_the_filter_that_a_run_chooses_is_no_fixed_one():
         ("butterworth", "must have the form 'butterworth:order=...,cutoff=...', got nothing after 'butterworth'"),
         ("butterworth:order=2,order=2,cutoff=0.1", "got 'order', 'order', 'cutoff' after"),
         ("momentum:0.9", "must have the form 'momentum:beta=...', got '0.9' after"),
-        ("butterworth:order=2.5,cutoff=0.1", "order must be an integer, got '2.5' in"),
+        ("butterworth:order=2.5,cutoff=0.1", "order must be a whole number, got '2.5' in"),
         ("butterworth:order=2,cutoff=low", "cutoff must be a number, got 'low' in"),
         ("momentm", "got 'momentm' (did you mean 'momentum'?)."),
         ("butterworth:order=2,cutof=0.1", "got 'order', 'cutof' (did you mean 'cutoff'?) after"),

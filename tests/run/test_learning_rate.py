@@ -24,8 +24,8 @@ from doppler_hf.run.learning_rate import (
     LARGEST_STEP_OF_ADAPTERS,
     LONGEST_WALK,
     SHORTEST_PATH,
-    chosen_learning_rate,
     layers_of_sums,
+    rate_by_rule,
     walks_of_adapters,
 )
 from doppler_hf.run.plan import planned_statement
@@ -39,7 +39,7 @@ def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape)
     model = nn.Linear(1, num_trained, bias=False, device="meta") if model is None else model
-    return chosen_learning_rate(args, statement, model=model)
+    return rate_by_rule(args, statement, model=model)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Every contradictory, ineffective or unsafe argument is refused with its value and the fix."""
 
 import dataclasses
-import inspect
 import json
 import re
 
@@ -31,7 +30,7 @@ REFUSED = [
     (dict(augmentation_multiplicity=True), "augmentation_multiplicity must be a whole number, got True"),
     (dict(per_device_train_batch_size="32"), "per_device_train_batch_size must be a whole number, got '32'"),
     (dict(floating_point_safe="yes"), "floating_point_safe must be True or False, got 'yes'"),
-    (dict(low_pass_filter=None), r"must be a string, got None\. Write 'none' for none, or leave it out for 'auto'"),
+    (dict(low_pass_filter=None), r"must be a string, got None\. .*, or leave it out for 'auto'"),
     (dict(gradient_accumulation_steps=1.5), "gradient_accumulation_steps must be a whole number ≥ 1, got 1.5. Usual is 1"),
     (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
     (dict(max_steps=0), "max_steps must be positive, or -1, got 0. Leave it out"),
@@ -49,7 +48,6 @@ REFUSED = [
     (dict(low_pass_filter="b=0.1;a=1,-0.8"), "Multiply b by"),
     (dict(optim="galore_adamw", optim_target_modules="all-linear"), "Leave optim out, and switch GaLore on"),
     (dict(optim_args="rank=4"), "optim_args='rank=4' has no effect without GaLore. Switch GaLore on"),
-    (dict(optim_target_modules=[]), r"optim_target_modules=\[\] names no module"),
     (dict(base_optimizer="muon", optim_target_modules="all-linear"), "optim_target_modules has no effect with .*'muon'"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "adam_bc_floor=1e-06 has no effect"),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "adam_beta2=0.98 has no effect with base_optimizer='sgd'"),
@@ -82,16 +80,6 @@ def test_refused(tmp_path, overrides, message):
         arguments(tmp_path, **overrides)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("epsilon", "target_epsilon"), ("max_gradnorm", "per_sample_max_grad_norm"), ("eval_step", "eval_steps")],
-)
-def test_the_nearest_argument_is_named_first_of_ours(tmp_path, name, near):
-    assert near in inspect.signature(DopplerTrainingArguments).parameters
-    with pytest.raises(TypeError, match=rf"has no argument '{name}' \(did you mean '{near}'\?\)\."):
-        arguments(tmp_path, **{name: 3})
-
-
 # A value other than the default for every argument of our own that the stock Trainer does not have.
 PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, allow_large_delta=True,
@@ -105,7 +93,7 @@ PRIVATE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate", "optim"}))
+@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate"}))
 def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}={PRIVATE[name]!r} has no effect with disable_dp=True"):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
@@ -146,20 +134,18 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 30
+    assert len(OWN) == 29
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name
 
 
-def test_an_optimizer_that_is_named_is_not_ignored_silently_even_transformers_default(tmp_path):
+def test_another_optimizer_than_transformers_default_is_refused(tmp_path):
     default = OptimizerNames(TrainingArguments.optim).value
     for name in {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd"} - {default}:
         for given in (name, OptimizerNames(name)):
             with pytest.raises(ValueError, match=f"optim='{name}' has no effect: .*Leave optim out"):
                 arguments(tmp_path, optim=given)
-    with pytest.warns(UserWarning, match=f"optim='{default}' has no effect: .*Leave optim out"):
-        assert arguments(tmp_path, optim=default).optim == default
     assert arguments(tmp_path, target_epsilon=None, disable_dp=True, optim="sgd").optim == "sgd"
     assert arguments(tmp_path).optim is OptimizerNames(default)  # the fix
 
@@ -175,13 +161,10 @@ def test_an_optimizer_that_is_left_out_is_left_out_however_arguments_are_read(tm
         lambda: parser.parse_json_file(str(tmp_path / "args.json")),
         lambda: parser.parse_yaml_file(str(tmp_path / "args.yaml")),
     ):
-        (args,) = read()  # a warning would be an error here
+        (args,) = read()
         assert args.optim == args.to_dict()["optim"] == TrainingArguments.optim
         assert dataclasses.replace(args, max_grad_norm=None).optim == TrainingArguments.optim
-    with pytest.warns(UserWarning, match="has no effect"):
-        parser.parse_args_into_dataclasses([*flags, f"--optim={TrainingArguments.optim}"])
-    with pytest.warns(UserWarning, match="has no effect"):  # saved with all others: read again, they are no mistake
-        parser.parse_dict({**words, "optim": args.to_dict()["optim"]})
+    parser.parse_dict({**words, "optim": args.to_dict()["optim"]})  # saved with all others: read again, they are no mistake
     with pytest.raises(ValueError, match="optim='sgd' has no effect"):
         parser.parse_args_into_dataclasses([*flags, "--optim=sgd"])
 

@@ -25,7 +25,6 @@ from filelock import FileLock, Timeout
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from doppler_hf.disk import space_for
 from doppler_hf.version import VERSION
 
 Entry = dict[str, Any]
@@ -118,16 +117,15 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Write the file, so that after a crash at any moment, or on a full disk, the old one or the new one is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
-    with space_for("the ledger", folder=path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     if os.name == "posix":  # The new name must survive a power failure too. Elsewhere folders cannot be synchronized.
         folder = os.open(path.parent, os.O_RDONLY)
         try:

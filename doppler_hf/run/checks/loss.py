@@ -48,11 +48,6 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
         if "device" in str(error):  # a tensor that was left on another one is torch's to name
             raise
-        if base_model.config.problem_type == "multi_label_classification" and not inputs["labels"].is_floating_point():
-            raise ValueError(
-                f"The labels of a multi_label_classification must be of floating point for {name}, which also computes the "
-                f"loss of evaluations, got {inputs['labels'].dtype}. Return floats from the data set or collator: 1.0 for 1."
-            ) from error
         raise ValueError(
             # Not the error's words, which may hold the sizes of examples: messages end in logs.
             f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "

@@ -143,19 +143,18 @@ def _refuse_trainable(model: nn.Module) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
-    half = next((name for name, dtype in trainable.items() if dtype == torch.float16), None)
-    if half is not None:
-        raise ValueError(
-            f"Trained parameters must not be in float16, got {half!r}: gradients of single examples leave its range. Load "
-            "the model with dtype=torch.float32, or torch.bfloat16."
-        )
-    # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
-    complex_name = next((name for name, dtype in trainable.items() if dtype.is_complex), None)
-    if complex_name is not None:
-        raise ValueError(
-            f"Trained parameters must be real numbers, got {complex_name!r} of type {trainable[complex_name]}. Keep its "
-            "real and its imaginary part in the last dimension of a real one, and use torch.view_as_complex in the forward."
-        )
+    for name, dtype in trainable.items():
+        if dtype == torch.float16:
+            raise ValueError(
+                f"Trained parameters must not be in float16, got {name!r}: gradients of single examples leave its range. "
+                "Load the model with dtype=torch.float32, or torch.bfloat16."
+            )
+        # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
+        if dtype.is_complex:
+            raise ValueError(
+                f"Trained parameters must be real numbers, got {name!r} of type {dtype}. Keep its real and its imaginary "
+                "part in the last dimension of a real one, and use torch.view_as_complex in the forward."
+            )
 
 
 def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:

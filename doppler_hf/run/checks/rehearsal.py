@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Subset
@@ -24,7 +24,6 @@ from doppler_hf.run.processes import on_process_0
 
 # Rows of each evaluation set; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
-_WORKERS: Final = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
 
 def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
@@ -32,7 +31,10 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
     args, metrics = trainer.args, {}
     # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
     if args.eval_strategy != "no" and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
-        _refuse_out_of_range(trainer)
+        given, has_own_loss = trainer.eval_dataset, trainer._has_own_loss
+        collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
+        for each in given.values() if isinstance(given, dict) else [given]:
+            refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")
         metrics = _metrics_of_few_rows(trainer, ignore_keys)
         if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
             known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
@@ -45,32 +47,18 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
     on_process_0(lambda: _save_small(trainer, metrics))
 
 
-def _refuse_out_of_range(trainer: Any) -> None:
-    """Refuse evaluation sets with numbers that the model cannot take, which would end the training when they come up."""
-    given = trainer.eval_dataset
-    sets = given.values() if isinstance(given, dict) else [given]
-    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
-    for each in sets:
-        refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=trainer._has_own_loss, name="eval_dataset")
-
-
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
     """Return the metrics of a few rows of each evaluation set, by the call that Transformers makes during a training."""
-
-    def of_rows(count: int) -> dict[str, Any]:
-        with _quiet(trainer, eval_dataset=few_rows(trainer.eval_dataset, count)):
-            return dict(trainer.evaluate(ignore_keys=ignore_keys))
-
     has_metrics = trainer.compute_metrics is not None
     with _told_as_refusal(
         f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows," if has_metrics else "an evaluation"
     ):
         try:
-            return of_rows(_ROWS)
+            return _evaluated(trainer, _ROWS, ignore_keys)
         except Exception:
             if not has_metrics:
                 raise
-            return of_rows(_ROWS_AGAIN)  # a score of two may be undefined
+            return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a score of two may be undefined
 
 
 @contextlib.contextmanager
@@ -86,23 +74,22 @@ def _told_as_refusal(what: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _quiet(trainer: Any, **replaced: Any) -> Iterator[None]:
-    """Let the trainer evaluate in the block without callbacks, trackers, workers and warnings, and leave no trace."""
-    replaced["callback_handler"] = handler = copy.copy(trainer.callback_handler)
-    handler.callbacks = []
-    replaced |= {name: copy.deepcopy(getattr(trainer, name)) for name in ("state", "control")}
-    of_args = {f"dataloader_{name}": value for name, value in _WORKERS.items()}
-    objects = [(trainer, replaced), (trainer.args, of_args), *((each, {}) for each in trainer.model.modules())]
-    before = [(each, {name: vars(each)[name] for name in new or ("training",)}) for each, new in objects]
+def _evaluated(trainer: Any, count: int, ignore_keys: list[str] | None) -> dict[str, Any]:
+    """Evaluate some rows by a copy of the trainer, without callbacks, trackers, workers and warnings; leave no trace."""
+    quiet = copy.copy(trainer)
+    quiet.eval_dataset = few_rows(trainer.eval_dataset, count)
+    quiet.state, quiet.control = copy.deepcopy((trainer.state, trainer.control))
+    quiet.callback_handler, quiet.args = copy.copy(trainer.callback_handler), copy.copy(trainer.args)
+    quiet.callback_handler.callbacks = []
+    vars(quiet.args).update(dataloader_num_workers=0, dataloader_prefetch_factor=None)
+    vars(quiet.args).update(dataloader_persistent_workers=False, dataloader_multiprocessing_context=None)
+    modes = [(module, module.training) for module in trainer.model.modules()]
     try:
-        for each, new in objects:
-            vars(each).update(new)
         with warnings.catch_warnings(action="ignore"):
-            yield
+            return dict(quiet.evaluate(ignore_keys=ignore_keys))
     finally:
-        for each, old in before:
-            vars(each).update(old)
+        for module, mode in modes:
+            module.training = mode
 
 
 def few_rows(dataset: Any, count: int) -> Any:

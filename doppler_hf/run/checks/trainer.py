@@ -1,7 +1,4 @@
-"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint.
-
-Each message has the value, the reason and the fix.
-"""
+"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -134,13 +131,4 @@ def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool
         raise ValueError(
             f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
             "start, put the ledger back, or set disable_dp=True."
-        )
-
-
-def refuse_search(args: DopplerTrainingArguments) -> None:
-    """Refuse a search of hyper-parameters with privacy."""
-    if not args.disable_dp:
-        raise ValueError(
-            "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
-            "disable_dp=True on public data, or add up the ε of one run per setting."
         )

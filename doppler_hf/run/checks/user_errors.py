@@ -27,21 +27,12 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
                 f"A loss must take inputs['labels'], got a KeyError for {name!r}: Transformers' default collator renames "
                 "it. Or give a data_collator of your own."
             ) from error
-        if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
-            raise ValueError(
-                f"train_dataset must have a column 'labels' or 'label', or one that label_names names, got "
-                f"{', '.join(map(str, columns))}. Rename the column of the labels."
-            ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
-        if getattr(dataset, "format", {}).get("type") == "custom":  # of set_transform, which may read it
-            raise ValueError(
-                f"remove_unused_columns must be False where a transform reads {name!r}, got True: Transformers removes "
-                "columns that neither the model's forward nor label_names name. Set it."
-            ) from error
         raise ValueError(
             f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
-            f"the forward does not name. Set label_names=[{name!r}], or for inputs remove_unused_columns=False."
+            f"the forward does not name. Set label_names=[{name!r}], or remove_unused_columns=False for inputs, and for "
+            "what a transform reads."
         ) from error
 
 

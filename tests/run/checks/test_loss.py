@@ -1,7 +1,5 @@
 """A model's own loss, which Transformers would train: the same as that of a private run, or refused."""
 
-import functools
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,7 +7,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiny import Rows, pad, text_data, tiny_bert
+from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
 
@@ -74,23 +72,6 @@ def test_another_loss_than_that_of_the_rule_is_refused(tmp_path, cls, is_checked
         trainer.data_collator = pad_for_tokens
     with pytest.raises(ValueError, match=rf"in the forward of {cls.__name__} must be .*compute_per_sample_loss"):
         trainer.train()
-
-
-def several(examples, *, dtype):
-    return pad(examples) | {"labels": torch.tensor([[row["labels"], 1] for row in examples], dtype=dtype)}
-
-
-def test_whole_numbers_as_labels_of_several_classes_are_refused_with_the_mend(tmp_path):
-    model = bert(BertForSequenceClassification, problem_type="multi_label_classification")
-    rows = [row | {"labels": float(row["labels"])} for row in text_data()]
-    trainer = trainer_of(tmp_path, model=model, data=Rows(rows), max_steps=1)
-    trainer.data_collator = functools.partial(several, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"floating point for BertForSequence.*, got torch\.int64\. Return floats from the data set"
-    ):
-        trainer.train()
-    trainer.data_collator = functools.partial(several, dtype=torch.float32)
-    assert trained(trainer).state.global_step == 1
 
 
 def test_a_loss_of_each_example_may_stand_for_it(tmp_path):
