@@ -104,6 +104,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
             trainer_checks.refuse_of_trainer(self)
+            data_checks.warn_of_training_data_in_evaluation(self)
             self.privacy = self._ledger_keeper
             self.add_callback(self.privacy)
 

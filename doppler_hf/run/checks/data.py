@@ -1,6 +1,7 @@
 """Refusals of a training set and its collator, by what can be read without an example."""
 
 import random
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -91,4 +92,16 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
         raise ValueError(
             "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε protects one row, "
             "not several copies of it. Leave out the repeats, or set privacy_unit_column to a column that they share."
+        )
+
+
+def warn_of_training_data_in_evaluation(trainer: Any) -> None:
+    """Warn where the training set is evaluated: its metrics, and a checkpoint that they choose, are not private."""
+    given = trainer.eval_dataset
+    sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
+    if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
+        warnings.warn(
+            "eval_dataset is train_dataset: its metrics, and a checkpoint that they choose, are NOT PRIVATE. Evaluate on "
+            "other examples.",
+            stacklevel=3,
         )

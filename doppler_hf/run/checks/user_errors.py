@@ -27,6 +27,11 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
                 f"A loss must take inputs['labels'], got a KeyError for {name!r}: Transformers' default collator renames "
                 "it. Or give a data_collator of your own."
             ) from error
+        if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
+            raise ValueError(
+                f"train_dataset must have a column 'labels' or 'label', or one that label_names names, got "
+                f"{', '.join(map(str, columns))}. Rename the column of the labels."
+            ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
         raise ValueError(

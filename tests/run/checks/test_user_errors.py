@@ -6,7 +6,8 @@ from torch.nn import functional as F
 from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer
-from tests.support.trainers import trainer_of
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import arguments, trainer_of
 
 
 class OfTopics(DopplerTrainer):
@@ -32,6 +33,11 @@ def test_labels_that_transformers_removes_are_named(tmp_path, rows):
         trainer().train()
     trainer(label_names=["topic"]).train()
     wrong = trainer(label_names=["topic"])
+    wrong.asks_for = "labels"
+    with pytest.raises(
+        ValueError, match=r"must have a column 'labels' or 'label', .* got input_ids, topic. Rename the column"
+    ):
+        wrong.train()
     wrong.asks_for = "nowhere"
     with pytest.raises(KeyError, match="nowhere"):
         wrong.train()
@@ -52,3 +58,10 @@ def test_what_a_transform_asks_for_is_named(tmp_path):
         ValueError, match=r"Set label_names=\['text'\], or remove_unused_columns=False for .* transform reads"
     ):
         trainer_of(tmp_path, data=rows, max_steps=1).train()
+
+
+def test_who_evaluates_the_training_set_is_warned(tmp_path):
+    data = Dataset.from_list([{"input_ids": [index + 1] * 4, "labels": index % 2} for index in range(12)])
+    for given in (data, {"train": data}):
+        with pytest.warns(UserWarning, match="eval_dataset is train_dataset: .* NOT PRIVATE. Evaluate on other"):
+            DopplerTrainer(tiny_bert(), arguments(tmp_path), train_dataset=data, eval_dataset=given)
