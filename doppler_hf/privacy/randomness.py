@@ -29,7 +29,6 @@ from torch import Tensor
 
 # Encrypting zeros gives the keystream itself. 32,768 words fit into the cache.
 _ZEROS: Final = memoryview(bytes(1 << 18))
-_AES_BLOCK: Final = 16
 # MT19937 in each of the three: 624 words of 32 bits. Python's and NumPy's own seeding spreads a key of 256 bits over them;
 # torch's keeps 32 bits of a seed on the CPU, which can be tried out, so that its words are filled.
 _KEY, _WORDS = 8, 624
@@ -72,17 +71,14 @@ class SecretBits(BitStream):
         if os.getpid() != self._process:
             self._encryptor, self._process = _new_keystream(), os.getpid()
         keystream = words.numpy().view(np.uint8)
-        for part in (keystream[start : start + len(_ZEROS)] for start in range(0, len(keystream), len(_ZEROS))):
-            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`.
-            body = max(0, len(part) - _AES_BLOCK)
-            if body:
-                self._encryptor.update_into(_ZEROS[:body], part.data)
-            part[body:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part) - body]), dtype=np.uint8)
+        for start in range(0, len(keystream), len(_ZEROS)):
+            part = keystream[start : start + len(_ZEROS)]
+            part[:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part)]), dtype=np.uint8)
 
 
 def _new_keystream() -> CipherContext:
     # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
-    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
+    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
 
 class ReproducibleBits(BitStream):
