@@ -54,10 +54,7 @@ def without_adapters(model: Any) -> Any:
 
 def has_prompt(model: Any) -> bool:
     """Return whether a model is one of PEFT that computes one prompt and repeats it for each example."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return False
-    return model.active_peft_config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING)
+    return without_adapters(model) is not model and model.active_peft_config.peft_type in ("PROMPT_TUNING", "P_TUNING")
 
 
 def places_of_prompt(model: Any) -> int:

@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from jaxtyping import Int64, UInt64
 from torch import Tensor
 
@@ -63,22 +63,22 @@ class SecretBits(BitStream):
     is_secret = True
 
     def __init__(self) -> None:
-        self._encryptor, self._process = _new_keystream(), os.getpid()
+        self._take_key()
+
+    def _take_key(self) -> None:
+        # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
+        self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+        self._process = os.getpid()
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the stream."""
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
-            self._encryptor, self._process = _new_keystream(), os.getpid()
+            self._take_key()
         keystream = words.numpy().view(np.uint8)
         for start in range(0, len(keystream), len(_ZEROS)):
             part = keystream[start : start + len(_ZEROS)]
             part[:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part)]), dtype=np.uint8)
-
-
-def _new_keystream() -> CipherContext:
-    # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
-    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
 
 
 class ReproducibleBits(BitStream):
@@ -100,12 +100,9 @@ class ReproducibleBits(BitStream):
 
 
 class WordsByNumber:
-    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two.
+    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two, by 32 secret bytes.
 
     An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
-
-    Args:
-        key: 32 secret bytes.
     """
 
     def __init__(self, key: bytes) -> None:

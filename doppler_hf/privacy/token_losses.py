@@ -100,11 +100,8 @@ def head_in_chunks(
     Sensitivity: the body reads whole examples, as before; a chunk has the same places of each, and no loss another's.
     """
     found: list[Float[Tensor, "batch length"]] = []
-    if not hasattr(base_model.config.get_text_config(), "vocab_size"):
-        yield found
-        return
-    body, length = base_model.base_model, labels.shape[-1]
-    time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
+    body, length, config = base_model.base_model, labels.shape[-1], base_model.config.get_text_config()
+    time = max(1, CHUNK // (len(labels) * config.vocab_size)) if hasattr(config, "vocab_size") else length
     # The weights of the head, those that it shares with the body too.
     layers = itertools.chain.from_iterable(child.parameters() for child in base_model.children() if child is not body)
     outside = [*layers, *base_model.parameters(recurse=False)]
