@@ -91,12 +91,9 @@ class GaussianMechanism:
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
 
     def noise_std(self, step: int) -> float:
-        """Return the standard deviation of the noise per coordinate of the mean gradient.
+        """Return the standard deviation of the noise per coordinate of the mean gradient at a step, from `first_step` on.
 
-        Of white noise it is σC/B, the paper's σ_DP.
-
-        Args:
-            step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
+        Of white noise it is σC/B, the paper's σ_DP, at all of them; of other noise it rises at first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white if self.shape.is_white else white * self.shape.std(step - self._first_step)
