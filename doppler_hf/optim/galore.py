@@ -31,11 +31,7 @@ def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
 
 
 def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) -> Float[Tensor, "_ _"]:
-    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n.
-
-    Args:
-        matrix: G.
-        basis: P, in the dtype of G.
+    """Return PᵀG, shape (rank, n), for m ≤ n and G·P, shape (m, rank), for m > n, with P in the dtype of G.
 
     Example:
         >>> project(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[0.0], [1.0]]))

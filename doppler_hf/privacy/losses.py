@@ -24,13 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 from transformers.models.auto import modeling_auto
 
 from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
-from doppler_hf.privacy.token_losses import (
-    IGNORED_LABEL,
-    head_in_chunks,
-    mean_over_tokens,
-    summed_next_token_losses,
-    token_losses,
-)
+from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
@@ -60,10 +54,7 @@ def without_adapters(model: Any) -> Any:
 
 def has_prompt(model: Any) -> bool:
     """Return whether a model is one of PEFT that computes one prompt and repeats it for each example."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return False
-    return model.active_peft_config.peft_type in (peft.PeftType.PROMPT_TUNING, peft.PeftType.P_TUNING)
+    return without_adapters(model) is not model and model.active_peft_config.peft_type in ("PROMPT_TUNING", "P_TUNING")
 
 
 def places_of_prompt(model: Any) -> int:
@@ -155,14 +146,14 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["labels"] = labels
     if has_ctc(base_model) and labels is not None:
         return ctc_losses(model, inputs, labels, base_model=base_model)
+    chunked: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
     if task is not None and labels is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
-    of_next = labels if task == "causal_lm" else None
-    chunked: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
-    if of_next is not None:
-        chunked = head_in_chunks(base_model, of_next)
+        if task == "causal_lm":
+            labels = next_labels(labels)
+            chunked = head_in_chunks(base_model, labels)
     try:
-        with chunked as in_chunks:
+        with chunked as found:
             outputs = model(**inputs)
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
@@ -187,10 +178,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
             "batch. Set output_router_logits=False in its config."
         )
-    if of_next is not None:
-        return mean_over_tokens(summed_next_token_losses(in_chunks, logits, of_next), of_next, shift=True)
     if task is not None:
-        return token_losses(logits, labels, shift=False)
+        return token_losses(logits, labels, found=found)
     if has_choices(base_model):
         return classification_losses(logits, labels, problem_type="single_label_classification")
     if has_pixels(base_model):

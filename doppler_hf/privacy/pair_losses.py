@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.losses import places_of_prompt, without_adapters
-from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, summed_next_token_losses
+from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, summed_token_losses
 
 REFERENCES: Final = ("ref_chosen_logps", "ref_rejected_logps")  # as TRL names the reference's log-probabilities
 _COMPLETION: Final = "completion_mask"  # 1 for the tokens of the answer
@@ -106,10 +106,10 @@ def log_ratios(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "pa
     """Call the model once, and return log π − log ref of both answers of each pair."""
     rows = {name: value.flatten(0, 1) for name, value in inputs.items() if name not in REFERENCES}
     labels = rows["input_ids"].masked_fill(rows.pop(_COMPLETION) == 0, IGNORED_LABEL)
-    labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
-    with head_in_chunks(without_adapters(model), labels) as in_chunks:
+    labels = next_labels(F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL))
+    with head_in_chunks(without_adapters(model), labels) as found:
         logits = model(**rows).logits
-    log_probabilities = -summed_next_token_losses(in_chunks, logits, labels)
+    log_probabilities = -summed_token_losses(logits, labels, found=found)
     return log_probabilities.unflatten(0, (-1, 2)) - references_of(inputs)
 
 

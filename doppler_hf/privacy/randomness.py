@@ -23,13 +23,12 @@ from typing import Final
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from jaxtyping import Int64, UInt64
 from torch import Tensor
 
 # Encrypting zeros gives the keystream itself. 32,768 words fit into the cache.
 _ZEROS: Final = memoryview(bytes(1 << 18))
-_AES_BLOCK: Final = 16
 # MT19937 in each of the three: 624 words of 32 bits. Python's and NumPy's own seeding spreads a key of 256 bits over them;
 # torch's keeps 32 bits of a seed on the CPU, which can be tried out, so that its words are filled.
 _KEY, _WORDS = 8, 624
@@ -64,25 +63,22 @@ class SecretBits(BitStream):
     is_secret = True
 
     def __init__(self) -> None:
-        self._encryptor, self._process = _new_keystream(), os.getpid()
+        self._take_key()
+
+    def _take_key(self) -> None:
+        # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
+        self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+        self._process = os.getpid()
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
         """Overwrite `words` with the next ones of the stream."""
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
-            self._encryptor, self._process = _new_keystream(), os.getpid()
+            self._take_key()
         keystream = words.numpy().view(np.uint8)
-        for part in (keystream[start : start + len(_ZEROS)] for start in range(0, len(keystream), len(_ZEROS))):
-            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`.
-            body = max(0, len(part) - _AES_BLOCK)
-            if body:
-                self._encryptor.update_into(_ZEROS[:body], part.data)
-            part[body:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part) - body]), dtype=np.uint8)
-
-
-def _new_keystream() -> CipherContext:
-    # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
-    return Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(_AES_BLOCK))).encryptor()
+        for start in range(0, len(keystream), len(_ZEROS)):
+            part = keystream[start : start + len(_ZEROS)]
+            part[:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part)]), dtype=np.uint8)
 
 
 class ReproducibleBits(BitStream):
@@ -104,12 +100,9 @@ class ReproducibleBits(BitStream):
 
 
 class WordsByNumber:
-    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two.
+    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two, by 32 secret bytes.
 
     An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
-
-    Args:
-        key: 32 secret bytes.
     """
 
     def __init__(self, key: bytes) -> None:

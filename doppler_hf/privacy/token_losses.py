@@ -12,7 +12,7 @@ Chunks are cut along time, and how many there are follows from shapes.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,36 +34,37 @@ _Losses = Callable[[Float[Tensor, "batch time hidden"], Int[Tensor, "batch time"
 
 
 def token_losses(
-    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+    logits: Float[Tensor, "batch time classes"],
+    labels: Int[Tensor, "batch length"],
+    *,
+    found: Sequence[Float[Tensor, "batch length"]] = (),
 ) -> Float[Tensor, " batch"]:
     """Return the loss of each example of a task with one label per token: language models and token classifiers.
 
         loss_i = Σ_t [y_it ≠ −100] · CE(logits_it, y_it) / Σ_t [y_it ≠ −100]
 
     The mean is over the example's own labelled tokens, so neither its neighbours nor the length to which they are padded
-    change it. An example without a labelled token has loss 0 and a zero gradient. With `shift`, as for causal language
-    models, the logits at t are compared with the label at t + 1.
+    change it. An example without a labelled token has loss 0 and a zero gradient. Causal language models have
+    `next_labels`, and what `head_in_chunks` has found of their losses.
 
     Example:
-        >>> token_losses(torch.zeros(2, 3, 4), torch.tensor([[1, 2, 3], [1, -100, -100]]), shift=True)
+        >>> token_losses(torch.zeros(2, 3, 4), next_labels(torch.tensor([[1, 2, 3], [1, -100, -100]])))
         tensor([1.3863, 0.0000])
     """
-    return mean_over_tokens(summed_token_losses(logits, labels, shift=shift), labels, shift=shift)
-
-
-def mean_over_tokens(
-    total: Float[Tensor, " batch"], labels: Int[Tensor, "batch length"], *, shift: bool
-) -> Float[Tensor, " batch"]:
-    """Return sums over the labelled tokens of each example as means."""
-    number = (labels[:, int(shift) :] != IGNORED_LABEL).sum(dim=1)
     # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
-    return total / number.clamp(min=1)
+    return summed_token_losses(logits, labels, found=found) / (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
 
 
 def summed_token_losses(
-    logits: Float[Tensor, "batch length classes"], labels: Int[Tensor, "batch length"], *, shift: bool
+    logits: Float[Tensor, "batch time classes"],
+    labels: Int[Tensor, "batch length"],
+    *,
+    found: Sequence[Float[Tensor, "batch length"]] = (),
 ) -> Float[Tensor, " batch"]:
     """Return the sum over each row's labelled tokens, of which `token_losses` is the mean; it has the same arguments."""
+    # Otherwise the head has read something else.
+    if len(found) == 1 and logits.shape[1] == 1:
+        return found[0].sum(dim=1)
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
@@ -72,12 +73,13 @@ def summed_token_losses(
         )
     if labels.is_floating_point():
         raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")
-    return _of_each(logits, _moved(labels) if shift else labels).sum(dim=1)
+    return _of_each(logits, labels).sum(dim=1)
 
 
-def _moved(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+def next_labels(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
+    """Return at each place the label of the next one, with which a causal language model's logits there are compared."""
     # The labels move and not the logits, which are too large to be copied.
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
@@ -89,20 +91,17 @@ def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "b
 def head_in_chunks(
     base_model: PreTrainedModel, labels: Int[Tensor, "batch length"]
 ) -> Iterator[list[Float[Tensor, "batch length"]]]:
-    """Let a causal model, if its logits are many, compute in the block what it yields.
+    """Let a causal model, if its logits are many, compute in the block what it yields, given its `next_labels`.
 
     The model's body is called as ever, and its head on the first place alone. The head's own forward, with all that it does
-    to logits, is called for a few places at a time. `summed_next_token_losses` takes what is yielded. Without a known number
-    of classes, nothing changes.
+    to logits, is called for a few places at a time. `token_losses` takes what is yielded. Without a known number of classes,
+    nothing changes.
 
     Sensitivity: the body reads whole examples, as before; a chunk has the same places of each, and no loss another's.
     """
     found: list[Float[Tensor, "batch length"]] = []
-    if not hasattr(base_model.config.get_text_config(), "vocab_size"):
-        yield found
-        return
-    body, length = base_model.base_model, labels.shape[-1]
-    time = max(1, CHUNK // (len(labels) * base_model.config.get_text_config().vocab_size))
+    body, length, config = base_model.base_model, labels.shape[-1], base_model.config.get_text_config()
+    time = max(1, CHUNK // (len(labels) * config.vocab_size)) if hasattr(config, "vocab_size") else length
     # The weights of the head, those that it shares with the body too.
     layers = itertools.chain.from_iterable(child.parameters() for child in base_model.children() if child is not body)
     outside = [*layers, *base_model.parameters(recurse=False)]
@@ -130,11 +129,11 @@ def head_in_chunks(
 
         # Here and not behind the model's forward, which autocast may surround.
         if is_trained:
-            parts = zip(hidden.split(time, dim=1), _moved(labels).split(time, dim=1), strict=True)
+            parts = zip(hidden.split(time, dim=1), labels.split(time, dim=1), strict=True)
             again = functools.partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
             found.append(torch.cat([again(*part) for part in parts], dim=1))
         else:
-            found.append(_InChunks.apply(hidden, _moved(labels), losses_of, time))
+            found.append(_InChunks.apply(hidden, labels, losses_of, time))
         # The model goes on to its head, whose logits of this place nobody reads.
         outputs["last_hidden_state"] = hidden[:, :1]
         return outputs
@@ -153,18 +152,6 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
         vars(module).pop("forward")
         if before is not None:
             vars(module)["forward"] = before
-
-
-def summed_next_token_losses(
-    found: list[Float[Tensor, "batch length"]],
-    logits: Float[Tensor, "batch time classes"],
-    labels: Int[Tensor, "batch length"],
-) -> Float[Tensor, " batch"]:
-    """Return the sum over each row's labelled tokens, from what `head_in_chunks` has found or else from the logits."""
-    # Otherwise the head has read something else.
-    if len(found) == 1 and logits.shape[1] == 1:
-        return found[0].sum(dim=1)
-    return summed_token_losses(logits, labels, shift=True)
 
 
 class _InChunks(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping import norms
-from doppler_hf.privacy.token_losses import summed_token_losses
+from doppler_hf.privacy.token_losses import next_labels, summed_token_losses
 from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.engine import IMAGE, LM, TEXT, Work, build, losses_of
 from scripts.bench.measure import append_json_line, chosen, settings
@@ -205,7 +205,7 @@ def pairs(args: RoundingArguments) -> Iterator[Case]:
         for rest, ids in ((1.0, other), (0.1, same), (1e-2, same), (1e-3, same), (0.0, other)):
 
             def of_rows(model: nn.Module, ids: Tensor = ids) -> Tensor:
-                return summed_token_losses(model(input_ids=ids).logits, ids, shift=True)
+                return summed_token_losses(model(input_ids=ids).logits, next_labels(ids))
 
             signs = torch.tensor([1.0, rest - 1])
 

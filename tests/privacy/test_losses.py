@@ -5,7 +5,7 @@ import torch
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from doppler_hf.privacy.losses import answer_losses, classification_losses
-from doppler_hf.privacy.token_losses import token_losses
+from doppler_hf.privacy.token_losses import next_labels, token_losses
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -54,7 +54,7 @@ def test_an_example_without_labelled_tokens_has_no_loss_and_no_gradient(shift):
     logits, labels = token_batch([5, 1, 3])
     labels[1] = -100
     logits.requires_grad_()
-    losses = token_losses(logits, labels, shift=shift)
+    losses = token_losses(logits, next_labels(labels) if shift else labels)
     assert losses[1] == 0.0
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     assert torch.all(gradient[1] == 0.0)
@@ -64,7 +64,7 @@ def test_an_example_without_labelled_tokens_has_no_loss_and_no_gradient(shift):
 
 def test_half_precision_logits_give_float32_losses():
     logits, labels = token_batch([5, 3], dtype=torch.bfloat16)
-    for losses_of in (lambda x: token_losses(x, labels, shift=True), lambda x: classification_losses(x[:, 0], labels[:, 0])):
+    for losses_of in (lambda x: token_losses(x, labels), lambda x: classification_losses(x[:, 0], labels[:, 0])):
         assert losses_of(logits).dtype == torch.float32
         torch.testing.assert_close(losses_of(logits), losses_of(logits.float()), atol=0, rtol=0)
 
@@ -75,7 +75,7 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(shif
     logits.requires_grad_()
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.numel()}) or t, lambda t: t):
-        token_losses(logits, labels, shift=shift)
+        token_losses(logits, next_labels(labels) if shift else labels)
     assert logits.numel() <= sum(kept.values()) < 1.01 * logits.numel()
 
 
@@ -91,7 +91,7 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(shif
 )
 def test_token_labels_that_do_not_fit_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
-        token_losses(logits, labels, shift=False)
+        token_losses(logits, labels)
 
 
 @pytest.mark.parametrize("positions", [[2, 5], [7, 8], [-1, 100]])

@@ -20,7 +20,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
 from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
@@ -163,11 +163,9 @@ def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False
     runs = [([*releases.rounds()], releases.strategy) for releases in history]
     # The larger one first: it may stay the larger one.
     (larger, is_removal), (smaller, _) = sorted(zip(known, (True, False), strict=True), reverse=True)
-    terms: dict[str, Any] = {"delta": delta, "is_rough": is_rough}
-    larger = epsilon_of_runs(runs, is_removal=is_removal, known=larger, **terms)
-    if smaller <= larger:
-        return larger
-    return max(larger, epsilon_of_runs(runs, is_removal=not is_removal, known=smaller, **terms))
+    simulated = functools.partial(epsilon_of_runs, runs, delta=delta, is_rough=is_rough)
+    larger = simulated(is_removal=is_removal, known=larger)
+    return larger if smaller <= larger else max(larger, simulated(is_removal=not is_removal, known=smaller))
 
 
 class Spent(NamedTuple):

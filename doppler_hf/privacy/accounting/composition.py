@@ -41,12 +41,9 @@ class Rounds(NamedTuple):
 
 
 def epsilons_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) -> tuple[float, float]:
-    """Return bounds on ε at `delta` of at least one round, for removing and for adding a unit.
+    """Return bounds on ε at δ ≥ SMALLEST_DELTA of at least one round, for removing and for adding a unit.
 
-    Args:
-        rounds: What was released.
-        delta: δ, at least SMALLEST_DELTA.
-        coarsening: By how much the grid is coarser than usual. The bound holds on every grid.
+    They hold on every grid, also on one that is coarser than usual.
     """
     gaussian = gaussian_epsilon(_joint_mu(rounds), delta=delta)
     # What is lost is an infinite loss: of a ten-thousandth of δ, ε hardly notices.

@@ -62,14 +62,9 @@ class _Masses(NamedTuple):
 
 
 def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: float, lost: float) -> Ratio:
-    """Return the distribution of R.
+    """Return the distribution of R for σ ≥ 1/LARGEST_SHIFT and n turns of probability q ≤ 1/n each; of none R is 1.
 
-    Args:
-        noise_multiplier: σ, at least 1 / LARGEST_SHIFT.
-        rate: q, the probability of each turn, at most 1 / turns.
-        turns: n; of none R is 1.
-        spacing: h, of ln R.
-        lost: About how much mass may move to 0 and to infinity.
+    Its grid has the spacing h in ln R. About the mass `lost` may move to 0 and to infinity.
     """
     if turns == 0:
         return Ratio(0, np.ones(1), np.ones(1), 0.0, 0.0)

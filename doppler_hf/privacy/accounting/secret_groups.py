@@ -35,7 +35,7 @@ OfRun = tuple[Sequence[Rounds], Sequence[float]]  # rounds of one σ and rate, a
 
 FAILURE: Final = 5e-4  # the probability that a bound fails, as a share of δ. A calibration looks at up to some twenty
 _FAILURES: Final = 0.01  # what is left for them of δ
-_FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails
+_FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails, of removal or of addition
 _NEAR_OF_A_CURVE: Final = 2.0  # ε that tells most of attacks with some hundredths or thousandths of false positives
 _MOST_OF_A_CURVE: Final = 10_000  # samples
 _NUMBERS: Final = 5_000_000  # normal random numbers of one bound
@@ -58,15 +58,10 @@ class _Kind(NamedTuple):
 
 
 class Run:
-    """The rounds of one run, whose units keep their groups.
-
-    Args:
-        rounds: The rounds, of one σ and rate.
-        strategy: c of the noise, shape (b,). Negative numbers count as positive ones, which raises δ.
-        tilt: For removal or for addition.
-    """
+    """The rounds of one run, of one σ and rate, whose units keep their groups."""
 
     def __init__(self, rounds: Sequence[Rounds], strategy: Sequence[float], tilt: type[Removal] | type[Addition]) -> None:
+        # Negative numbers count as positive ones, which raises δ.
         self.groups, self._c = len(strategy), np.abs(strategy) / math.hypot(*strategy)
         self.steps = _steps(rounds, strategy)
         # If a round is cut between two groups, the first ones have a turn more.
@@ -144,14 +139,9 @@ class Run:
 
 
 def epsilon_of_runs(runs: Sequence[OfRun], *, is_removal: bool, delta: float, known: float, is_rough: bool = False) -> float:
-    """Return a bound on ε of removal or of addition.
+    """Return a bound on ε of removal or of addition in all runs on the same data, at most one that is `known`.
 
-    Args:
-        runs: Rounds and strategy of all runs on the same data.
-        is_removal: Whether a unit is removed, or added.
-        delta: δ, of which a hundredth is for bounds to fail.
-        known: A bound on ε, at most which is returned.
-        is_rough: Whether to estimate the bound from fewer samples.
+    A hundredth of δ is for bounds to fail. A rough one is estimated from fewer samples.
     """
     if known > _LARGEST_EXPONENT:
         return known
@@ -175,7 +165,9 @@ def deltas_of_runs(runs: Sequence[OfRun], epsilons: Array, *, is_removal: bool) 
     simulated = _simulated(runs, near=_NEAR_OF_A_CURVE, is_removal=is_removal, most=_MOST_OF_A_CURVE)
     if simulated is None:
         return np.ones(len(epsilons))
-    return np.array([simulated(each, _FAILURE_OF_A_CURVE / len(epsilons)) for each in epsilons]) + _FAILURE_OF_A_CURVE
+    # An attack is bounded by both directions together.
+    failure = _FAILURE_OF_A_CURVE / (2 * len(epsilons))
+    return np.array([simulated(each, failure) for each in epsilons]) + _FAILURE_OF_A_CURVE
 
 
 def _simulated(

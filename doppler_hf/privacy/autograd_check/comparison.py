@@ -38,14 +38,9 @@ NEXT_TO_NOTHING: Final = 1e-12
 def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
     """Compare an engine's gradients of a batch with ordinary gradients of its examples, each collated by itself.
 
-    The examples should differ in length, so that one of them is padded in the batch and the others are not. Nothing is
-    clipped, and each example has a weight of its own. Whether the two agree depends on model, loss and collator, and nothing
-    about the examples is released.
-
-    Args:
-        clipped: The engine, on a model without chance.
-        trial: The examples.
-        tolerance: The difference allowed, relative to a parameter's own gradient.
+    The examples should differ in length, so that one of them is padded in the batch and the others are not, and the model
+    be without chance. Nothing is clipped, and each example has a weight of its own. Whether the two agree, up to a tolerance
+    relative to a parameter's own gradient, depends on model, loss and collator. Nothing about the examples is released.
 
     Returns:
         The names of the parameters that a loss reaches.

@@ -35,18 +35,13 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
             "each example, without detach(), item() or torch.no_grad()."
         )
-    if losses.ndim == 0:
-        raise ValueError(
-            f"The losses of {number} collated examples must have shape ({number},), got a single number. Return one loss "
-            "for each example, as reduction='none' gives: their mean would couple the examples."
-        )
     if losses.shape != (number,):
         # Not their shape, which may hold the length of an example: messages end in logs.
         got, fix = (
-            ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens.")
-            if losses.ndim > 1
-            else ("more or fewer", "Let the collator return one row for each example (no packing).")
-        )
+            ("a single number", "Set reduction='none': a mean would couple the examples."),
+            ("more or fewer", "Let the collator return one row for each example (no packing)."),
+            ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens."),
+        )[min(losses.ndim, 2)]
         raise ValueError(
             f"The losses of {number} collated examples must have shape ({number},), got {got}. {fix} Let "
             "compute_per_sample_loss return one loss for each example."

@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence, Set
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, is_stored, length_of
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
-
-# The formats of `datasets` that convert number by number, without code of the user's.
-_OF_NUMBERS: Final = ("numpy", "torch")
 
 
 def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] = frozenset()) -> list[Any]:
@@ -46,7 +43,8 @@ def is_read_together(examples: Any, numbers: Set[str]) -> bool:
     if form["type"] is None:
         return True
     columns = examples.column_names if form["output_all_columns"] else form["columns"]
-    return form["type"] in _OF_NUMBERS and not form["format_kwargs"] and numbers >= {*columns}
+    # Two that convert number by number, without code of the user's.
+    return form["type"] in ("numpy", "torch") and not form["format_kwargs"] and numbers >= {*columns}
 
 
 def _of_its_own(value: Any) -> Any:

@@ -34,9 +34,6 @@ class Probe:
 
     Every process of a training chooses the same ones.
 
-    Args:
-        loader: The private loader.
-
     Attributes:
         short: The short examples.
         longest: The longest of all, or of those that were looked at if lengths are unknown.

@@ -79,9 +79,8 @@ class AllocationSampler(Sampler[list[int]]):
         counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
 
     Raises:
-        ValueError: If the expected batch size is outside [1, N/b], or `lengths` or `units` have another size than the data
-            set. Also if the numbers of `units` have gaps, the limit is below 1 or without units, or ranks, pieces or groups
-            are too few.
+        ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
+            the numbers of `units` have gaps, the limit is below 1 or without units, or the rank is none of the processes.
 
     Example:
         >>> sampler = AllocationSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
@@ -107,13 +106,11 @@ class AllocationSampler(Sampler[list[int]]):
         first_step: int = 0,
         seed: int | None = None,
     ) -> None:
-        for name, count in (("micro_batches", micro_batches), ("groups", groups)):
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
-        if lengths is not None and len(lengths) != num_examples:
-            raise ValueError(f"lengths must have one entry for each of {num_examples} examples, got {len(lengths)}.")
+        for name, values in (("lengths", lengths), ("units", units)):
+            if values is not None and len(values) != num_examples:
+                raise ValueError(f"{name} must have one entry for each of {num_examples} examples, got {len(values)}.")
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
             raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
         self.num_examples = num_examples
@@ -126,9 +123,6 @@ class AllocationSampler(Sampler[list[int]]):
         self.num_units, self.counts = num_examples, None
         self.unit_sizes: np.ndarray | None = None
         if self.units is not None:
-            if self.units.shape != (num_examples,):
-                found = self.units.shape
-                raise ValueError(f"units must have one entry for each of {num_examples} examples, got shape {found}.")
             self.unit_sizes = np.bincount(self.units)
             if not self.unit_sizes.all():
                 gap = np.flatnonzero(self.unit_sizes == 0)[0]

@@ -64,8 +64,6 @@ class Squares:
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         # By length and dtype: pairs of Gram matrices with the groups whose squares are still to be found.
         self._pairs: dict[object, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
-        # Query, key and value read the same input. Each factor is kept, so that no other one can get its address.
-        self._recent: list[tuple[object, Tensor, Tensor]] = []
 
     def add(self, group: str, gradient: PerSampleGradient) -> None:
         """Add ‖g_i‖² of one gradient."""
@@ -73,13 +71,13 @@ class Squares:
             if isinstance(use, Dense):
                 self._found[group].append(squares_in_full(use.values) if use.squares is None else use.squares)
             elif isinstance(use, Product) and not self._in_kernels:
-                self._add_pair(group, *map(self._gram_of, (use.left, use.right)))
+                self._add_pair(group, self._gram(in_float32(use.left)), self._gram(in_float32(use.right)))
             elif isinstance(use, Product):
                 self._for_kernels.append((group, use.left, use.right))
             elif self._in_kernels:
                 self._for_kernels.append((group, use.values.contiguous(), use.ids.contiguous()))
             else:
-                gram = self._gram_of(use.values)
+                gram = self._gram(in_float32(use.values))
                 ids = torch.nn.functional.pad(use.ids, (0, gram.shape[1] - use.ids.shape[1]))
                 self._add_pair(group, gram, (ids.unsqueeze(2) == ids.unsqueeze(1)).to(gram.dtype))
         if len(gradient) == 2:
@@ -140,16 +138,6 @@ class Squares:
         squares = torch.addcmul(squares, sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
         for group, found in zip(groups, squares.view(len(groups), -1), strict=True):
             self._found[group].append(found)
-
-    def _gram_of(self, factor: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows time time"]:
-        # By its memory, since autograd wraps one tensor in several Python objects.
-        place = factor.untyped_storage()._cdata, factor.storage_offset(), factor.shape, factor.stride(), factor.dtype
-        for known, _, gram in self._recent:
-            if known == place:
-                return gram
-        gram = self._gram(in_float32(factor))
-        self._recent = [*self._recent[-2:], (place, factor, gram)]
-        return gram
 
     def _is_halved(self, time: int) -> bool:
         return self._halves and time > BLOCK

@@ -10,7 +10,6 @@ Functions of parameters alone, whose output has no batch, are treated in `copies
 """
 
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +32,6 @@ LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError,
 
 # By parameter, in which shape one copy of it for each example broadcasts with the inputs of its layer.
 _Copies = dict[str, tuple[int, ...]]
-# Of layers of this process, with how many dimensions they were called without a batch.
-_UNBATCHED: "weakref.WeakKeyDictionary[nn.Module, set[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
 
 
 class LayerWithoutRule:
@@ -47,7 +44,7 @@ class LayerWithoutRule:
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
-        self._unbatched = _UNBATCHED.setdefault(module, set())
+        self._unbatched: set[tuple[int, ...]] = set()  # dimensions of inputs without a batch
 
     @property
     def fallback(self) -> str:
@@ -67,8 +64,8 @@ class LayerWithoutRule:
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self.module))
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
-        # Once without a batch, always: a later batch may have as many examples as there are positions, even the first one
-        # of a training, to which the start check has shown another.
+        # Sensitivity: once without a batch, as in the start check, always: a later batch may have as many examples as there
+        # are positions.
         if dimensions in self._unbatched or self.notes.batch_size not in sizes or sizes - {1, self.notes.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))

@@ -61,7 +61,7 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.notes, ctx.transposed = weight, bias, notes, transposed
-        # As it is multiplied. Without kernels wide matrices share their input, and its Gram matrix, with each other.
+        # As it is multiplied. Without kernels wide matrices share their input with each other.
         is_rounded = weight.requires_grad and is_cast(x)
         if is_rounded and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # in float32 it would take twice the memory

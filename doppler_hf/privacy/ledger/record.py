@@ -82,7 +82,9 @@ class LedgerRecord:
             elif self.runs[-1].is_closed:
                 _refuse(entry, "the run is closed")
             elif event == "steps":
-                self._reserve(entry)
+                if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
+                    _refuse(entry, f"{self.runs[-1].steps_reserved} steps were reserved already")
+                self.runs[-1].steps_reserved = entry["steps_reserved"]
             else:
                 self._release(entry)
         self.entries.append(entry)
@@ -147,11 +149,6 @@ class LedgerRecord:
         if not goes_on:
             self.plans.append([])
         self.plans[-1].append(run)
-
-    def _reserve(self, entry: Entry) -> None:
-        if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
-            _refuse(entry, f"{self.runs[-1].steps_reserved} steps were reserved already")
-        self.runs[-1].steps_reserved = entry["steps_reserved"]
 
     def _release(self, entry: Entry) -> None:
         run, steps_run, is_end = self.runs[-1], entry["steps_run"], entry["event"] == "closed"

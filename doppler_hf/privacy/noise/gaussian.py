@@ -47,13 +47,7 @@ def noise_source(device: torch.device, *, floating_point_safe: bool = False, see
 
 
 def box_muller(words: Int64[Tensor, " n"], out: Float64[Tensor, " n"], *, std: float) -> None:
-    """Turn an even number of uniform words into as many independent draws of 𝒩(0, std²).
-
-    Args:
-        words: Uniform words, shape (n,), n even (modified in place: overwritten).
-        std: Standard deviation.
-        out: The draws, of the same shape (modified in place).
-    """
+    """Turn an even number of uniform words into as many independent draws of 𝒩(0, std²) (both modified in place)."""
     half = len(words) // 2
     radius, tangent = out[:half], out[half:]
     radius[:] = words[:half]
@@ -73,29 +67,22 @@ def box_muller(words: Int64[Tensor, " n"], out: Float64[Tensor, " n"], *, std: f
 def add_gaussian_noise(
     values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int, floating_point_safe: bool = False
 ) -> None:
-    """Add independent 𝒩(0, std²) to every coordinate of `values` (modified in place).
+    """Add independent 𝒩(0, std²) to every coordinate of contiguous `values` (modified in place), on any device.
 
-    Args:
-        values: The values to privatize, contiguous, on any device. The noise is made on the CPU.
-        std: Standard deviation of the noise, in the units of `values`.
-        stream: The source of the words.
-        step: Optimizer step, counted from 0.
-        floating_point_safe: Whether each draw is the sum of four.
+    The noise is made on the CPU; with `floating_point_safe` each draw is the sum of four.
     """
     # Every coordinate gets its own draw, in their order, and no word of the stream is used twice.
     terms = TERMS if floating_point_safe else 1
     flat, most = values.view(-1), min(_PIECE, values.numel() + values.numel() % 2)
     words = torch.empty(most, dtype=torch.int64, device="cpu")
     drawn, rounded = torch.empty_like(words, dtype=torch.float64), torch.empty_like(words, dtype=flat.dtype)
-    total = torch.empty_like(drawn) if floating_point_safe else drawn
+    total = torch.empty_like(drawn)
     for part in flat.split(_PIECE):
         even = len(part) + len(part) % 2
-        if floating_point_safe:
-            total.zero_()
+        total.zero_()
         for _ in range(terms):
             stream.fill(words[:even], step=step)
             box_muller(words[:even], drawn[:even], std=std / math.sqrt(terms))
-            if floating_point_safe:
-                total[:even].add_(drawn[:even])
+            total[:even].add_(drawn[:even])
         # Rounded as a whole: torch adds two dtypes slowly, number by number.
         part.add_(rounded[: len(part)].copy_(total[: len(part)]).to(part.device))

@@ -91,12 +91,9 @@ class GaussianMechanism:
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
 
     def noise_std(self, step: int) -> float:
-        """Return the standard deviation of the noise per coordinate of the mean gradient.
+        """Return the standard deviation of the noise per coordinate of the mean gradient at a step, from `first_step` on.
 
-        Of white noise it is σC/B, the paper's σ_DP.
-
-        Args:
-            step: Optimizer step, from `first_step` on. White noise is the same in all of them, the other rises at first.
+        Of white noise it is σC/B, the paper's σ_DP, at all of them; of other noise it rises at first.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white if self.shape.is_white else white * self.shape.std(step - self._first_step)
@@ -104,10 +101,7 @@ class GaussianMechanism:
     def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
         """Return what `steps` steps release, in the accountant's terms.
 
-        Args:
-            steps: How many steps.
-            sample_rate: q, the probability with which a unit is drawn at a step, over its groups.
-            groups: How many groups of units take turns.
+        A unit is drawn at a step with probability `sample_rate`, over its `groups`, which take turns.
 
         Raises:
             ValueError: If a unit can take part again before its noise has passed.
@@ -193,15 +187,21 @@ class GaussianMechanism:
         """Add the noise of a step to coordinates on an accelerator, and multiply them (modified in place)."""
         from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
 
-        states = [] if self.shape.is_white else [self._advance(name, part) for name, part in parts.items()]
+        states = []
+        for name, part in () if self.shape.is_white else parts.items():
+            past = self._past.setdefault(name, [])
+            before = [*past]
+            # Of b − 1 tensors y_t overwrites the oldest one, so that no more memory is needed.
+            past.insert(0, past.pop() if len(past) == self.shape.bands - 1 else torch.empty_like(part))
+            states.append((past[0], *before))
         for kind in {(part.device, part.dtype) for part in parts.values()}:
             add_noise_and_scale(
                 [part for part in parts.values() if (part.device, part.dtype) == kind],
                 std=self._white_std,
                 scale=scale,
                 terms=TERMS if self._floating_point_safe else 1,
-                coefficients=self.shape.c[1 : 1 + len(states[0][1])] if states else (),
-                states=[(y, *past) for y, past in states if (y.device, y.dtype) == kind],
+                coefficients=self.shape.c[1 : len(states[0])] if states else (),
+                states=[state for state in states if (state[0].device, state[0].dtype) == kind],
             )
 
     def _add_on_cpu(self, name: str, part: Float[Tensor, " n"], *, whole: Float[Tensor, "..."], step: int) -> None:
@@ -222,24 +222,11 @@ class GaussianMechanism:
             return
         # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
         # of a slightly other z, and not a function of the data.
-        y, past = self._advance(name, part)
-        # In place, since another tensor of that size takes longer than what is computed: y may be the oldest one.
-        if past and past[-1] is y:
-            y.mul_(-self.shape.c[len(past)])
-            past.pop()
-        else:
-            y.zero_()
+        past = self._past.setdefault(name, [])
+        # In place of the oldest one, since another tensor of that size takes longer than what is computed.
+        y = torch.zeros_like(part) if len(past) < self.shape.bands - 1 else past.pop().mul_(-self.shape.c[-1])
         for c, before in zip(self.shape.c[1:], past, strict=False):
             y.sub_(before, alpha=c)
         add_white(y)
         part.add_(y)
-
-    def _advance(self, name: str, like: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], list[Float[Tensor, " n"]]]:
-        """Return a tensor for the next shaped noise y_t of a parameter, and y_{t−1}, y_{t−2}, … as far as they count.
-
-        Of b − 1 the last one is overwritten by y_t, so that no more memory is needed.
-        """
-        past = self._past.setdefault(name, [])
-        before = list(past)
-        past.insert(0, past.pop() if len(past) == self.shape.bands - 1 else torch.empty_like(like))
-        return past[0], before
+        past.insert(0, y)

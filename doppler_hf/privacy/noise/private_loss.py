@@ -14,11 +14,9 @@ from doppler_hf.privacy.noise.mechanism import GaussianMechanism
 
 
 class PrivateLoss:
-    """Adds up the losses of a draw and releases their noisy mean over the expected batch.
+    """Adds up the losses of a draw on a device and releases their noisy mean over the expected batch.
 
-    Args:
-        mechanism: With σ_L as `noise_multiplier` and L as `max_grad_norm`.
-        device: The device of the losses.
+    The mechanism has σ_L as `noise_multiplier` and L as `max_grad_norm`.
 
     Example:
         >>> mechanism = GaussianMechanism(noise_multiplier=0.0, max_grad_norm=2.0, expected_batch_size=2)
@@ -34,11 +32,9 @@ class PrivateLoss:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None) -> None:
-        """Add the losses of some of the draw's examples.
+        """Add the losses of some of the draw's examples, of which NaN counts as L, each times its share of its unit.
 
-        Args:
-            losses: One loss per example, shape (batch,). NaN counts as L.
-            weights: Each example's share of its unit, shape (batch,), which add up to at most 1 for a unit; 1 by default.
+        These weights, 1 by default, add up to at most 1 for a unit.
         """
         # Sensitivity: an example changes the sum by a number within ±L, whatever its loss, and a unit by at most L.
         bound = self.mechanism.max_grad_norm

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy.accounting import Releases, get_epsilon
+from doppler_hf.privacy.accounting import Releases, get_epsilon, secret_groups
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, percent, trade_off
 from doppler_hf.privacy.accounting.composition import delta_curve
 
@@ -104,6 +104,17 @@ def test_no_attack_that_is_run_on_a_secret_group_does_better_and_none_is_thought
         bound = found.true_positive_rate(false_positive_rate)
         assert reached - error < bound < 1.15 * reached + error
         assert bound < 0.9 * known.true_positive_rate(false_positive_rate)
+
+
+def test_the_bounds_of_both_directions_fail_together_with_the_probability_that_each_delta_contains(monkeypatch):
+    failures = []
+    bound = lambda epsilon, failure: failures.append(failure) or 0.0  # noqa: E731
+    monkeypatch.setattr(secret_groups, "_simulated", lambda *_, **__: bound)
+    trade_off([Releases(1.0, 1 / 8, 16, NoiseShape.banded(2).c)])
+    contained = secret_groups.deltas_of_runs([], np.zeros(1), is_removal=True)[0]
+    failures.pop()
+    assert len(failures) > 2
+    assert sum(failures) <= contained * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,11 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     [
         (dict(expected_batch_size=11), "between 1 and the number of training examples, 10, got 11"),
         (dict(expected_batch_size=0), "got 0"),
-        (dict(groups=0), "groups must be at least 1, got 0"),
         (dict(groups=3), "3 groups that take turns need 3 × the expected batch size of 5 units, got 10"),
         (dict(groups=2, sampling="poisson"), "Poisson sampling has one group, got 2. Take white noise, or random"),
-        (dict(micro_batches=0), "micro_batches must be at least 1, got 0"),
         (dict(rank=2, world_size=2), "got rank 2 of 2"),
-        (dict(lengths=[1, 2]), "one entry for each of 10 examples, got 2"),
+        (dict(lengths=[1, 2]), "lengths must have one entry for each of 10 examples, got 2"),
+        (dict(units=[0, 1]), "units must have one entry for each of 10 examples, got 2"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
