@@ -36,9 +36,6 @@ def sizes(folder):
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_disk_is_one_line(tmp_path):
     with pytest.raises(NoSpaceError) as caught, space_for("a checkpoint", folder=tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -58,9 +55,6 @@ def test_torch_and_safetensors_are_understood(tmp_path, size):
             save(tensors, str(tmp_path / "file"))
 
 
-# --- the ledger -----------------------------------------------------------------------------------------------------------
-
-
 def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     ledger = PrivacyLedger.open(statement())
     ledger.save(tmp_path)
@@ -77,9 +71,6 @@ def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     with files_of_at_most(size):
         ledger.save(tmp_path)
     assert PrivacyLedger.load(tmp_path).entries == ledger.entries
-
-
-# --- a run ----------------------------------------------------------------------------------------------------------------
 
 
 def check_what_is_left(folder, trainer):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
-from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -15,7 +14,7 @@ from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.end_to_end.test_early_ends import interrupted
 from tests.support import processes
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, weights
+from tests.support.trainers import NoSignal, On, Recorder, at, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 
@@ -84,17 +83,10 @@ def other_terms(folder, world):
     return found
 
 
-class Drift(TrainerCallback):
-    """Moves the weights on process 1 alone."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if args.process_index == 1 and state.global_step == 2:
-            with torch.no_grad():
-                model.classifier.bias.add_(1.0)
-
-
 def drifted(folder, world):
-    return refusal(folder, "drifted", callbacks=[Drift()], max_steps=4)
+    """Return why a training is refused that moves the weights on process 1 alone."""
+    move = On(step_end=at(2, lambda args, model, **_: model.classifier.bias.data.add_(args.process_index)))
+    return refusal(folder, "drifted", callbacks=[move], max_steps=4)
 
 
 def neighbours(folder, world):

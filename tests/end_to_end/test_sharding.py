@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -27,7 +27,7 @@ from doppler_hf.privacy import PrivacyLedger
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder
+from tests.support.trainers import NoSignal, On, Recorder, at
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused"),
@@ -190,24 +190,22 @@ def neighbours(folder, world, *, model):
 
 def law(folder, world):
     """Return the secret noise of this process's rows, step by step, in units of what it must be, and how many they are."""
+    noise = []
 
-    class Rows(TrainerCallback):
-        noise = []
+    def note(model, **_):
+        own = [p.grad.to_local().flatten() for p in model.parameters()]
+        noise.append(torch.cat(own).double() / trainer.private_run.mechanism.noise_std(0))
 
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            own = [p.grad.to_local().flatten() for p in model.parameters()]
-            self.noise.append(torch.cat(own).double() / trainer.private_run.mechanism.noise_std(0))
-
-    rows = Rows()
     trainer = trainer_of(
-        Path(folder) / f"law-{world}", world=world, model=full_model(), cls=NoSignal, noise_seed=None, callbacks=[rows],
-        grad_sample_self_check=False, max_steps=8, per_device_train_batch_size=8 // world, **FSDP,
+        Path(folder) / f"law-{world}", world=world, model=full_model(), cls=NoSignal, noise_seed=None,
+        callbacks=[On(pre_optimizer_step=note)], grad_sample_self_check=False, max_steps=8,
+        per_device_train_batch_size=8 // world, **FSDP,
     )  # fmt: skip
     trainer.train()
     statement = trainer.privacy.ledger.statement
     expected = statement.noise_multiplier * statement.per_sample_max_grad_norm / 8
     return {
-        "noise": torch.stack(rows.noise),
+        "noise": torch.stack(noise),
         "std": trainer.private_run.mechanism.noise_std(0) / expected,
         "whole": sum(p.numel() for p in trainer.model.parameters()),
     }
@@ -232,15 +230,8 @@ def meetings(folder, world, *, name, model=lora_model, **options):
     """Return what processes did together in the second step."""
     trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model(), **(SMALL | options))
     mode = Collectives()
-
-    class Count(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                mode.__enter__()
-            if state.global_step == 2:
-                mode.__exit__(None, None, None)
-
-    trainer.add_callback(Count())
+    trainer.add_callback(On(step_end=at(1, lambda **_: mode.__enter__())))
+    trainer.add_callback(On(step_end=at(2, lambda **_: mode.__exit__(None, None, None))))
     trainer.train()
     cut = [isinstance(p, DTensor) for p in trainer.model.parameters() if p.requires_grad]
     return {"counts": dict(mode.counts), "whole": cut.count(False), "cut": cut.count(True)}
@@ -252,13 +243,8 @@ def meetings(folder, world, *, name, model=lora_model, **options):
 def message_of(folder, world, *, name, act=str, step=1, model=lora_model, **options):
     """Return how a training ends in which process 1 does something at a step."""
     trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model().double(), **(FSDP | options))
-
-    class AtStep(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == step and args.process_index == 1:
-                act(trainer)
-
-    trainer.add_callback(AtStep())
+    if trainer.args.process_index == 1:
+        trainer.add_callback(On(step_begin=at(step, lambda **_: act(trainer))))
     begin = time.monotonic()
     try:
         trainer.train()

@@ -23,9 +23,6 @@ def matrix(number, **options):
     return np.stack([image([unit]) for unit in torch.eye(number)], axis=1)
 
 
-# --- the image of a gradient ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["one row", "several rows"])
 def width(request, monkeypatch):
     """Tables of 13 columns, or of all coordinates."""
@@ -44,9 +41,6 @@ def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
     assert counts.min() >= 4
 
 
-# --- in a training --------------------------------------------------------------------------------------------------------
-
-
 def test_every_private_gradient_is_recorded(tmp_path):
     recorder, witness = GradientRecorder(dimensions=32), Recorder()
     trainer = trainer_of(
@@ -60,9 +54,6 @@ def test_every_private_gradient_is_recorded(tmp_path):
     optimizer = trainer.optimizer.optimizer
     assert recorder.low_pass_filter == optimizer.low_pass_filter
     assert recorder.noise_std == pytest.approx(optimizer.noise_std * math.sqrt(len(witness.gradients[0]) / 32))
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

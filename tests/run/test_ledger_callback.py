@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Value
-from transformers import BertForSequenceClassification, TrainerCallback, TrainerControl, TrainerState
+from transformers import BertForSequenceClassification, TrainerControl, TrainerState
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
@@ -21,22 +21,7 @@ from doppler_hf.run.earlier_ledgers import ledgers_of
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from tests.support.ledgers import after, said, statement
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trained, trainer_of, weights
-
-
-class Stop(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.action()
-
-
-def interrupt():
-    raise KeyboardInterrupt
+from tests.support.trainers import On, arguments, at, interrupt, trained, trainer_of, weights
 
 
 def events(folder):
@@ -85,7 +70,7 @@ def test_a_kill_within_a_step_counts_it(tmp_path):
 
 
 def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=300, callbacks=[Stop(4, interrupt)])
+    trainer = trainer_of(tmp_path, max_steps=300, callbacks=[On(step_end=at(4, interrupt))])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 4
@@ -149,7 +134,7 @@ def of_file(name):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [(lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])), (of_file("checkpoint-2"), {})],
+    [(lambda trainer: trainer.model, dict(callbacks=[On(step_end=at(3, interrupt))])), (of_file("checkpoint-2"), {})],
 )
 def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys, model, options):
     first = trainer_of(tmp_path, save_strategy="steps", save_steps=2, **options)
@@ -229,14 +214,14 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
         lambda: trainer_of(tmp_path, disable_dp=True, noise_multiplier=None, **options).train(),
     ]
 
-    def refuse():
+    def refuse(**_):
         for other in others:
             before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
             with pytest.raises(ValueError, match=r"another private run, which is still going on\. Use another output_dir"):
                 other()
             assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
 
-    first = trained(trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, refuse)], **options))
+    first = trained(trainer_of(tmp_path, max_steps=5, callbacks=[On(step_end=at(2, refuse))], **options))
     assert PrivacyLedger.load(tmp_path / "out").head == first.privacy.ledger.head
     assert first.privacy.ledger.steps_run == 5
     first.save_model(str((tmp_path / "out").absolute()))
@@ -255,9 +240,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     own, above, aside = ledgers_of(tmp_path / "out" / "checkpoint-4")
     assert own.is_prefix_of(aside)
     assert not own.is_prefix_of(above)
-
-
-# --- the budget -----------------------------------------------------------------------------------------------------------
 
 
 def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):

@@ -20,7 +20,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checks.model import refuse_model
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import OfLogits, TokenMean, trained
+from tests.support.trainers import OfLogits, On, TokenMean, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
@@ -29,11 +29,9 @@ draws_for_layers_that_stay = pytest.mark.skipif(
 )
 
 
-def refused(tmp_path, match, *, collator=None, **options):
+def refused(tmp_path, match, **options):
     """Train, expect a refusal before the first step, and return it."""
     trainer = trainer_of(tmp_path, **options)
-    if collator is not None:
-        trainer.data_collator = collator
     with pytest.raises(ValueError, match=match) as refusal:
         trainer.train()
     assert trainer.state.global_step == 0
@@ -41,16 +39,9 @@ def refused(tmp_path, match, *, collator=None, **options):
     return str(refusal.value)
 
 
-def trains(tmp_path, *, collator=pad, **options):
-    """Train a step without a refusal, and return the trainer."""
-    trainer = trainer_of(tmp_path, **{"max_steps": 1} | options)
-    trainer.data_collator = collator
-    trainer.train()
-    assert trainer.state.global_step == trainer.args.max_steps
-    return trainer
-
-
-# --- the model and its optimizer ------------------------------------------------------------------------------------------
+def trains(tmp_path, **options):
+    """Train a step without a refusal."""
+    assert trained(trainer_of(tmp_path, max_steps=1, **options)).state.global_step == 1
 
 
 class PlainSGD(DopplerTrainer):
@@ -137,8 +128,8 @@ def every_other(examples):
 
 @pytest.mark.parametrize(("collator", "got"), [(twice, "more"), (every_other, "fewer")])
 def test_rows_are_counted_in_every_step(tmp_path, collator, got):
-    trainer = trainer_of(tmp_path, grad_sample_self_check=False, per_device_train_batch_size=10)
-    trainer.data_collator = lambda examples: collator(examples) if len(examples) > 3 else pad(examples)
+    of_many = lambda examples: collator(examples) if len(examples) > 3 else pad(examples)  # noqa: E731
+    trainer = trainer_of(tmp_path, collator=of_many, grad_sample_self_check=False, per_device_train_batch_size=10)
     with pytest.raises(ValueError, match=rf"losses of a micro-batch must be one for each of its examples, got {got}\. Let"):
         trainer.train()
 
@@ -268,9 +259,6 @@ def test_lengths_are_asked_for_where_positions_depend_on_the_longest(tmp_path):
     trains(tmp_path, model=model, data=OnTheFly(300, padded_to=32))  # the fix
 
 
-# --- statistics of the data -----------------------------------------------------------------------------------------------
-
-
 class Remembering(hf.BertForSequenceClassification):
     """Keeps a running mean of its embeddings, and subtracts it."""
 
@@ -344,20 +332,13 @@ def of_no_number():
     return model
 
 
-class Freezing(hf.TrainerCallback):
-    def __init__(self, event, trainable):
-        def change(*args, model=None, **kwargs):
-            model.classifier.requires_grad_(trainable)
-
-        setattr(self, event, change)
-
-
 @pytest.mark.parametrize(("trainable", "change"), [(False, "frozen"), (True, "unfrozen")])
-@pytest.mark.parametrize(("event", "steps"), [("on_train_begin", 0), ("on_step_begin", 0), ("on_step_end", 1)])
+@pytest.mark.parametrize(("event", "steps"), [("train_begin", 0), ("step_begin", 0), ("step_end", 1)])
 def test_what_is_trained_stays_the_same_or_no_further_step_is_counted(tmp_path, event, steps, trainable, change):
     model = tiny_bert()
     model.classifier.requires_grad_(not trainable)
-    trainer = trainer_of(tmp_path, model=model, callbacks=[Freezing(event, trainable)])
+    change_it = On(**{event: lambda model, **_: model.classifier.requires_grad_(trainable)})
+    trainer = trainer_of(tmp_path, model=model, callbacks=[change_it])
     with pytest.raises(ValueError, match=rf"stay the same .*, got 'classifier.bias' {change}\. .* before train\(\)\."):
         trainer.train()
     assert trainer.state.global_step == steps
@@ -373,9 +354,6 @@ def test_a_private_checkpoint_is_not_resumed_without_privacy(tmp_path):
     public = trainer_of(tmp_path, noise_multiplier=None, disable_dp=True, **saving)
     with pytest.raises(ValueError, match=r"disable_dp must be False to resume from .* holds a privacy ledger, got True\."):
         public.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-
-
-# --- in training mode -----------------------------------------------------------------------------------------------------
 
 
 class MixedUp(DopplerTrainer):
@@ -480,8 +458,7 @@ def test_an_example_without_a_column_of_others_is_refused(tmp_path, collator):
     """Transformers' collators ask the first example alone which columns there are."""
     data = [{"input_ids": [index + 1] * 4, "token_type_ids": [0] * 4, "label": index % 2} for index in range(8)]
     del data[0]["token_type_ids"]
-    trainer = trainer_of(tmp_path, data=data, **UNCHECKED)
-    trainer.data_collator = collator
+    trainer = trainer_of(tmp_path, data=data, collator=collator, **UNCHECKED)
     with pytest.raises(ValueError, match="must all have the same columns, got one without a value in some"):
         trainer.train()
 
@@ -491,8 +468,9 @@ def test_an_example_of_fewer_choices_than_others_is_refused(tmp_path):
     torch.manual_seed(0)
     model = hf.BertForMultipleChoice(tiny_bert().config)
     data = [{"input_ids": [[index + 1] * 4] * (3 if index else 2), "label": index % 2} for index in range(8)]
-    trainer = trainer_of(tmp_path, model=model, data=data, **UNCHECKED | {"per_device_train_batch_size": 7})
-    trainer.data_collator = hf.DataCollatorForMultipleChoice(hf.BertTokenizer(vocab={"[PAD]": 0}))
+    collator = hf.DataCollatorForMultipleChoice(hf.BertTokenizer(vocab={"[PAD]": 0}))
+    options = dict(model=model, data=data, collator=collator, **UNCHECKED | {"per_device_train_batch_size": 7})
+    trainer = trainer_of(tmp_path, **options)
     with pytest.raises(ValueError, match="must all have the same number of choices, got different ones"):
         trainer.train()
 
@@ -638,9 +616,8 @@ class Labels(DopplerTrainer):
 def test_a_whole_number_among_the_labels_does_not_cut_those_of_others(tmp_path):
     """Transformers' default collator asks the first example alone whether labels are whole numbers."""
     data = [{"input_ids": [index + 1] * 4, "label": 0.5 if index else 3} for index in range(8)]
-    trainer = trainer_of(tmp_path, cls=Labels, model=tiny_bert(num_labels=1), data=data, max_steps=1, **UNCHECKED)
-    trainer.data_collator = hf.default_data_collator
-    trainer.train()
+    options = dict(model=tiny_bert(num_labels=1), data=data, collator=hf.default_data_collator, max_steps=1)
+    trainer = trained(trainer_of(tmp_path, cls=Labels, **options, **UNCHECKED))
     assert sorted(trainer.seen[-8:]) == [0.5] * 7 + [3.0]
 
 
@@ -663,16 +640,11 @@ def test_a_model_that_reads_the_padding_is_refused_although_its_row_is_zero_at_f
     assert all(torch.equal(*pair) for pair in zip(before, model.cpu().parameters(), strict=True))
 
 
-# --- what a refusal says --------------------------------------------------------------------------------------------------
-
-
 def test_a_refusal_names_no_length_of_an_example(tmp_path):
-    trainer = trainer_of(tmp_path, model=tiny_bert(max_position_embeddings=64), data=rows_of([7] * 20 + [31]))
-    trainer.data_collator = lambda examples: pad(examples) | {"labels": pad(examples)["input_ids"]}
-    with pytest.raises(ValueError, match="dimensions") as refusal:
-        trainer.train()
-    for number in ("31", "62", "93", "7,", "14"):
-        assert number not in str(refusal.value)
+    wrong = lambda examples: pad(examples) | {"labels": pad(examples)["input_ids"]}  # noqa: E731
+    options = dict(model=tiny_bert(max_position_embeddings=64), data=rows_of([7] * 20 + [31]), collator=wrong)
+    refusal = refused(tmp_path, "dimensions", **options)
+    assert not [number for number in ("31", "62", "93", "7,", "14") if number in refusal]
 
 
 # --- the others, in a line or two -----------------------------------------------------------------------------------------
