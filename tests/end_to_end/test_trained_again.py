@@ -123,18 +123,6 @@ def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, c
     assert "Interrupted" not in capsys.readouterr().out
 
 
-def test_an_interruption_within_a_step_says_what_the_ledger_counts(tmp_path, capsys):
-    class Stopped(DopplerTrainer):
-        def training_step(self, *args, **kwargs):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer_of(tmp_path, cls=Stopped).train()
-    counted = PrivacyLedger.load(tmp_path / "out")
-    assert counted.steps_run == 1
-    assert f"Privacy spent: ε = {counted.epsilon():.4g}, " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("target_epsilon", "steps"), [(3.0, 3), (6.0, 4)])
 def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_target(tmp_path, capsys, target_epsilon, steps):
     options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)

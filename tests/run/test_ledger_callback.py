@@ -60,13 +60,15 @@ def test_steps_are_on_disk_before_they_are_computed(tmp_path):
     assert all(counted == step + 1 for step, counted in trainer.on_disk)
 
 
-def test_a_kill_within_a_step_counts_it(tmp_path):
+def test_a_kill_within_a_step_counts_it_and_says_what_is_spent(tmp_path, capsys):
     trainer = trainer_of(tmp_path, cls=Watchful, max_steps=300)
     trainer.killed_in_step = 4
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert PrivacyLedger.load(tmp_path / "out").steps_run == 6  # portions of 3
+    counted = PrivacyLedger.load(tmp_path / "out")
+    assert counted.steps_run == 6  # portions of 3
     assert events(tmp_path / "out") == ["opened", "steps", "steps", "left"]
+    assert f"Privacy spent: ε = {counted.epsilon():.4g}, " in capsys.readouterr().out
 
 
 def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_path):
@@ -323,15 +325,16 @@ def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
 
 @pytest.mark.parametrize(("accuracy", "is_told"), [(0.5, True), (0.75, True), (0.77, True), (0.875, False)])
 def test_an_accuracy_that_is_hardly_the_majoritys_is_told_of(tmp_path, capsys, accuracy, is_told):
-    trainer = trainer_of(tmp_path, eval_strategy="epoch")
+    metrics = lambda predicted: {"accuracy": accuracy, "majority_class_accuracy": share}  # noqa: E731
+    trainer = trainer_of(tmp_path, eval_strategy="epoch", compute_metrics=metrics)
     share = np.bincount(trainer.eval_dataset["labels"]).max() / 8
     assert share == 0.75
-    trainer.compute_metrics = lambda predicted: {"accuracy": accuracy, "majority_class_accuracy": share}
     words = f"its accuracy, {accuracy:.3g}, is not clearly above 0.75, the share of the most"
-    trainer.evaluate()  # of a model that no training has left
+    assert "epsilon" not in trainer.evaluate()  # of a model that no training has left
     assert words not in capsys.readouterr().out
     for evaluated in (trainer.train, trainer.evaluate):
         evaluated()
+        assert trainer.state.log_history[-1]["epsilon"] > 0.0
         assert capsys.readouterr().out.count(words) == is_told
 
 
@@ -344,10 +347,11 @@ def test_a_regression_that_is_hardly_better_than_the_mean_label_is_told_of(tmp_p
         known = model.eval()(**pad(rows) | {"labels": None}).logits.flatten().tolist()
     scores = known if knows else [4.0, 1.0, 3.0, 5.0, 2.0, 4.0, 0.0, 1.0]
     data = text_data().cast_column("labels", Value("float32"))
-    trainer = trainer_of(tmp_path, model=model, data=data, eval_strategy="epoch", max_steps=3, learning_rate=1e-9)
-    trainer.compute_metrics = lambda predicted: {"sum": float(predicted.predictions.sum())}  # or labels are not kept
-    trainer.eval_dataset = [row | {"labels": score} for row, score in zip(rows, scores, strict=True)]
-    trainer.train()
+    trainer = trained(trainer_of(
+        tmp_path, model=model, data=data, eval_strategy="epoch", max_steps=3, learning_rate=1e-9,
+        evaluated=[row | {"labels": score} for row, score in zip(rows, scores, strict=True)],
+        compute_metrics=lambda predicted: {"sum": float(predicted.predictions.sum())},  # or labels are not kept
+    ))  # fmt: skip
     found = next(log for log in trainer.state.log_history if "eval_loss" in log)
     assert found["eval_mean_label_loss"] == pytest.approx(np.var(scores))
     words = f"its loss, {found['eval_loss']:.3g}, is not clearly below {np.var(scores):.3g}, that of the mean label of the"

@@ -19,19 +19,16 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.checkpoints import kept_evaluations
 from doppler_hf.run.checks import rehearsal
 from doppler_hf.run.checks.rehearsal import few_rows
+from doppler_hf.workloads.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert
-from tests.support.trainers import on_cpu, trained, trainer_of, weights
+from tests.support.trainers import OfLogits, on_cpu, trained, trainer_of, weights
 
 EVALUATES = dict(eval_strategy="steps", eval_steps=2)
 SAVES = dict(save_strategy="steps", save_steps=2)
 BEST = EVALUATES | SAVES | dict(load_best_model_at_end=True)
 NO_TOKENS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
 ADAPTER = LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], init_lora_weights=False)
-
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).sum() / len(prediction.label_ids))}
 
 
 class Unsaveable:
@@ -75,7 +72,7 @@ FAILS = {
         "compute_metrics,.*'NoneType'",
     ),
     "an unknown metric": (
-        dict(compute_metrics=accuracy, metric_for_best_model="acuracy", **BEST),
+        dict(compute_metrics=accuracy_from_logits, metric_for_best_model="acuracy", **BEST),
         r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
     ),
     "several sets, and the best by the loss": (
@@ -149,19 +146,14 @@ class Plain(nn.Module):
         return self.head(self.middle(self.embedding(input_ids).mean(dim=1)))
 
 
-class OfPlain(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        return nn.functional.cross_entropy(model(inputs["input_ids"]), inputs["labels"], reduction="none")
-
-
 def test_a_module_with_tied_weights_is_saved_chosen_and_resumed(tmp_path):
-    trainer = trained(trainer_of(tmp_path, model=Plain(), cls=OfPlain, **BEST))
+    trainer = trained(trainer_of(tmp_path, model=Plain(), cls=OfLogits, **BEST))
     chosen = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(chosen[name], value.cpu(), rtol=0, atol=0)
     Plain().load_state_dict(chosen)
     assert not trainer.privacy.ledger.unknown_weights(Path(trainer.state.best_model_checkpoint))
-    resumed = trainer_of(tmp_path, model=Plain(), cls=OfPlain, max_steps=6, **BEST)
+    resumed = trainer_of(tmp_path, model=Plain(), cls=OfLogits, max_steps=6, **BEST)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert resumed.state.global_step == 6
     assert resumed.model.head.weight is resumed.model.embedding.weight
@@ -175,7 +167,7 @@ def area(prediction):
 def of_many(prediction):
     if len(prediction.label_ids) < 20:
         raise ValueError("too few rows")
-    return accuracy(prediction)
+    return accuracy_from_logits(prediction)
 
 
 def in_order(num_examples=40):
@@ -274,7 +266,7 @@ def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     for rehearse in (True, False):
         trainer = trainer_of(
             tmp_path / str(rehearse), model=tiny_bert(hidden_dropout_prob=0.1), noise_seed=3, rehearse=rehearse,
-            evaluated=TWO_SETS, compute_metrics=accuracy, **BEST, **options,
+            evaluated=TWO_SETS, compute_metrics=accuracy_from_logits, **BEST, **options,
         )  # fmt: skip
         trainer.add_callback(watcher := Watcher())
         capsys.readouterr()
