@@ -39,28 +39,22 @@ def forward(model, **inputs):
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_a_number_below_the_end_is_taken_and_the_end_is_not(name):
+def test_numbers_and_lengths_below_the_end_are_taken_and_the_end_is_not(name):
     model = build(name).eval()
-    found = ends(model)
-    assert found["input_ids"] == VOCABULARY
-    assert ("token_type_ids" in found) == ("bert" in name and not name.startswith("distil"))
-    assert ("decoder_input_ids" in found) == name.startswith("t5")
-    for column in found.keys() & {"input_ids", "token_type_ids", "decoder_input_ids"}:
+    numbers, lengths = ends(model), ends(model, kind="lengths")
+    assert numbers["input_ids"] == VOCABULARY
+    assert ("token_type_ids" in numbers) == ("bert" in name and not name.startswith("distil"))
+    assert ("decoder_input_ids" in numbers) == name.startswith("t5")
+    for column in numbers.keys() & {"input_ids", "token_type_ids", "decoder_input_ids"}:
         others = dict(input_ids=torch.full((1, 3), 2))
-        forward(model, **others | {column: torch.full((1, 3), found[column] - 1)})
+        forward(model, **others | {column: torch.full((1, 3), numbers[column] - 1)})
         with pytest.raises(IndexError):
-            forward(model, **others | {column: torch.full((1, 3), found[column])})
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_the_longest_text_is_taken_and_a_longer_one_is_not(name):
-    model = build(name).eval()
-    found = ends(model, kind="lengths")
-    assert set(found) == ({"input_ids"} if name in ABSOLUTE else set())
-    forward(model, input_ids=torch.full((1, found.get("input_ids", 100) - 1), 2))
+            forward(model, **others | {column: torch.full((1, 3), numbers[column])})
+    assert set(lengths) == ({"input_ids"} if name in ABSOLUTE else set())
+    forward(model, input_ids=torch.full((1, lengths.get("input_ids", 100) - 1), 2))
     if name in ABSOLUTE:
         with pytest.raises((IndexError, RuntimeError)):
-            forward(model, input_ids=torch.full((1, found["input_ids"]), 2))
+            forward(model, input_ids=torch.full((1, lengths["input_ids"]), 2))
 
 
 @pytest.mark.parametrize("name", MODELS)
