@@ -89,13 +89,12 @@ def check_what_is_left(folder, trainer):
     except ValueError as error:
         if "must find a whole checkpoint" not in str(error) and "No valid checkpoint" not in str(error):
             raise
-        return []
+        return
     # Of a checkpoint whose last file was cut off the one before may be taken.
     begun = resumed.privacy.ledger.restarts[-1]
     assert begun in whole
     assert resumed.state.global_step == 4
     assert resumed.privacy.ledger.steps_run == counted + 4 - begun
-    return [begun]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from doppler_hf import DopplerTrainer
 from tests.support.per_example import assert_equals_loop
 from tests.support.tiny import pad
 from tests.support.tolerances import of_optimizer_steps
-from tests.support.trainers import OfLogits, On, assert_trained_alike, checked_trainer_of, trained
+from tests.support.trainers import OfLogits, On, assert_trained_alike, changing, checked_trainer_of, trained
 
 MOMENTUM = dict(base_optimizer="adam", low_pass_filter="momentum", lr_scheduler_type="constant", weight_decay=0.1)
 
@@ -36,11 +36,6 @@ class Plain(nn.Module):
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         return self.head(self.back(self.table(input_ids[:, 0])).tanh())
-
-
-class Bare(OfLogits):
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs)
 
 
 def pad_tokens(rows):
@@ -92,7 +87,14 @@ def test_the_gradients_of_both_are_clipped_together(tmp_path):
 
 
 def test_each_has_noise_of_its_own(tmp_path):
-    trainer = trained(trainer_of(tmp_path, "plain", cls=Bare, callbacks=[keeping(steps := [])]))
+    trainer = trained(
+        trainer_of(
+            tmp_path,
+            "plain",
+            cls=changing(lambda losses, inputs: 1e-12 * losses, of=OfLogits),
+            callbacks=[keeping(steps := [])],
+        )
+    )
     table, back, head = (
         torch.stack([step[f"{name}.weight"] for step in steps]).double() / trainer.private_run.settled_noise_std
         for name in ("table", "back", "head")

@@ -15,7 +15,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.run.checks.trainer import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, On, Recorder, assert_trained_alike, trained, trainer_of, weights
+from tests.support.trainers import NoSignal, On, Recorder, assert_trained_alike, changing, trained, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,9 @@ def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     assert pushed[0] >= {LEDGER_NAME, "model.safetensors", "optimizer.pt"}
 
 
-class TenTimes(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        return 10 * super().compute_per_sample_loss(model, inputs)
-
-
 def test_an_evaluation_reports_the_loss_that_is_trained(tmp_path):
-    found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, TenTimes)]
+    ten_times = changing(lambda losses, inputs: 10 * losses)
+    found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, ten_times)]
     assert found[1]["eval_loss"] == pytest.approx(10 * found[0]["eval_loss"], rel=1e-5)
 
 
@@ -242,37 +238,25 @@ def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)
 
 
-class UnitLoss(DopplerTrainer):
-    """Every example's loss is 1."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs) + 1.0
-
-
 def test_the_loss_of_a_step_is_a_mean_however_it_is_cut(tmp_path):
     sizes = dict(per_device_train_batch_size=6, gradient_accumulation_steps=4)
-    trainer = trained(trainer_of(tmp_path, cls=UnitLoss, noise_multiplier=0.0, max_steps=1, **sizes))
+    ones = changing(lambda losses, inputs: 1e-12 * losses + 1.0)
+    trainer = trained(trainer_of(tmp_path, cls=ones, noise_multiplier=0.0, max_steps=1, **sizes))
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [1.0]
-
-
-class Unfit(DopplerTrainer):
-    """Examples of three tokens have a loss of zero times `factor`."""
-
-    factor: float
-
-    def compute_per_sample_loss(self, model, inputs):
-        shortest = inputs["attention_mask"].sum(dim=1) == 3
-        return super().compute_per_sample_loss(model, inputs) * torch.where(shortest, 0.0 * self.factor, 1.0)
 
 
 @pytest.mark.parametrize(("report", "bf16", "granularity"), [("private", False, "flat"), ("none", True, "per_layer")])
 def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tmp_path, report, bf16, granularity):
     data, gradients = text_data(), []
     assert sum(len(ids) == 3 for ids in data["input_ids"]) > 24 * 0.1  # the small one of the checks before the first step
-    for factor in (1.0, math.inf):
-        Unfit.factor, recorder = factor, Recorder()
+    for factor in (0.0, math.nan):
+
+        def unfit(losses, inputs, factor=factor):
+            return losses * torch.where(inputs["attention_mask"].sum(dim=1) == 3, factor, 1.0)
+
+        recorder = Recorder()
         trainer = trained(trainer_of(
-            tmp_path / str(factor), cls=Unfit, data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
+            tmp_path / str(factor), cls=changing(unfit), data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
             clipping_granularity=granularity, callbacks=[recorder],
         ))  # fmt: skip
         # ε is infinite under a seed.

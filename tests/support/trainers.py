@@ -94,19 +94,20 @@ class Recorder(TrainerCallback):
         self.gradients.append(torch.cat([each.flatten() for each in whole]).double().cpu())
 
 
-class NoSignal(DopplerTrainer):
-    """Every per-example gradient is next to zero, so that `p.grad` is the bare noise."""
+def changing(change, *, of=DopplerTrainer):
+    """Return a trainer whose losses are those of another one, changed; `change` takes them and the inputs."""
 
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs)
+    class Changing(of):
+        def compute_per_sample_loss(self, model, inputs):
+            return change(super().compute_per_sample_loss(model, dict(inputs)), inputs)
+
+    return Changing
 
 
-class TokenMean(DopplerTrainer):
-    """Each loss is weighted by its share of the batch's tokens, without a gradient into other rows."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        tokens = inputs["attention_mask"].sum(dim=1)
-        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+# Every per-example gradient is next to zero, so that `p.grad` is the bare noise.
+NoSignal = changing(lambda losses, inputs: 1e-12 * losses)
+# Each loss is weighted by its share of the batch's tokens, without a gradient into other rows.
+TokenMean = changing(lambda losses, inputs: losses * inputs["attention_mask"].sum(dim=1) / inputs["attention_mask"].sum())
 
 
 class OfLogits(DopplerTrainer):

@@ -20,7 +20,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checks.model import refuse_model
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import OfLogits, On, TokenMean, trained
+from tests.support.trainers import OfLogits, On, TokenMean, changing, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
@@ -89,18 +89,9 @@ def test_mixing_of_one_batch_in_ten_is_found(tmp_path, coin):
 
 
 def padded_on_the_left(examples):
-    width = max(len(example["input_ids"]) for example in examples)
-    rows = {
-        name: [[0] * (width - len(e[name])) + list(e[name]) for e in examples] for name in ("input_ids", "attention_mask")
-    }
-    return {name: torch.tensor(value) for name, value in rows.items()} | {
-        "labels": torch.tensor([example["labels"] for example in examples])
-    }
-
-
-class Detached(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        return super().compute_per_sample_loss(model, inputs).detach()
+    padded = ("input_ids", "attention_mask")
+    batch = pad([row | {name: row[name][::-1] for name in padded} for row in examples])
+    return batch | {name: batch[name].flip(1) for name in padded}
 
 
 class OfEachClass(DopplerTrainer):
@@ -201,13 +192,7 @@ def test_a_layer_that_reads_the_batch_is_refused_however_little(tmp_path, trains
     refused(tmp_path, f"in the places of others at {at}", model=model)
 
 
-class BatchMean(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        losses = super().compute_per_sample_loss(model, inputs)
-        return losses / len(losses)
-
-
-@pytest.mark.parametrize("trainer", [TokenMean, BatchMean])
+@pytest.mark.parametrize("trainer", [TokenMean, changing(lambda losses, inputs: losses / len(losses))])
 def test_a_loss_that_scales_with_the_batch_is_refused_without_a_number_that_is_computed_from_examples(tmp_path, trainer):
     # The first two have equal shares, as if both were merely clipped to less.
     refusal = refused(tmp_path, "the loss depends on the other examples", cls=trainer, data=rows_of([6, 6, 3, 8] * 6))
@@ -409,21 +394,15 @@ def rows_of(lengths):
     return Dataset.from_list(rows)
 
 
-class Unlabelled(DopplerTrainer):
-    """The shortest and the longest examples have no gradient, or none that is finite; all losses scale with the batch."""
-
-    value = 0.0
-
-    def compute_per_sample_loss(self, model, inputs):
-        lengths = inputs["attention_mask"].sum(dim=1)
-        losses = super().compute_per_sample_loss(model, inputs) * len(lengths)
-        return losses * torch.where((lengths == 3) | (lengths == 8), self.value, 1.0)
-
-
 @pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, monkeypatch, value):
-    monkeypatch.setattr(Unlabelled, "value", value)
-    refused(tmp_path, "the loss depends on the other examples", cls=Unlabelled)
+def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, value):
+    """The shortest and the longest have no gradient, or none that is finite; all losses scale with the batch."""
+
+    def unlabelled(losses, inputs):
+        lengths = inputs["attention_mask"].sum(dim=1)
+        return losses * len(lengths) * torch.where((lengths == 3) | (lengths == 8), value, 1.0)
+
+    refused(tmp_path, "the loss depends on the other examples", cls=changing(unlabelled))
 
 
 def test_a_transform_is_given_one_example_at_a_time(tmp_path):
@@ -686,7 +665,8 @@ REFUSED = {
         "create_optimizer must make a DopplerOptimizer in a private run, got SGD", lambda: dict(cls=PlainSGD)
     ),
     "losses that are not attached to the graph": (
-        r"must return a tensor that is attached to the graph, got one without a gradient\.", lambda: dict(cls=Detached)
+        r"must return a tensor that is attached to the graph, got one without a gradient\.",
+        lambda: dict(cls=changing(lambda losses, inputs: losses.detach())),
     ),
     "a batch that is no dictionary": (
         r"collator must return a dictionary of tensors, .* got a tuple\. Return one",
