@@ -93,17 +93,3 @@ def own_caches(tmp_path, monkeypatch):
 def without_pictures(monkeypatch):
     """Leave them out of reports, of whose time they take most."""
     monkeypatch.setattr("doppler_hf.reports.run_report._svg", lambda figure: "")
-
-
-@pytest.fixture
-def bert():
-    from tests.support.tiny import tiny_bert
-
-    return tiny_bert()
-
-
-@pytest.fixture
-def texts():
-    from tests.support.tiny import text_data
-
-    return text_data()

@@ -10,8 +10,9 @@ from doppler_hf.cli.report import REPORT_NAME, model_in_words, newest_checkpoint
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.attack import percent
 from doppler_hf.run.checkpoints import EVALUATIONS_NAME
+from doppler_hf.workloads.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
-from tests.support.trainers import trainer_of
+from tests.support.trainers import trained, trainer_of
 
 VOID = {"meta", "br", "img", "link"}
 
@@ -33,10 +34,6 @@ class Wellformed(HTMLParser):
 
     def handle_data(self, data):
         self.words.append(data)
-
-
-def accuracy(prediction):
-    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
 
 
 def page_of(folder):
@@ -96,9 +93,9 @@ def test_the_log_of_another_training_in_the_folder_is_not_shown(tmp_path):
 @pytest.mark.parametrize("saves", [dict(save_strategy="steps", save_steps=2), *thorough(dict(save_strategy="no"))])
 def test_the_last_evaluation_is_shown_beside_the_majority_class(tmp_path, saves):
     """That at the end of an epoch comes after the last checkpoint. None of another model, or another training."""
-    trainer = trainer_of(tmp_path, max_steps=2, eval_strategy="epoch", **saves)
-    trainer.compute_metrics = accuracy
-    trainer.train()
+    trainer = trained(
+        trainer_of(tmp_path, max_steps=2, eval_strategy="epoch", compute_metrics=accuracy_from_logits, **saves)
+    )
     folder, labels = tmp_path / "out", trainer.eval_dataset["labels"]
     metrics = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
     majority = max(labels.count(0), labels.count(1)) / len(labels)

@@ -7,41 +7,33 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
-from transformers import TrainerCallback
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.end_to_end.test_early_ends import interrupted
 from tests.support import processes
-from tests.support.tiny import head_alone, pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, weights
+from tests.support.tiny import head_alone, text_data
+from tests.support.trainers import NoSignal, On, Recorder, at, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 
 def train(folder, world, case):
     """What every process does; the environment tells it which one it is."""
     if case == "equal":  # every example in every draw, so that one process and two draw the same
-        cls, own = DopplerTrainer, dict(
+        own = dict(
             noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world, base_optimizer="sgd",
             low_pass_filter="first-order-v1", learning_rate=0.1,
         )  # fmt: skip
     else:
-        cls, own = NoSignal, dict(noise_multiplier=2.0, per_sample_max_grad_norm=0.5, per_device_train_batch_size=8 // world)
-    args = DopplerTrainingArguments(
-        output_dir=f"{folder}/{case}", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, max_steps=5,
-        eval_strategy="steps", eval_steps=5, grad_sample_self_check=case == "equal", **own,
+        own = dict(cls=NoSignal, noise_multiplier=2.0, per_sample_max_grad_norm=0.5, per_device_train_batch_size=8 // world)
+    trainer = trainer_of(
+        Path(folder) / case, callbacks=[recorder := Recorder()], evaluated=text_data(7, seed=1), use_cpu=True, max_steps=5,
+        gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=5, grad_sample_self_check=case == "equal", **own,
     )  # fmt: skip
-    model = tiny_bert()
-    if args.process_index > 0:  # replicas must not rely on being built alike
+    if trainer.args.process_index > 0:  # replicas must not rely on being built alike
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in trainer.model.parameters():
                 parameter.add_(1.0)
-    recorder = Recorder()
-    trainer = cls(
-        model=model, args=args, train_dataset=text_data(), eval_dataset=text_data(7, seed=1), data_collator=pad,
-        callbacks=[recorder],
-    )  # fmt: skip
     trainer.train()
     ledger = trainer.privacy.ledger
     return {
@@ -84,17 +76,10 @@ def other_terms(folder, world):
     return found
 
 
-class Drift(TrainerCallback):
-    """Moves the weights on process 1 alone."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if args.process_index == 1 and state.global_step == 2:
-            with torch.no_grad():
-                model.classifier.bias.add_(1.0)
-
-
 def drifted(folder, world):
-    return refusal(folder, "drifted", callbacks=[Drift()], max_steps=4)
+    """Return why a training is refused that moves the weights on process 1 alone."""
+    move = On(step_end=at(2, lambda args, model, **_: model.classifier.bias.data.add_(args.process_index)))
+    return refusal(folder, "drifted", callbacks=[move], max_steps=4)
 
 
 def neighbours(folder, world):

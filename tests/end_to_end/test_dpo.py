@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -305,11 +306,8 @@ def test_a_trainer_that_is_one_of_trls_too_is_refused_by_name_with_what_to_take(
     type("Ours", (DopplerDPOTrainer,), {})
 
 
-@pytest.mark.parametrize("kind", ["cpo", "orpo"])
-def test_what_is_to_take_for_cpo_and_orpo_trains(tmp_path, kind):
-    trainer = trainer_of(tmp_path, loss_type=[kind, "sft"], max_steps=1)
-    trainer.train()
-    assert trainer.state.global_step == 1
+def test_what_is_to_take_for_cpo_trains(tmp_path):
+    assert trained(trainer_of(tmp_path, loss_type=["cpo", "sft"], max_steps=1)).state.global_step == 1
 
 
 class OfRewards(DopplerTrainer):
@@ -324,6 +322,5 @@ class OfRewards(DopplerTrainer):
 
 def test_a_model_of_rewards_trains_on_pairs_of_rows(tmp_path):
     pairs = Dataset.from_list([{"input_ids": [[5 + row, 6, 7], [8, 9, 5 + row]]} for row in range(24)])
-    trainer = checked_trainer_of(tmp_path, cls=OfRewards, model=tiny_bert(num_labels=1), data=pairs, max_steps=1)
-    trainer.data_collator = lambda rows: {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
-    assert trained(trainer).state.global_step == 1
+    options = dict(cls=OfRewards, model=tiny_bert(num_labels=1), data=pairs, collator=default_data_collator, max_steps=1)
+    assert trained(checked_trainer_of(tmp_path, **options)).state.global_step == 1

@@ -1,10 +1,11 @@
 """What is said of a run that ends before its plan: ε of the plan, everywhere; and a round goes on where it was left."""
 
+import contextlib
 import re
 import stat
 
 import pytest
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
@@ -14,48 +15,38 @@ from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import On, at, interrupt, trained, trainer_of
 
 PLANNED = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=9)
 
 
-class Ends(TrainerCallback):
-    """Ends a run after a step, as a callback or as a user does."""
-
-    def __init__(self, step, *, error=None):
-        self.step, self.error = step, error
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step and self.error is not None:
-            raise self.error
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= self.error is None and state.global_step == self.step
+def stop(control, **_):
+    control.should_training_stop = True
 
 
-def stopping_early():
-    """The host's own callback: at this learning rate no evaluation is better than the first."""
-    return EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=1e3)
+def fail(**_):
+    raise ValueError("mine")
+
+
+# At this learning rate no evaluation is better than the first.
+STOPPING_EARLY = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=1e3)
 
 
 @pytest.mark.parametrize(
-    ("callback", "steps"),
+    ("callback", "error", "steps"),
     [
-        (stopping_early(), 2),
-        (Ends(2, error=KeyboardInterrupt()), 2),
-        *thorough((Ends(4), 4), (Ends(2, error=ValueError("mine")), 2)),
+        (STOPPING_EARLY, None, 2),
+        (On(step_begin=at(2, interrupt)), KeyboardInterrupt, 2),
+        *thorough((On(step_end=at(4, stop)), None, 4), (On(step_begin=at(2, fail)), ValueError, 2)),
     ],
     ids=["early stopping", "Ctrl-C", "a callback", "an error"],
 )
 @pytest.mark.usefixtures("without_pictures")
-def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, steps):
+def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path, capsys, callback, error, steps):
     evaluations = dict(eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
     saves = dict(save_strategy="steps", save_steps=1)
     trainer = trainer_of(tmp_path, callbacks=[callback], **PLANNED, **evaluations, **saves)
-    if error := getattr(callback, "error", None):
-        with pytest.raises(type(error)):
-            trainer.train()
-    else:
+    with pytest.raises(error) if error else contextlib.nullcontext():
         trainer.train()
     ledger = PrivacyLedger.load(tmp_path / "out")
     terms = dict(noise_multiplier=ledger.statement.noise_multiplier, sample_rate=1 / 3, delta=24**-1.1)
@@ -92,7 +83,9 @@ def test_a_run_to_its_end_says_nothing_of_other_lengths(tmp_path, capsys):
 
 def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
     """Another σ, target or length: each at half of δ, to its own end."""
-    first = trained(trainer_of(tmp_path, callbacks=[Ends(4)], save_strategy="steps", save_steps=2, **PLANNED))
+    first = trained(
+        trainer_of(tmp_path, callbacks=[On(step_end=at(4, stop))], save_strategy="steps", save_steps=2, **PLANNED)
+    )
     again = trainer_of(tmp_path, **PLANNED | dict(target_epsilon=7.0, save_strategy="steps"))
     again.train(resume_from_checkpoint=True)
     plans = again.privacy.ledger.plans
@@ -106,7 +99,7 @@ def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
 
 
 def test_another_length_within_the_same_target_is_refused_with_what_to_do(tmp_path):
-    trained(trainer_of(tmp_path, callbacks=[Ends(4)], save_strategy="steps", save_steps=2, **PLANNED))
+    trained(trainer_of(tmp_path, callbacks=[On(step_end=at(4, stop))], save_strategy="steps", save_steps=2, **PLANNED))
     options = PLANNED | dict(max_steps=6, save_strategy="steps")
     with pytest.raises(ValueError, match=r"The privacy budget is spent: ε = .*\. What was planned counts"):
         trainer_of(tmp_path, **options).train(resume_from_checkpoint=True)
@@ -162,7 +155,7 @@ def interrupted(tmp_path, *, after, **options):
     """Train 6 steps of one round, which begin anew after so many; a checkpoint every 2."""
     terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2) | options
     # 48 records and batches of 8: a round has 6 steps.
-    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[Ends(after, error=KeyboardInterrupt())], **terms)
+    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[On(step_begin=at(after, interrupt))], **terms)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     return trainer, trainer_of(tmp_path, data=text_data(48), cls=Sees, **terms)

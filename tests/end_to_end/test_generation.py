@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from tests.support.models import t5_lm
 from tests.support.tiny import pad
 from tests.support.trainers import ON_CPU
 
@@ -20,14 +21,6 @@ class GeneratingArguments(DopplerTrainingArguments, Seq2SeqTrainingArguments):
     """Both, in one line."""
 
 
-def tiny_t5():
-    torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=2, dropout_rate=0.0
-    )
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None))
-
-
 def test_evaluations_in_a_training_generate(tmp_path):
     rows = [dict(input_ids=[5 + i] * (3 + i % 5), attention_mask=[1] * (3 + i % 5), labels=[5 + i] * 3) for i in range(24)]
     args = GeneratingArguments(
@@ -36,7 +29,7 @@ def test_evaluations_in_a_training_generate(tmp_path):
         noise_multiplier=1.0,
     )  # fmt: skip
     trainer = GeneratingTrainer(
-        model=tiny_t5(),
+        model=t5_lm(),
         args=args,
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:4]),

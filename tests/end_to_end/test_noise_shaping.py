@@ -3,56 +3,37 @@
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.accounting import Releases
-from tests.support.tiny import pad, text_data
-from tests.support.trainers import NoSignal, Recorder, trainer_of
+from tests.support.tiny import pad_numbered, text_data
+from tests.support.trainers import NoSignal, On, Recorder, trainer_of
 
 SHAPE = "banded:bands=3"
-
-
-class Turns(TrainerCallback):
-    """Watches who takes part in which step, and what the optimizer is told about the noise."""
-
-    def __init__(self, trainer):
-        self.taken, self.stds, self.trainer = [], [], trainer
-        begin = trainer.get_batch_samples
-
-        def watched(iterator, num_batches, device):
-            pieces, count = begin(iterator, num_batches, device)
-            labels = [x for piece in pieces for micro_batch in piece for x in micro_batch.inputs["unit"].tolist()]
-            self.taken.append(labels)
-            return pieces, count
-
-        trainer.get_batch_samples = watched
-
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.stds.append(optimizer.optimizer.noise_std)
 
 
 class Numbered(DopplerTrainer):
     """Every example carries its number through the collator; its loss does not read it."""
 
     def compute_per_sample_loss(self, model, inputs):
-        return super().compute_per_sample_loss(model, {name: value for name, value in inputs.items() if name != "unit"})
-
-
-def numbered(examples):
-    units = torch.tensor([example["unit"] for example in examples])
-    plain = [{name: value for name, value in example.items() if name != "unit"} for example in examples]
-    return {**pad(plain), "unit": units}
+        return super().compute_per_sample_loss(model, {name: value for name, value in inputs.items() if name != "number"})
 
 
 def shaped_trainer(tmp_path, **options):
+    """Return a trainer, who takes part in which of its steps, and what its optimizer is told about the noise."""
     options = dict(noise_shape=SHAPE, remove_unused_columns=False, per_device_train_batch_size=2, max_steps=11) | options
-    data = text_data(24).add_column("unit", list(range(24)))
-    trainer = trainer_of(tmp_path, cls=Numbered, data=data, **options)
-    trainer.data_collator = numbered
-    watched = Turns(trainer)
-    trainer.add_callback(watched)
-    return trainer, watched
+    data = text_data(24).add_column("number", list(range(24)))
+    trainer = trainer_of(tmp_path, cls=Numbered, data=data, collator=pad_numbered, **options)
+    taken, stds, begin = [], [], trainer.get_batch_samples
+
+    def watched(*args):
+        pieces, count = begin(*args)
+        taken.append([x for piece in pieces for micro_batch in piece for x in micro_batch.inputs["number"].tolist()])
+        return pieces, count
+
+    trainer.get_batch_samples = watched
+    trainer.add_callback(On(pre_optimizer_step=lambda optimizer, **_: stds.append(optimizer.optimizer.noise_std)))
+    return trainer, taken, stds
 
 
 def apart(taken):
@@ -62,41 +43,41 @@ def apart(taken):
 
 
 def test_no_unit_comes_back_before_its_turn(tmp_path):
-    trainer, watched = shaped_trainer(tmp_path)
+    trainer, taken, stds = shaped_trainer(tmp_path)
     trainer.train()
-    assert len(watched.taken) >= 11
-    assert apart(watched.taken) == 3
+    assert len(taken) >= 11
+    assert apart(taken) == 3
     run = trainer.private_run
     sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
     assert run.ledger.history == [Releases(sigma, rate, 11, run.mechanism.shape.c)]
-    assert watched.stds == [run.mechanism.noise_std(step) for step in range(11)]
-    assert watched.stds[0] < watched.stds[2]
+    assert stds == [run.mechanism.noise_std(step) for step in range(11)]
+    assert stds[0] < stds[2]
 
 
 def test_a_length_in_epochs_ends_where_every_group_has_had_its_turns(tmp_path, capsys):
     said = "max_steps=6 needs less noise: only some records have a turn in the last 2 steps"
-    trainer, _ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=4 / 3)  # six steps each
+    trainer, *_ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=4 / 3)  # six steps each
     trainer.train()
     ledger = trainer.privacy.ledger
     assert trainer.state.global_step == trainer.state.max_steps == ledger.steps_run == ledger.statement.steps_planned == 6
     assert said not in capsys.readouterr().out
-    trainer, _ = shaped_trainer(tmp_path / "steps", max_steps=8)
+    trainer, *_ = shaped_trainer(tmp_path / "steps", max_steps=8)
     trainer.train()
     assert trainer.state.global_step == 8
     assert said in capsys.readouterr().out
 
 
 def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
-    trainer, _ = shaped_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=5)
+    trainer, *_ = shaped_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=5)
     trainer.train()
-    resumed, watched = shaped_trainer(tmp_path, max_steps=11)
+    resumed, taken, stds = shaped_trainer(tmp_path, max_steps=11)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     run = resumed.private_run
     sigma, rate = run.statement.noise_multiplier, run.sampler.sample_rate
     assert run.ledger.history == [Releases(sigma, rate, steps, run.mechanism.shape.c) for steps in (5, 6)]
-    assert watched.stds == [run.mechanism.noise_std(step) for step in range(5, 11)]
-    assert watched.stds[0] == pytest.approx(run.mechanism.noise_multiplier / 4 * run.mechanism.shape.norm)
-    assert apart(watched.taken[-6:]) in (None, 3)
+    assert stds == [run.mechanism.noise_std(step) for step in range(5, 11)]
+    assert stds[0] == pytest.approx(run.mechanism.noise_multiplier / 4 * run.mechanism.shape.norm)
+    assert apart(taken[-6:]) in (None, 3)
 
 
 def test_noise_after_a_restart_owes_nothing_to_that_before(tmp_path):
@@ -114,7 +95,7 @@ def test_noise_after_a_restart_owes_nothing_to_that_before(tmp_path):
 
 
 def test_the_budget_guard_counts_turns(tmp_path):
-    trainer, _ = shaped_trainer(tmp_path, max_steps=8, target_epsilon=3.0, noise_multiplier=None)
+    trainer, *_ = shaped_trainer(tmp_path, max_steps=8, target_epsilon=3.0, noise_multiplier=None)
     trainer.train()
     ledger = trainer.privacy.ledger
     # The ninth step is the third turn of the third group, which had two.

@@ -5,13 +5,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from doppler_hf import DopplerTrainer
 from tests.support.per_example import assert_equals_loop
 from tests.support.tiny import pad
 from tests.support.tolerances import of_optimizer_steps
-from tests.support.trainers import OfLogits, assert_trained_alike, checked_trainer_of, trained
+from tests.support.trainers import OfLogits, On, assert_trained_alike, changing, checked_trainer_of, trained
 
 MOMENTUM = dict(base_optimizer="adam", low_pass_filter="momentum", lr_scheduler_type="constant", weight_decay=0.1)
 
@@ -38,11 +38,6 @@ class Plain(nn.Module):
         return self.head(self.back(self.table(input_ids[:, 0])).tanh())
 
 
-class Bare(OfLogits):
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs)
-
-
 def pad_tokens(rows):
     batch = pad(rows)
     return batch | {"labels": batch["input_ids"].where(batch["attention_mask"] == 1, -100)}
@@ -53,30 +48,27 @@ CASES = {"adapters": (with_adapters, DopplerTrainer, pad_tokens), "plain": (Plai
 
 def trainer_of(tmp_path, case, **options):
     new, cls, collator = CASES[case]
-    trainer = checked_trainer_of(tmp_path, model=new(), **dict(cls=cls) | options)
-    trainer.data_collator = collator
-    return trainer
+    return checked_trainer_of(tmp_path, model=new(), collator=collator, **dict(cls=cls) | options)
 
 
-class Gradients(TrainerCallback):
-    """Keeps the private gradient of each step by name."""
+def keeping(steps):
+    """Return a callback that keeps the private gradient of each step by name."""
 
-    def __init__(self):
-        self.steps = []
+    def keep(model, **_):
+        steps.append({name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.requires_grad})
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.requires_grad})
+    return On(pre_optimizer_step=keep)
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize("case", CASES)
 def test_both_steps_are_made_as_by_torch_and_a_resumed_run_is_uninterrupted(tmp_path, case):
     options = MOMENTUM | dict(max_steps=4, save_strategy="steps", save_steps=2, noise_seed=1)
-    trainer = trained(trainer_of(tmp_path, case, callbacks=[recorder := Gradients()], **options))
+    trainer = trained(trainer_of(tmp_path, case, callbacks=[keeping(steps := [])], **options))
     model = CASES[case][0]()
     expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(expected.values(), lr=1e-2, weight_decay=0.1, foreach=False)
-    for gradients in recorder.steps:
+    for gradients in steps:
         for name, parameter in expected.items():
             parameter.grad = gradients[name]
         optimizer.step()
@@ -95,9 +87,16 @@ def test_the_gradients_of_both_are_clipped_together(tmp_path):
 
 
 def test_each_has_noise_of_its_own(tmp_path):
-    trainer = trained(trainer_of(tmp_path, "plain", cls=Bare, callbacks=[recorder := Gradients()]))
+    trainer = trained(
+        trainer_of(
+            tmp_path,
+            "plain",
+            cls=changing(lambda losses, inputs: 1e-12 * losses, of=OfLogits),
+            callbacks=[keeping(steps := [])],
+        )
+    )
     table, back, head = (
-        torch.stack([step[f"{name}.weight"] for step in recorder.steps]).double() / trainer.private_run.settled_noise_std
+        torch.stack([step[f"{name}.weight"] for step in steps]).double() / trainer.private_run.settled_noise_std
         for name in ("table", "back", "head")
     )
     for first, second in ((table, back), (table, head.mT), (back, head.mT)):

@@ -223,7 +223,7 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
 @pytest.mark.parametrize("options", [dict(data=users(), privacy_unit_column="user_id"), dict(augmentation_multiplicity=2)])
 def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path, options):
     """And of the views of an example."""
-    trainer = trainer_of(tmp_path, gradient_accumulation_steps=1, grad_sample_self_check=False, **options)
-    trainer.data_collator = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))
+    reordering = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))  # noqa: E731
+    trainer = trainer_of(tmp_path, collator=reordering, gradient_accumulation_steps=1, **options)
     with pytest.raises(ValueError, match="return the same row for an example alone and in a batch"):
         trainer.train()

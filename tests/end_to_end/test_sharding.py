@@ -19,15 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder
+from tests.support.trainers import NoSignal, On, Recorder, at, checked_trainer_of
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused"),
@@ -41,38 +40,22 @@ SMALL = dict(
 )
 
 
-def lora_model(**overrides):
-    model = tiny_bert(num_hidden_layers=2, **overrides)
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
+def lora_model():
+    return get_peft_model(full_model(), LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
 
 
-def full_model(**overrides):
+def full_model():
     """A model of which all is trained."""
-    return tiny_bert(num_hidden_layers=2, **overrides)
+    return tiny_bert(num_hidden_layers=2)
 
 
-def trainer_of(
-    folder,
-    *,
-    world=1,
-    model=None,
-    cls=DopplerTrainer,
-    arguments=DopplerTrainingArguments,
-    callbacks=(),
-    data=None,
-    collator=pad,
-    **overrides,
-):
+def trainer_of(folder, world, *, name, model=lora_model, dtype=torch.float64, **options):
     own = dict(
-        output_dir=str(folder), use_cpu=True, noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world,
-        base_optimizer="sgd", low_pass_filter="first-order-v1", learning_rate=0.1, max_steps=4, save_strategy="no",
-        report_to="none", disable_tqdm=True,
+        output_dir=f"{folder}/{name}-{world}", use_cpu=True, noise_multiplier=0.5, noise_seed=3, logging_steps=500,
+        per_device_train_batch_size=24 // world, gradient_accumulation_steps=1, base_optimizer="sgd", learning_rate=0.1,
+        low_pass_filter="first-order-v1", evaluated=text_data(7, seed=1),
     )  # fmt: skip
-    return cls(
-        model=lora_model() if model is None else model, args=arguments(**(own | overrides)),
-        train_dataset=text_data() if data is None else data, eval_dataset=text_data(7, seed=1),
-        data_collator=collator, callbacks=[*callbacks],
-    )  # fmt: skip
+    return checked_trainer_of(Path(folder), model=model().to(dtype), **own | options)
 
 
 def trained(model):
@@ -87,11 +70,11 @@ def shards(model):
     return {name: value for name, value in model.named_parameters() if isinstance(value, DTensor)}
 
 
-def outcome(trainer, *, is_built_alike=False):
+def outcome(trainer):
     """Train, and return all that must be the same."""
     recorder = Recorder()
     trainer.add_callback(recorder)
-    if trainer.args.process_index > 0 and not is_built_alike:  # replicas must not rely on being built alike
+    if trainer.args.process_index > 0:  # replicas must not rely on being built alike
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.add_(1.0)
@@ -100,114 +83,93 @@ def outcome(trainer, *, is_built_alike=False):
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
         "gradients": torch.stack(recorder.gradients), "trained": trained(trainer.model), "steps": ledger.steps_run,
-        "norms": torch.tensor(norms, dtype=torch.float64),
-        "statement": ledger.statement, "epsilon": trainer.privacy.epsilon(), "runs": len(ledger.runs),
-        "speaks": trainer.privacy.speaks_for(trainer.model), "shards": sorted(shards(trainer.model)),
-        "models": ledger.models,
+        "norms": torch.tensor(norms, dtype=torch.float64), "statement": ledger.statement, "models": ledger.models,
+        "epsilon": trainer.privacy.epsilon(), "speaks": trainer.privacy.speaks_for(trainer.model),
+        "shards": sorted(shards(trainer.model)),
     }  # fmt: skip
 
 
-def run(folder, world, *, name, model=lora_model, dtype=torch.float64, **options):
-    return outcome(trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model().to(dtype), **options))
+def run(folder, world, **options):
+    return outcome(trainer_of(folder, world, **options))
 
 
-class Watched(DopplerTrainer):
-    """Counts its passes in steps, and the idle ones of them."""
+def small_draws(folder, world, **options):
+    """Count the passes in steps too, and the idle ones of them."""
+    trainer, counts = trainer_of(folder, world, **(SMALL | options)), Counter()
 
-    def set_initial_training_values(self, args, dataloader):
-        values = super().set_initial_training_values(args, dataloader)
-        self.passes = self.idle = 0
-        steps = self.private_run.steps
+    def watch(**_):
+        steps = trainer.private_run.steps
         begin = steps.begin
 
-        def counted(*args, **options):
-            begin(*args, **options)
-            self.idle += steps.num_dummies
+        def counted(*args, **more):
+            begin(*args, **more)
+            counts["idle"] += steps.num_dummies
 
         steps.begin = counted
-        return values
+        trainer.model.register_forward_pre_hook(lambda *_: counts.update(["passes"]))
 
-    def compute_per_sample_loss(self, model, inputs):
-        self.passes = getattr(self, "passes", 0) + 1
-        return super().compute_per_sample_loss(model, inputs)
-
-
-def small_draws(folder, world, *, name, model=lora_model, **options):
-    trainer = trainer_of(
-        Path(folder) / f"{name}-{world}", world=world, model=model().double(), cls=Watched, **(SMALL | options)
-    )
-    found = outcome(trainer)
-    return found | {"passes": trainer.passes, "idle": trainer.idle}
+    trainer.add_callback(On(train_begin=watch))
+    return outcome(trainer) | {"passes": counts["passes"], "idle": counts["idle"]}
 
 
-MODELS = {"lora": lora_model, "full": full_model}
 # Of weights in shards what is kept of them too: two states of the optimizer.
-STATES = {"full": dict(base_optimizer="adam_bc")}
+KINDS = {"lora": dict(model=lora_model), "full": dict(model=full_model, base_optimizer="adam_bc")}
 
 
-def saved(folder, world, *, kind, **options):
+def saved(folder, world, **options):
     """Train with checkpoints, evaluate, load the first of them and save it."""
     saving = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     # The loss falls with LoRA, and rises with all weights: the first checkpoint is the best, not the last.
-    first = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=kind == "lora")
-    trainer = trainer_of(
-        Path(folder) / f"saved-{kind}-{world}", world=world, model=MODELS[kind]().double(), **(saving | first | options)
-    )
+    is_lora = options["model"] is lora_model
+    first = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=is_lora)
+    trainer = trainer_of(folder, world, **(saving | first | options))
     found = outcome(trainer)
     logits = trainer.predict(text_data(7, seed=1)).predictions
     trainer.save_model(f"{trainer.args.output_dir}/final")
     return found | {"logits": torch.tensor(logits), "best": trainer.state.best_model_checkpoint}
 
 
-def resumed(folder, world, *, kind, source, **options):
+def resumed(folder, world, *, source, **options):
     """Go on from a checkpoint that another number of processes has written."""
-    folder = Path(folder) / f"resumed-{kind}-{world}"
-    if os.environ.get("RANK", "0") == "0":
-        shutil.copytree(folder.parent / source, folder)
-        shutil.rmtree(folder / "checkpoint-4")
-    trainer = trainer_of(folder, world=world, model=MODELS[kind]().double(), **options)
     recorder = Recorder()
-    trainer.add_callback(recorder)
+    trainer = trainer_of(folder, world, callbacks=[recorder], **options)
+    out = Path(trainer.args.output_dir)
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(Path(folder) / source, out, dirs_exist_ok=True)
+        shutil.rmtree(out / "checkpoint-4")
     if world > 1:
         torch.distributed.barrier()
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return {
-        "gradients": torch.stack(recorder.gradients),
-        "trained": trained(trainer.model),
-        "shards": [*shards(trainer.model)],
-    }
+    trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    return {"gradients": torch.stack(recorder.gradients), "shards": [*shards(trainer.model)]}
 
 
-def neighbours(folder, world, *, model):
+def neighbours(folder, world, **options):
     """Return how far one example moves the sum of all processes."""
     trainer = trainer_of(
-        Path(folder) / f"neighbours-{world}", world=world, model=model().double(), clipping="vanilla", noise_seed=None,
-        per_device_train_batch_size=4 // world, gradient_accumulation_steps=3, per_sample_max_grad_norm=0.01, **FSDP,
+        folder, world, clipping="vanilla", noise_seed=None, per_device_train_batch_size=4 // world,
+        gradient_accumulation_steps=3, per_sample_max_grad_norm=0.01, **options,
     )  # fmt: skip
     result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
     return {"distances": result.distances, "couplings": result.couplings}
 
 
-def law(folder, world):
+def law(folder, world, **options):
     """Return the secret noise of this process's rows, step by step, in units of what it must be, and how many they are."""
+    noise = []
 
-    class Rows(TrainerCallback):
-        noise = []
+    def note(model, **_):
+        own = [p.grad.to_local().flatten() for p in model.parameters()]
+        noise.append(torch.cat(own).double() / trainer.private_run.mechanism.noise_std(0))
 
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            own = [p.grad.to_local().flatten() for p in model.parameters()]
-            self.noise.append(torch.cat(own).double() / trainer.private_run.mechanism.noise_std(0))
-
-    rows = Rows()
     trainer = trainer_of(
-        Path(folder) / f"law-{world}", world=world, model=full_model(), cls=NoSignal, noise_seed=None, callbacks=[rows],
-        grad_sample_self_check=False, max_steps=8, per_device_train_batch_size=8 // world, **FSDP,
+        folder, world, dtype=torch.float32, cls=NoSignal, noise_seed=None, callbacks=[On(pre_optimizer_step=note)],
+        grad_sample_self_check=False, max_steps=8, per_device_train_batch_size=8 // world, **options,
     )  # fmt: skip
     trainer.train()
     statement = trainer.privacy.ledger.statement
     expected = statement.noise_multiplier * statement.per_sample_max_grad_norm / 8
     return {
-        "noise": torch.stack(rows.noise),
+        "noise": torch.stack(noise),
         "std": trainer.private_run.mechanism.noise_std(0) / expected,
         "whole": sum(p.numel() for p in trainer.model.parameters()),
     }
@@ -228,19 +190,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def meetings(folder, world, *, name, model=lora_model, **options):
+def meetings(folder, world, **options):
     """Return what processes did together in the second step."""
-    trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model(), **(SMALL | options))
+    trainer = trainer_of(folder, world, dtype=torch.float32, **(SMALL | options))
     mode = Collectives()
-
-    class Count(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                mode.__enter__()
-            if state.global_step == 2:
-                mode.__exit__(None, None, None)
-
-    trainer.add_callback(Count())
+    trainer.add_callback(On(step_end=at(1, lambda **_: mode.__enter__())))
+    trainer.add_callback(On(step_end=at(2, lambda **_: mode.__exit__(None, None, None))))
     trainer.train()
     cut = [isinstance(p, DTensor) for p in trainer.model.parameters() if p.requires_grad]
     return {"counts": dict(mode.counts), "whole": cut.count(False), "cut": cut.count(True)}
@@ -249,16 +204,11 @@ def meetings(folder, world, *, name, model=lora_model, **options):
 # --- errors ---------------------------------------------------------------------------------------------------------------
 
 
-def message_of(folder, world, *, name, act=str, step=1, model=lora_model, **options):
+def message_of(folder, world, *, act, step=1, **options):
     """Return how a training ends in which process 1 does something at a step."""
-    trainer = trainer_of(Path(folder) / f"{name}-{world}", world=world, model=model().double(), **(FSDP | options))
-
-    class AtStep(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == step and args.process_index == 1:
-                act(trainer)
-
-    trainer.add_callback(AtStep())
+    trainer = trainer_of(folder, world, **options)
+    if trainer.args.process_index == 1:
+        trainer.add_callback(On(step_begin=at(step, lambda **_: act(trainer))))
     begin = time.monotonic()
     try:
         trainer.train()
@@ -294,31 +244,32 @@ ADAM = dict(base_optimizer="adam_bc", logging_steps=1)
 RARE = dict(per_device_train_batch_size=2, max_steps=6)
 # Trainings of all weights, which in shards are to be those of processes that have all of them.
 ALL_TRAINED = {
-    "full": functools.partial(run, model=full_model, **ADAM),
-    "small-full": functools.partial(small_draws, model=full_model),
-    "shaped": functools.partial(run, model=full_model, noise_shape="banded:bands=3", **RARE),
-}  # fmt: skip
+    "full": (run, ADAM),
+    "small-full": (small_draws, {}),
+    "shaped": (run, dict(noise_shape="banded:bands=3", **RARE)),
+}
+WHOLE = {"ddp": (run, {}), "small": (small_draws, {}), "meetings-ddp": (meetings, {})}
+WHOLE |= {name: (function, dict(model=full_model, **options)) for name, (function, options) in ALL_TRAINED.items()}
+CUT = {
+    "law": (law, dict(model=full_model)),
+    "meetings-lora": (meetings, {}),
+    "meetings-full": (meetings, dict(model=full_model)),
+    "neighbours-full": (neighbours, dict(model=full_model)),
+    "small-fsdp": (small_draws, {}),
+    "fsdp": (run, {}),
+    "error": (message_of, dict(act=fail_in_loss)),
+    "weight": (message_of, dict(act=move_a_weight, **LONG)),
+    "shard": (message_of, dict(act=move_a_shard, **LONG)),
+    "die": (message_of, dict(act=die)),
+}
+CUT |= {f"{name}-cut": WHOLE[name] for name in ALL_TRAINED}
+CUT |= {f"saved-{kind}": (saved, options) for kind, options in KINDS.items()}
+CUT |= {f"resumed-{kind}": (resumed, dict(source=f"saved-{kind}-2", **options)) for kind, options in KINDS.items()}
 CASES = {
-    "law": law,
-    "meetings-ddp": functools.partial(meetings, name="meetings-ddp"),
-    "meetings-lora": functools.partial(meetings, name="meetings-lora", **FSDP),
-    "meetings-full": functools.partial(meetings, name="meetings-full", model=full_model, **FSDP),
-    "neighbours-full": functools.partial(neighbours, model=full_model),
-    "small": functools.partial(small_draws, name="small"),
-    "small-fsdp": functools.partial(small_draws, name="small-fsdp", **FSDP),
-    "ddp": functools.partial(run, name="ddp"),
-    "fsdp": functools.partial(run, name="fsdp", **FSDP),
-    "error": functools.partial(message_of, name="error", act=fail_in_loss),
-    "weight": functools.partial(message_of, name="weight", act=move_a_weight, **LONG),
-    "shard": functools.partial(message_of, name="shard", act=move_a_shard, **LONG),
-    "die": functools.partial(message_of, name="die", act=die),
-} | {
-    f"{what}-{kind}": functools.partial(function, kind=kind, **(FSDP | STATES.get(kind, {}) | options))
-    for kind in MODELS
-    for what, function, options in (("saved", saved, {}), ("resumed", resumed, {"source": f"saved-{kind}-2"}))
-}  # fmt: skip
-CASES |= {name: functools.partial(case, name=name) for name, case in ALL_TRAINED.items()}
-CASES |= {f"{name}-cut": functools.partial(case, name=f"{name}-cut", **FSDP) for name, case in ALL_TRAINED.items()}
+    name: functools.partial(function, name=name, **options, **more)
+    for cases, more in ((WHOLE, {}), (CUT, FSDP))
+    for name, (function, options) in cases.items()
+}
 
 
 # --- the same training ----------------------------------------------------------------------------------------------------
@@ -340,8 +291,8 @@ def assert_equal(runs, others):
     for found, expected in zip(runs, others, strict=True):
         assert torch.equal(found["gradients"], expected["gradients"])
         assert all(torch.equal(found["trained"][name], value) for name, value in expected["trained"].items())
-        for name in ("statement", "epsilon", "steps", "models", "predictions"):
-            assert found.get(name) == expected.get(name)
+        for name in ("statement", "epsilon", "steps", "models"):
+            assert found[name] == expected[name]
 
 
 def assert_close(found, expected, atol=1e-9):
@@ -499,11 +450,11 @@ def test_four_processes(tmp_path):
 
 @pytest.fixture(scope="module")
 def saving(folder):
-    return processes.launch(__file__, folder, 2, *(f"saved-{kind}" for kind in MODELS))
+    return processes.launch(__file__, folder, 2, *(f"saved-{kind}" for kind in KINDS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_gives_the_same_outputs_in_a_plain_process(kind, saving, folder):
     final = folder / f"saved-{kind}-2" / "final"
     if kind == "lora":
@@ -520,27 +471,21 @@ def test_what_is_saved_gives_the_same_outputs_in_a_plain_process(kind, saving, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
     """And one that is resumed by a process with all weights goes on alike."""
     uninterrupted = saving[f"saved-{kind}"][0]["gradients"][2:]
     for found in processes.launch(__file__, folder, 4, f"resumed-{kind}")[f"resumed-{kind}"]:
         assert found["shards"]
         torch.testing.assert_close(found["gradients"], uninterrupted, atol=1e-9, rtol=0)
-    plain = resumed(folder, 1, kind=kind, source=f"saved-{kind}-2", **STATES.get(kind, {}))
+    plain = resumed(folder, 1, name=f"resumed-{kind}", source=f"saved-{kind}-2", **KINDS[kind])
     torch.testing.assert_close(plain["gradients"], uninterrupted, atol=1e-9, rtol=0)
 
 
 # --- the end of all -------------------------------------------------------------------------------------------------------
 
 
-ERRORS = ["weight", "shard"]
 ENDED = "SharedError: Another process of this training has ended"
-
-
-@pytest.fixture(scope="module")
-def errors(folder):
-    return processes.launch(__file__, folder, 2, *ERRORS)
 
 
 @pytest.mark.slow
@@ -552,19 +497,16 @@ def test_an_error_of_one_process_ends_the_others_by_the_closed_connection(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ERRORS)
-def test_what_all_processes_find_out_ends_all(case, errors):
+def test_what_all_processes_find_out_ends_all(tmp_path):
     words = "RuntimeError: The weights must be the same on all processes, got different ones on process 1 than"
-    assert [message.startswith(words) for message, _ in errors[case]] == [True, True]
+    for case, found in processes.launch(__file__, tmp_path, 2, "weight", "shard").items():
+        assert [message.startswith(words) for message, _ in found] == [True, True], case
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_others(tmp_path):
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = os.environ | {
-        "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path),
-    }  # fmt: skip
+    _store, meeting = processes.rendezvous(2)
+    environment = os.environ | meeting | {"PYTHONPATH": os.pathsep.join(sys.path)}
     both = [  # without a launcher, which would end the other one
         subprocess.Popen(
             [sys.executable, __file__, "2", str(tmp_path), "die"],

@@ -8,7 +8,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.tiers import thorough
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
-from tests.support.trainers import OF_ORDER, Recorder, trained, trainer_of
+from tests.support.trainers import OF_ORDER, On, Recorder, at, interrupt, trained, trainer_of
 
 
 def moved_by(trainer):
@@ -109,14 +109,11 @@ def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_pa
     ids=["none", "late", "soon"],
 )
 def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, capsys, saves, said_of_checkpoints):
-    class Interrupted(Recorder):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2 and len(self.gradients) == 2:
-                raise KeyboardInterrupt
-
-    trainer = trainer_of(tmp_path, callbacks=[Interrupted()], low_pass_filter="momentum", **saves)
+    stop = On(step_end=at(2, interrupt))
+    trainer = trainer_of(tmp_path, callbacks=[stop], low_pass_filter="momentum", **saves)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    trainer.remove_callback(stop)
     said = capsys.readouterr().out
     assert f"Interrupted. Privacy spent: ε = {trainer.privacy.epsilon():.4g}, δ = " in said
     assert said_of_checkpoints in said
@@ -126,28 +123,11 @@ def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, c
     assert "Interrupted" not in capsys.readouterr().out
 
 
-def test_an_interruption_within_a_step_says_what_the_ledger_counts(tmp_path, capsys):
-    class Stopped(DopplerTrainer):
-        def training_step(self, *args, **kwargs):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trainer_of(tmp_path, cls=Stopped).train()
-    counted = PrivacyLedger.load(tmp_path / "out")
-    assert counted.steps_run == 1
-    assert f"Privacy spent: ε = {counted.epsilon():.4g}, " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("target_epsilon", "steps"), [(3.0, 3), (6.0, 4)])
 def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_target(tmp_path, capsys, target_epsilon, steps):
-    class Interrupted(Recorder):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise KeyboardInterrupt
-
     options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     with pytest.raises(KeyboardInterrupt):
-        trainer_of(tmp_path, callbacks=[Interrupted()], target_epsilon=3.0, **options).train()
+        trainer_of(tmp_path, callbacks=[On(step_end=at(3, interrupt))], target_epsilon=3.0, **options).train()
     last = tmp_path / "out" / "checkpoint-2"
     words = f"goes on from {last}. Steps after it are made again and count: the run ends as many steps early."
     assert words in " ".join(capsys.readouterr().out.split())
@@ -158,9 +138,6 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
     # Where the budget ends, the last step is evaluated and saved, as after the last step of a plan.
     assert [log["step"] for log in resumed.state.log_history if "eval_loss" in log][-1] == steps
     assert (tmp_path / "out" / f"checkpoint-{steps}").is_dir()
-
-
-# --- an optimizer and a schedule of the user's own ------------------------------------------------------------------------
 
 
 def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path):

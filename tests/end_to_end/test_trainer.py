@@ -1,6 +1,5 @@
 """The trainer keeps its promises: private `p.grad`, honest accounting, and the stock behaviour of everything else."""
 
-import json
 import math
 from pathlib import Path
 
@@ -9,24 +8,22 @@ import pytest
 import scipy.stats
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
 from doppler_hf.run.checks.trainer import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import NoSignal, Recorder, assert_trained_alike, trained, trainer_of, weights
+from tests.support.trainers import NoSignal, On, Recorder, assert_trained_alike, changing, trained, trainer_of, weights
 
 # --- what reaches p.grad --------------------------------------------------------------------------------------------------
 
 
 def test_noise_in_grad_has_the_promised_deviation_and_no_memory(tmp_path):
     recorder = Recorder()
-    trainer = trainer_of(
-        tmp_path, cls=NoSignal, callbacks=[recorder], noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=6
-    )
-    trainer.train()
+    options = dict(cls=NoSignal, noise_multiplier=1.7, per_sample_max_grad_norm=0.3, max_steps=6)
+    trainer = trained(trainer_of(tmp_path, callbacks=[recorder], **options))
     std = 1.7 * 0.3 / 8  # σC/B with B = 4 × 2 × 1
     noise = torch.stack(recorder.gradients).numpy()
     assert trainer.optimizer.optimizer.noise_std == pytest.approx(std)
@@ -42,12 +39,7 @@ def test_an_empty_draw_is_a_noisy_step_that_never_reaches_the_model(tmp_path, mo
     trainer = trainer_of(tmp_path, callbacks=[recorder], max_steps=3)
     monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: np.zeros(0, dtype=int))
     calls = []
-
-    class Calls(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            model.register_forward_pre_hook(lambda *args: calls.append(args))
-
-    trainer.add_callback(Calls)
+    trainer.add_callback(On(train_begin=lambda model, **_: model.register_forward_pre_hook(lambda *_: calls.append(1))))
     trainer.train()
     assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 3
     assert all(torch.all(gradient != 0) for gradient in recorder.gradients)
@@ -108,28 +100,13 @@ def test_ledger_lies_beside_the_model_and_in_every_checkpoint(tmp_path):
     trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
     for step in (2, 4):
         assert PrivacyLedger.load(tmp_path / "out" / f"checkpoint-{step}").steps_run == step
-    written = json.loads((tmp_path / "out" / LEDGER_NAME).read_text())["entries"]
+    ledger = PrivacyLedger.load(tmp_path / "out")
     events = ["opened", *2 * ["steps", "steps", "checkpoint", "saved"], "closed"]
-    assert [entry["event"] for entry in written] == events
-    assert written[-1]["steps_run"] == 4
-    assert [(entry["step"], entry["steps_run"]) for entry in written if entry["event"] == "checkpoint"] == [(2, 2), (4, 4)]
-    statement = written[0]["statement"]
-    assert statement["private"]
-    assert statement["num_units"] == 24
-    assert statement["expected_batch_size"] == 8
-    assert statement["target_delta"] == pytest.approx(24**-1.1)
+    assert [entry["event"] for entry in ledger.entries] == events
+    assert ledger.statement.private
+    assert (ledger.statement.num_units, ledger.statement.expected_batch_size, ledger.steps_run) == (24, 8, 4)
+    assert ledger.statement.target_delta == pytest.approx(24**-1.1)
     assert main(["verify", str(tmp_path / "out")]) == 0
-
-
-def test_model_card_names_the_guarantee_and_the_optimizer_that_there_was(tmp_path):
-    trainer = trained(trainer_of(tmp_path, low_pass_filter="first-order-v1"))
-    for _ in range(2):
-        trainer.create_model_card(model_name="a model")
-        card = (tmp_path / "out" / "README.md").read_text()
-        assert card.count("## Differential privacy") == 1
-        assert f"    {trainer.privacy.ledger.head}\n" in card
-        assert "- optimizer: adam_bc, of doppler_hf; filter: first-order-v1\n" in card
-        assert "ADAMW" not in card
 
 
 def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
@@ -146,13 +123,9 @@ def test_a_checkpoint_is_complete_when_it_is_pushed(tmp_path):
     assert pushed[0] >= {LEDGER_NAME, "model.safetensors", "optimizer.pt"}
 
 
-class TenTimes(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        return 10 * super().compute_per_sample_loss(model, inputs)
-
-
 def test_an_evaluation_reports_the_loss_that_is_trained(tmp_path):
-    found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, TenTimes)]
+    ten_times = changing(lambda losses, inputs: 10 * losses)
+    found = [trainer_of(tmp_path, cls=cls).evaluate() for cls in (DopplerTrainer, ten_times)]
     assert found[1]["eval_loss"] == pytest.approx(10 * found[0]["eval_loss"], rel=1e-5)
 
 
@@ -180,9 +153,6 @@ def test_a_checkpoint_may_be_resumed_into_another_folder(tmp_path):
     assert PrivacyLedger.load(tmp_path / "b" / "out").steps_run == 6
 
 
-# --- Transformers' behaviour ---------------------------------------------------------------------------------------------
-
-
 def test_disable_dp_is_the_plain_trainer_to_the_last_bit(tmp_path):
     options = dict(
         per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, learning_rate=1e-2, logging_steps=1,
@@ -208,9 +178,6 @@ def test_disable_dp_is_the_plain_trainer_to_the_last_bit(tmp_path):
     ]
     assert type(ours.optimizer.optimizer) is type(stock.optimizer.optimizer)
     assert not (tmp_path / "b" / LEDGER_NAME).exists()
-
-
-# --- refused --------------------------------------------------------------------------------------------------------------
 
 
 class TokensFirst(type(tiny_bert())):
@@ -271,44 +238,25 @@ def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     assert noise.std().item() == pytest.approx(1.0 / 8, rel=6 / (2 * noise.numel()) ** 0.5)
 
 
-class UnitLoss(DopplerTrainer):
-    """Every example's loss is 1."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs) + 1.0
-
-
 def test_the_loss_of_a_step_is_a_mean_however_it_is_cut(tmp_path):
-    trainer = trainer_of(
-        tmp_path,
-        cls=UnitLoss,
-        noise_multiplier=0.0,
-        per_device_train_batch_size=6,
-        gradient_accumulation_steps=4,
-        max_steps=1,
-    )
-    trainer.train()
+    sizes = dict(per_device_train_batch_size=6, gradient_accumulation_steps=4)
+    ones = changing(lambda losses, inputs: 1e-12 * losses + 1.0)
+    trainer = trained(trainer_of(tmp_path, cls=ones, noise_multiplier=0.0, max_steps=1, **sizes))
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [1.0]
-
-
-class Unfit(DopplerTrainer):
-    """Examples of three tokens have a loss of zero times `factor`."""
-
-    factor: float
-
-    def compute_per_sample_loss(self, model, inputs):
-        shortest = inputs["attention_mask"].sum(dim=1) == 3
-        return super().compute_per_sample_loss(model, inputs) * torch.where(shortest, 0.0 * self.factor, 1.0)
 
 
 @pytest.mark.parametrize(("report", "bf16", "granularity"), [("private", False, "flat"), ("none", True, "per_layer")])
 def test_examples_whose_loss_is_no_number_contribute_nothing_and_show_nowhere(tmp_path, report, bf16, granularity):
     data, gradients = text_data(), []
     assert sum(len(ids) == 3 for ids in data["input_ids"]) > 24 * 0.1  # the small one of the checks before the first step
-    for factor in (1.0, math.inf):
-        Unfit.factor, recorder = factor, Recorder()
+    for factor in (0.0, math.nan):
+
+        def unfit(losses, inputs, factor=factor):
+            return losses * torch.where(inputs["attention_mask"].sum(dim=1) == 3, factor, 1.0)
+
+        recorder = Recorder()
         trainer = trained(trainer_of(
-            tmp_path / str(factor), cls=Unfit, data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
+            tmp_path / str(factor), cls=changing(unfit), data=data, noise_seed=0, report_train_loss=report, bf16=bf16,
             clipping_granularity=granularity, callbacks=[recorder],
         ))  # fmt: skip
         # ε is infinite under a seed.

@@ -16,7 +16,7 @@ import torch
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger, get_epsilon
 from tests.support.tiny import text_data
-from tests.support.trainers import NoSignal, Recorder, trained
+from tests.support.trainers import NoSignal, On, Recorder, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 
@@ -27,19 +27,13 @@ class Counting(DopplerTrainer):
         return model(**{name: inputs[name] for name in ("input_ids", "attention_mask")}).logits[:, 0]
 
 
-class Counts(Recorder):
-    """Keeps what each step's gradient says about the number of its examples."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append(8 * model.classifier.bias.grad[0].item())
-
-
 def count(tmp_path, **overrides):
     """Train without noise or effective clipping, and return the number of examples of each step."""
-    counts = Counts()
+    counts = []
+    note = On(pre_optimizer_step=lambda model, **_: counts.append(8 * model.classifier.bias.grad[0].item()))
     options = dict(cls=Counting, noise_multiplier=0.0, noise_seed=7, clipping="vanilla", per_sample_max_grad_norm=1e6)
-    trained(trainer_of(tmp_path, callbacks=[counts], **(options | overrides)))
-    return counts.gradients
+    trained(trainer_of(tmp_path, callbacks=[note], **(options | overrides)))
+    return counts
 
 
 def test_trap_01_ranks_share_the_data_out(tmp_path, monkeypatch):

@@ -13,12 +13,11 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 
 from doppler_hf import GradientRecorder
 from doppler_hf.privacy import GaussianMechanism
 from tests.support.tiers import thorough
-from tests.support.trainers import trainer_of
+from tests.support.trainers import On, trainer_of
 
 CLOCKS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime", "eval_samples_per_second",
           "eval_steps_per_second"}  # fmt: skip
@@ -32,16 +31,6 @@ IN_LOGS = {"grad_norm", "learning_rate", "epoch", "eval_loss", "epsilon", "total
 RECORDED = {"signal_power", "signal_power_error", "noise_power", "snr_before", "snr_after"}
 IN_CHECKPOINT = {"config.json", "privacy_ledger.json", "trainer_state.json", "training_args.bin"}
 FOR_RESUMING = {"optimizer.pt", "scheduler.pt"}
-
-
-class Logger(TrainerCallback):
-    """Keeps what a logger such as TensorBoard's is given."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(copy.deepcopy(logs))
 
 
 def examples(kind):
@@ -80,7 +69,8 @@ def masked(text):
 def written_by(kind, folder, monkeypatch, capsys, **options):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(GaussianMechanism, "privatize", fixed)
-    logger = Logger()
+    logged = []
+    logger = On(log=lambda logs, **_: logged.append(copy.deepcopy(logs)))  # as TensorBoard's
     recorders = [] if "low_pass_filter" in options else [GradientRecorder(dimensions=16)]
     torch.manual_seed(kind)
     trainer = trainer_of(
@@ -94,11 +84,8 @@ def written_by(kind, folder, monkeypatch, capsys, **options):
     files = {path.relative_to(folder).as_posix(): path for path in sorted((folder / "out").rglob("*")) if path.is_file()}
     return {
         "files": {name: content(path) for name, path in files.items()},
-        "sizes": {
-            name: path.stat().st_size for name, path in files.items() if path.suffix in (".pt", ".bin", ".safetensors")
-        },
         "printed": masked(capsys.readouterr().out),
-        "logged": clockless(logger.logs),
+        "logged": clockless(logged),
         "returned": clockless(metrics),
     }
 

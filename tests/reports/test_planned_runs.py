@@ -46,7 +46,7 @@ def test_epsilon_and_noise_multiplier_follow_from_each_other():
         ({"batch_size": 1001}, "--batch-size must be at most 1000, got 1001. Lower"),
         ({"epochs": math.nan}, "--epochs must be a finite number > 0, got nan"),
         ({"epsilon": math.inf}, "--epsilon must be a finite number > 0, got inf"),
-        ({"delta": 1.0}, r"--delta must be positive and less than 1/N = .*, got 1\."),
+        ({"delta": 1e-3}, r"--delta must be positive and less than 1/N = 0\.001, got 0\.001\. Leave it out"),
         ({"delta": math.nan}, r"--delta must be positive and .*, got nan"),
     ],
 )

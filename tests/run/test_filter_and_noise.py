@@ -10,7 +10,7 @@ from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape, l
 from doppler_hf.run.plan import planned_statement
 from tests.support.ledgers import statement
 from tests.support.tiers import thorough
-from tests.support.trainers import Recorder, arguments, trained, trainer_of
+from tests.support.trainers import On, arguments, trained, trainer_of
 
 SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 # A run in which shaping pays, and of whose target `noise_multiplier` is not asked.
@@ -61,13 +61,10 @@ def test_an_auto_shape_compares_runs_of_equal_epsilon(tmp_path, low_pass_filter)
 
 
 def test_learning_rates_are_those_that_training_has(tmp_path):
-    class Rates(Recorder):
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            self.gradients.append(optimizer.param_groups[0]["lr"])
-
-    rates = Rates()
-    trainer = trained(trainer_of(tmp_path, callbacks=[rates], max_steps=6, lr_scheduler_type="cosine", warmup_steps=2))
-    assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates.gradients)
+    rates = []
+    note = On(pre_optimizer_step=lambda optimizer, **_: rates.append(optimizer.param_groups[0]["lr"]))
+    trainer = trained(trainer_of(tmp_path, callbacks=[note], max_steps=6, lr_scheduler_type="cosine", warmup_steps=2))
+    assert [0.01 * rate for rate in learning_rates_of(trainer.args, steps=6)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(

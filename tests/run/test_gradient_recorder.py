@@ -13,29 +13,11 @@ from tests.support.trainers import Recorder, trainer_of
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
 
-def projection(number, *, seed=0, dimensions=8):
-    return CountSketch(number, dimensions=dimensions, seed=seed)
-
-
-def matrix(number, **options):
-    """P, column by column."""
-    image = projection(number, **options)
-    return np.stack([image([unit]) for unit in torch.eye(number)], axis=1)
-
-
-# --- the image of a gradient ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["one row", "several rows"])
-def width(request, monkeypatch):
-    """Tables of 13 columns, or of all coordinates."""
-    if request.param == "several rows":
-        monkeypatch.setattr(count_sketch, "TABLE_WIDTH", 13)
-
-
-@pytest.mark.usefixtures("width")
-def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
-    signs = matrix(60)
+@pytest.mark.parametrize("width", [count_sketch.TABLE_WIDTH, 13], ids=["one row", "several rows"])
+def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign(width, monkeypatch):
+    monkeypatch.setattr(count_sketch, "TABLE_WIDTH", width)
+    image = CountSketch(60, dimensions=8, seed=0)
+    signs = np.stack([image([unit]) for unit in torch.eye(60)], axis=1)
     assert signs.shape == (8, 60)
     np.testing.assert_array_equal(np.abs(signs).sum(axis=0), 1)
     assert set(np.unique(signs)) == {-1, 0, 1}
@@ -44,25 +26,19 @@ def test_a_projection_adds_every_coordinate_to_one_sum_under_a_sign():
     assert counts.min() >= 4
 
 
-# --- in a training --------------------------------------------------------------------------------------------------------
-
-
 def test_every_private_gradient_is_recorded(tmp_path):
     recorder, witness = GradientRecorder(dimensions=32), Recorder()
     trainer = trainer_of(
         tmp_path, callbacks=[recorder, witness], low_pass_filter="second-order", base_optimizer="sgd", max_steps=5
     )
     trainer.train()
-    image = projection(len(witness.gradients[0]), dimensions=32)
+    image = CountSketch(len(witness.gradients[0]), dimensions=32, seed=0)
     private = np.stack([image([gradient]) for gradient in witness.gradients])
     assert recorder.private.shape == (5, 32)
     np.testing.assert_allclose(recorder.private, private, rtol=1e-4, atol=1e-4)
     optimizer = trainer.optimizer.optimizer
     assert recorder.low_pass_filter == optimizer.low_pass_filter
     assert recorder.noise_std == pytest.approx(optimizer.noise_std * math.sqrt(len(witness.gradients[0]) / 32))
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -164,13 +164,11 @@ def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_
     factor, rule = (float(each.replace(",", "")) for each in found.groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
     # The fix: left out, it is that rate, of which nothing is told.
-    (tmp_path / "again").mkdir()
     output = told(tmp_path / "again", capsys, learning_rate=None)
     words = f"{rule:.3g} (auto: by noise, steps and model size)"
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
-        (tmp_path / str(share)).mkdir()
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
 
 

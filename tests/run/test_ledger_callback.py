@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Value
-from transformers import BertForSequenceClassification, TrainerCallback, TrainerControl, TrainerState
+from transformers import BertForSequenceClassification, TrainerControl, TrainerState
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
@@ -21,22 +21,7 @@ from doppler_hf.run.earlier_ledgers import ledgers_of
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from tests.support.ledgers import after, said, statement
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trained, trainer_of, weights
-
-
-class Stop(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.action()
-
-
-def interrupt():
-    raise KeyboardInterrupt
+from tests.support.trainers import On, arguments, at, interrupt, trained, trainer_of, weights
 
 
 def events(folder):
@@ -75,17 +60,19 @@ def test_steps_are_on_disk_before_they_are_computed(tmp_path):
     assert all(counted == step + 1 for step, counted in trainer.on_disk)
 
 
-def test_a_kill_within_a_step_counts_it(tmp_path):
+def test_a_kill_within_a_step_counts_it_and_says_what_is_spent(tmp_path, capsys):
     trainer = trainer_of(tmp_path, cls=Watchful, max_steps=300)
     trainer.killed_in_step = 4
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert PrivacyLedger.load(tmp_path / "out").steps_run == 6  # portions of 3
+    counted = PrivacyLedger.load(tmp_path / "out")
+    assert counted.steps_run == 6  # portions of 3
     assert events(tmp_path / "out") == ["opened", "steps", "steps", "left"]
+    assert f"Privacy spent: ε = {counted.epsilon():.4g}, " in capsys.readouterr().out
 
 
 def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=300, callbacks=[Stop(4, interrupt)])
+    trainer = trainer_of(tmp_path, max_steps=300, callbacks=[On(step_end=at(4, interrupt))])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 4
@@ -149,7 +136,7 @@ def of_file(name):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [(lambda trainer: trainer.model, dict(callbacks=[Stop(3, interrupt)])), (of_file("checkpoint-2"), {})],
+    [(lambda trainer: trainer.model, dict(callbacks=[On(step_end=at(3, interrupt))])), (of_file("checkpoint-2"), {})],
 )
 def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys, model, options):
     first = trainer_of(tmp_path, save_strategy="steps", save_steps=2, **options)
@@ -229,14 +216,14 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
         lambda: trainer_of(tmp_path, disable_dp=True, noise_multiplier=None, **options).train(),
     ]
 
-    def refuse():
+    def refuse(**_):
         for other in others:
             before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
             with pytest.raises(ValueError, match=r"another private run, which is still going on\. Use another output_dir"):
                 other()
             assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
 
-    first = trained(trainer_of(tmp_path, max_steps=5, callbacks=[Stop(2, refuse)], **options))
+    first = trained(trainer_of(tmp_path, max_steps=5, callbacks=[On(step_end=at(2, refuse))], **options))
     assert PrivacyLedger.load(tmp_path / "out").head == first.privacy.ledger.head
     assert first.privacy.ledger.steps_run == 5
     first.save_model(str((tmp_path / "out").absolute()))
@@ -255,9 +242,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     own, above, aside = ledgers_of(tmp_path / "out" / "checkpoint-4")
     assert own.is_prefix_of(aside)
     assert not own.is_prefix_of(above)
-
-
-# --- the budget -----------------------------------------------------------------------------------------------------------
 
 
 def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
@@ -341,15 +325,16 @@ def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
 
 @pytest.mark.parametrize(("accuracy", "is_told"), [(0.5, True), (0.75, True), (0.77, True), (0.875, False)])
 def test_an_accuracy_that_is_hardly_the_majoritys_is_told_of(tmp_path, capsys, accuracy, is_told):
-    trainer = trainer_of(tmp_path, eval_strategy="epoch")
+    metrics = lambda predicted: {"accuracy": accuracy, "majority_class_accuracy": share}  # noqa: E731
+    trainer = trainer_of(tmp_path, eval_strategy="epoch", compute_metrics=metrics)
     share = np.bincount(trainer.eval_dataset["labels"]).max() / 8
     assert share == 0.75
-    trainer.compute_metrics = lambda predicted: {"accuracy": accuracy, "majority_class_accuracy": share}
     words = f"its accuracy, {accuracy:.3g}, is not clearly above 0.75, the share of the most"
-    trainer.evaluate()  # of a model that no training has left
+    assert "epsilon" not in trainer.evaluate()  # of a model that no training has left
     assert words not in capsys.readouterr().out
     for evaluated in (trainer.train, trainer.evaluate):
         evaluated()
+        assert trainer.state.log_history[-1]["epsilon"] > 0.0
         assert capsys.readouterr().out.count(words) == is_told
 
 
@@ -362,10 +347,11 @@ def test_a_regression_that_is_hardly_better_than_the_mean_label_is_told_of(tmp_p
         known = model.eval()(**pad(rows) | {"labels": None}).logits.flatten().tolist()
     scores = known if knows else [4.0, 1.0, 3.0, 5.0, 2.0, 4.0, 0.0, 1.0]
     data = text_data().cast_column("labels", Value("float32"))
-    trainer = trainer_of(tmp_path, model=model, data=data, eval_strategy="epoch", max_steps=3, learning_rate=1e-9)
-    trainer.compute_metrics = lambda predicted: {"sum": float(predicted.predictions.sum())}  # or labels are not kept
-    trainer.eval_dataset = [row | {"labels": score} for row, score in zip(rows, scores, strict=True)]
-    trainer.train()
+    trainer = trained(trainer_of(
+        tmp_path, model=model, data=data, eval_strategy="epoch", max_steps=3, learning_rate=1e-9,
+        evaluated=[row | {"labels": score} for row, score in zip(rows, scores, strict=True)],
+        compute_metrics=lambda predicted: {"sum": float(predicted.predictions.sum())},  # or labels are not kept
+    ))  # fmt: skip
     found = next(log for log in trainer.state.log_history if "eval_loss" in log)
     assert found["eval_mean_label_loss"] == pytest.approx(np.var(scores))
     words = f"its loss, {found['eval_loss']:.3g}, is not clearly below {np.var(scores):.3g}, that of the mean label of the"

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
-from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, LlamaConfig, LlamaForSequenceClassification
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
 
 from tests.support.chat import chat_tokenizer, preferences
 from tests.support.processors import OfAnotherProcessor
@@ -43,12 +43,6 @@ def in_half(model):
     return model.to(torch.bfloat16)
 
 
-def llama():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    return LlamaForSequenceClassification(LlamaConfig(vocab_size=50, pad_token_id=0, num_labels=2, **sizes))
-
-
 ONE = dict(per_device_train_batch_size=1, gradient_accumulation_steps=1)
 SITUATIONS = {
     "one row without a label": dict(data=rows(600, label=lambda row: -100 if row == 300 else row % 2)),
@@ -70,15 +64,10 @@ SITUATIONS = {
     "labels of all classes": dict(
         model=lambda: tiny_bert(problem_type="multi_label_classification"), data=rows(label=lambda row: [1.0, row % 2.0])
     ),
-    "new adapters": dict(model=lambda: adapted(target_modules="all-linear")),
     "adapters of random scale": dict(model=lambda: adapted(target_modules=["query"], init_lora_weights=False)),
     "adapters with dropout": dict(model=lambda: adapted(target_modules=["query"], lora_dropout=0.3)),
-    "dropout": dict(model=lambda: tiny_bert(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)),
-    "bfloat16": dict(bf16=True),
     "weights in bfloat16": dict(model=lambda: in_half(tiny_bert())),
-    "checkpointing": dict(gradient_checkpointing=True),
     "a head alone": dict(model=lambda: with_head(lambda head: None), freeze="bert."),
-    "a causal model of classes": dict(model=llama),
     "a seed of the user's": dict(seed=7),
 }
 

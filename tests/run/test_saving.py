@@ -6,14 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
 
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, tiny_bert
-from tests.support.trainers import ON_CPU, trained, trainer_of
+from tests.support.trainers import ON_CPU, On, at, interrupt, trained, trainer_of
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
@@ -190,36 +190,17 @@ FILLED = {
 }
 
 
-class At(TrainerCallback):
-    """Does something to the model at the end of step 3, or of the training, or within an evaluation."""
-
-    def __init__(self, *, step_3=None, end=None, evaluation=None):
-        self.step_3, self.end, self.evaluation = step_3, end, evaluation
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == 3 and self.step_3 is not None:
-            self.step_3(model)
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        if self.end is not None:
-            self.end(model)
-
-    def on_prediction_step(self, args, state, control, model=None, **kwargs):
-        if self.evaluation is not None:
-            self.evaluation(model)
-
-
 @pytest.mark.parametrize(
     ("when", "what"),
     [
-        ("step_3", "buffer"),
-        *thorough(("end", "new buffer")),
+        ("step_end", "buffer"),
+        *thorough(("train_end", "new buffer")),
         ("afterwards", "frozen parameter"),
-        *thorough(("evaluation", "buffer")),
+        *thorough(("prediction_step", "buffer")),
     ],
 )
 def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
-    callbacks = [] if when == "afterwards" else [At(**{when: FILLED[what]})]
+    callbacks = [] if when == "afterwards" else [On(**{when: lambda model, **_: FILLED[what](model)})]
     trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks))
     if when == "afterwards":
         FILLED[what](trainer.model)
@@ -230,7 +211,7 @@ def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys
 
 
 def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
-    fill = At(step_3=lambda model: model.unsaved.add_(1.0))
+    fill = On(step_end=lambda model, **_: model.unsaved.add_(1.0))
     trainer = saved(trainer_of(tmp_path, model=with_prototypes(), callbacks=[fill]))
     assert verified(tmp_path / "out")
     again = saved(trainer_of(tmp_path, model=trainer.model))
@@ -238,15 +219,11 @@ def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
     assert verified(tmp_path / "out")
 
 
-def interrupt(model):
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        dict(callbacks=[At(step_3=interrupt)]),
-        dict(callbacks=[At(end=lambda model: model.classifier.bias.data.zero_())]),
+        dict(callbacks=[On(step_end=at(3, interrupt))]),
+        dict(callbacks=[On(train_end=lambda model, **_: model.classifier.bias.data.zero_())]),
         dict(bf16_full_eval=True),
     ],
 )

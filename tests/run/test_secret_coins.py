@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad
+from tests.support.trainers import On, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
-from tests.support.trainers import trained
 
 
 class Seeding(Rows):
@@ -47,11 +47,6 @@ class OwnCollator:
         return batch | {"input_ids": batch["input_ids"].masked_fill(hidden, 4)}
 
 
-class SeedingCallback(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        set_seed(state.global_step)
-
-
 class Drawn(DopplerTrainer):
     """Notes what the three generators would give in each forward pass."""
 
@@ -65,22 +60,21 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
     states = []
     for run in range(2):
         whole = dict(per_device_train_batch_size=24, gradient_accumulation_steps=1)  # a piece is a micro-batch
-        options = dict(data=Seeding(), callbacks=[SeedingCallback()], grad_sample_self_check=False)
-        trainer = trainer_of(tmp_path / str(run), cls=Drawn, **options, **whole)
-        trainer.data_collator = seeding_collator
-        trainer.train()
+        seeding = On(step_begin=lambda state, **_: set_seed(state.global_step))
+        options = dict(data=Seeding(), collator=seeding_collator, callbacks=[seeding], grad_sample_self_check=False)
+        trainer = trained(trainer_of(tmp_path / str(run), cls=Drawn, **options, **whole))
         assert len(trainer.states) > 3
         states += trainer.states
     for generator in zip(*states, strict=True):
         assert len(set(generator)) == len(states)
 
 
-@pytest.mark.parametrize("what", ["train_dataset", "data_collator"])
-def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what):
-    trainer = trainer_of(tmp_path, data=OwnGenerator() if what == "train_dataset" else None)
-    trainer.data_collator = OwnCollator() if what == "data_collator" else pad
+@pytest.mark.parametrize(
+    ("what", "options"), [("train_dataset", dict(data=OwnGenerator())), ("data_collator", dict(collator=OwnCollator()))]
+)
+def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what, options):
     with pytest.raises(ValueError, match=f"{what} must draw all random numbers from the global generators"):
-        trainer.train()
+        trainer_of(tmp_path, **options).train()
 
 
 def test_a_data_set_that_keeps_what_it_drew_trains(tmp_path):

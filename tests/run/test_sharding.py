@@ -80,9 +80,6 @@ def test_transformers_is_not_told_in_the_meantime_only(tmp_path, monkeypatch):
         assert plugin is None
 
 
-# --- one process, of which the others are not missed ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def group(monkeypatch):
     # Where there is a GPU, torch would cut weights for it.

@@ -17,18 +17,15 @@ from torch.utils.data import TensorDataset, default_collate
 from doppler_hf import DopplerTrainer
 from tests.support.tiers import combined, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trainer_of, weights
+from tests.support.trainers import arguments, checked_trainer_of, trainer_of, weights
 
 TOKENIZER = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
 IMAGE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
 
 
-def made(tmp_path, data, *, model=None, cls=DopplerTrainer, data_collator=None, processing_class=None, **options):
-    return cls(
-        tiny_bert() if model is None else model,
-        arguments(tmp_path, max_steps=1, grad_sample_self_check=True, **options),
-        data_collator, data, processing_class=processing_class,
-    )  # fmt: skip
+def made(tmp_path, data, *, collator=None, **options):
+    """A trainer whose collator is Transformers' unless it is given."""
+    return checked_trainer_of(tmp_path, data=data, collator=collator, **{"max_steps": 1} | options)
 
 
 def trains(trainer):
@@ -36,10 +33,10 @@ def trains(trainer):
     return trainer.state.global_step == 1
 
 
-def told(message, trainer_of_this):
-    """Check that the mistake is told in these words, with nothing spent and no error of another library before it."""
+def told(message, *args, **options):
+    """Check that a mistake is told in these words, and no error of another library before it."""
     with pytest.raises(ValueError, match=message) as caught:
-        trainer_of_this().train()
+        made(*args, **options).train()
     return caught.value
 
 
@@ -56,18 +53,15 @@ def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
         (DatasetDict(train=whole), r"got a DatasetDict\. .* such as train_dataset\['train'\]", lambda sets: sets["train"]),
         (stream, r"IterableDataset has no length, .* datasets\.Dataset\.from_list\(list\(", listed),
     ):  # fmt: skip
-        told(message, lambda given=given: made(tmp_path, given, data_collator=pad))
-        assert trains(made(tmp_path / "fixed", fixed(given), data_collator=pad))
+        told(message, tmp_path, given, collator=pad)
+        assert trains(made(tmp_path / "fixed", fixed(given), collator=pad))
     # Transformers would ask for max_steps first.
-    args = arguments(tmp_path, max_steps=-1)
-    told("IterableDataset has no length", lambda: DopplerTrainer(tiny_bert(), args, pad, stream))
+    told("IterableDataset has no length", tmp_path, stream, collator=pad, max_steps=-1)
 
 
 @pytest.mark.parametrize("rows", [np.ones((24, 5), int), TensorDataset(torch.ones(24, 5))])
 def test_rows_without_names_are_told_how_to_get_some(tmp_path, rows):
-    told(
-        r"must map names to values .* datasets\.Dataset\.from_dict\(\{'pixel_values': images,", lambda: made(tmp_path, rows)
-    )
+    told(r"must map names to values .* datasets\.Dataset\.from_dict\(\{'pixel_values': images,", tmp_path, rows)
     table = Dataset.from_dict({"input_ids": [[index] * 3 for index in range(24)], "labels": [0, 1] * 12})
     assert trains(made(tmp_path, table))
 
@@ -78,19 +72,15 @@ def test_rows_of_unequal_lengths_are_told_how_to_be_padded_and_not_how_long_they
     tagger = hf.BertForTokenClassification(tiny_bert().config)
     for options in (
         dict(data=text_data()),
-        dict(data=text_data().with_format("torch"), data_collator=default_collate),
+        dict(data=text_data().with_format("torch"), collator=default_collate),
         dict(data=of_tokens, model=tagger, processing_class=TOKENIZER),
     ):
-        error = told(
-            r"must be padded or resized to one size, got a collator", lambda options=options: made(tmp_path, **options)
-        )
+        error = told("must be padded or resized to one size, got a collator", tmp_path, **options)
         assert error.__suppress_context__ or error.__context__ is None
         assert not {int(number) for number in re.findall(r"\d+", str(error))} & lengths
     assert trains(made(tmp_path / "1", text_data(), processing_class=TOKENIZER))
-    assert trains(made(tmp_path / "2", text_data(), data_collator=hf.DataCollatorWithPadding(TOKENIZER)))
-    assert trains(
-        made(tmp_path / "3", of_tokens, model=tagger, data_collator=hf.DataCollatorForTokenClassification(TOKENIZER))
-    )
+    assert trains(made(tmp_path / "2", text_data(), collator=hf.DataCollatorWithPadding(TOKENIZER)))
+    assert trains(made(tmp_path / "3", of_tokens, model=tagger, collator=hf.DataCollatorForTokenClassification(TOKENIZER)))
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------------
@@ -125,9 +115,9 @@ class Told(DopplerTrainer):
 def test_a_model_that_computes_its_loss_from_labels_is_told_what_to_override(tmp_path, model):
     rows = Dataset.from_list([{"x": [float(index)] * 4, "labels": index % 2} for index in range(24)])
     data, collator = (rows, hf.default_data_collator) if isinstance(model, FromLabels) else (text_data(), pad)
-    options = dict(model=model, data_collator=collator)
+    options = dict(model=model, collator=collator)
     words = rf"{type(model).__name__}.* whole batch\. Override .* F\.cross_entropy\(model\(\*\*inputs\)\['logits'\]"
-    told(words, lambda: made(tmp_path, data, **options))
+    told(words, tmp_path, data, **options)
     assert trains(made(tmp_path, data, cls=Told, **options))
 
 
@@ -144,10 +134,7 @@ def test_a_contrastive_model_is_told_to_train_a_classifier(tmp_path):
     model = hf.CLIPModel(config)
     pairs = images(input_ids=[[48, 3, index, 49] for index in range(24)])
     for given in (pairs, pairs.add_column("return_loss", [True] * 24)):
-        told(
-            r"CLIPModel compares the examples of a batch, .* CLIPForImageClassification",
-            lambda given=given: made(tmp_path, given, model=model),
-        )
+        told("CLIPModel compares the examples of a batch, .* CLIPForImageClassification", tmp_path, given, model=model)
     model.save_pretrained(tmp_path / "clip")
     classifier = hf.CLIPForImageClassification.from_pretrained(tmp_path / "clip", num_labels=2)
     classifier.vision_model.post_layernorm.requires_grad_(False)  # which its classes do not use
@@ -193,7 +180,7 @@ def test_batch_norm_that_keeps_its_statistics_trains_and_keeps_them(tmp_path, tr
     sizes = dict(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes)).eval()  # as from_pretrained leaves it
     data = images(labels=[0, 1] * 12)
-    told(r"BatchNorm2d\) mix .* Keep statistics of pretraining as they are", lambda: made(tmp_path, data, model=model))
+    told(r"BatchNorm2d\) mix .* Keep statistics of pretraining as they are", tmp_path, data, model=model)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean.normal_()
@@ -226,7 +213,7 @@ def test_a_model_of_series_that_makes_rows_of_channels_is_told_what_trains(tmp_p
 
     model = on("q_proj", "v_proj") if adapted else forecast(2)
     words = r"do not start with the batch\. Freeze them .* leave these layers out .*, and train others: docs"
-    told(words, lambda: made(tmp_path, series(2), model=model, cls=OfSeries))
+    told(words, tmp_path, series(2), model=model, cls=OfSeries)
     if not adapted:
         model.model.encoder.layers.requires_grad_(False)
     assert trains(made(tmp_path, series(2), model=on("projection") if adapted else model, cls=OfSeries))
@@ -247,19 +234,12 @@ def test_labels_that_are_dictionaries_train_with_a_loss_of_ones_own(tmp_path):
     boxes = [{"boxes": torch.rand(1 + row % 3, 4), "class_labels": torch.arange(1 + row % 3)} for row in range(24)]
     rows = Rows([{"pixel_values": torch.randn(3, 8, 8), "labels": each} for each in boxes])
     model = hf.ViTForImageClassification(hf.ViTConfig(**IMAGE, num_labels=4))
-    assert trains(
-        made(
-            tmp_path,
-            rows,
-            model=model,
-            cls=OfBoxes,
-            remove_unused_columns=False,
-            data_collator=lambda rows: {
-                "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
-                "labels": [row["labels"] for row in rows],
-            },
-        )
-    )
+
+    def collator(rows):
+        pixels, labels = ([row[name] for row in rows] for name in ("pixel_values", "labels"))
+        return {"pixel_values": torch.stack(pixels), "labels": labels}
+
+    assert trains(made(tmp_path, rows, model=model, cls=OfBoxes, remove_unused_columns=False, collator=collator))
 
 
 def test_weights_in_channels_last_train_as_in_any_order(tmp_path):
@@ -274,26 +254,18 @@ def test_weights_in_channels_last_train_as_in_any_order(tmp_path):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
-# --- models and devices ---------------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_is_split_over_gpus_in_one_process_is_told_to_be_launched(tmp_path, monkeypatch):
     wrapped = nn.DataParallel(tiny_bert())
-    told(
-        r"got DataParallel, .* Pass model\.module\. .* `accelerate launch`",
-        lambda: made(tmp_path, text_data(), model=wrapped),
-    )
-    assert trains(made(tmp_path, text_data(), model=wrapped.module, data_collator=pad))
+    told(r"got DataParallel, .* Pass model\.module\. .* `accelerate launch`", tmp_path, text_data(), model=wrapped)
+    assert trains(made(tmp_path, text_data(), model=wrapped.module, collator=pad))
     args = arguments(tmp_path)
     args._n_gpu = 2
-    told("One process must see one GPU, got 2", lambda: DopplerTrainer(tiny_bert(), args, pad, text_data()))
+    with pytest.raises(ValueError, match="One process must see one GPU, got 2"):
+        DopplerTrainer(tiny_bert(), args, pad, text_data())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # as of two that are visible
-    told("One process must see one GPU, got 2: .* CUDA_VISIBLE_DEVICES=0", lambda: arguments(tmp_path, use_cpu=False))
+    told("One process must see one GPU, got 2: .* CUDA_VISIBLE_DEVICES=0", tmp_path, text_data(), use_cpu=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert arguments(tmp_path, use_cpu=False).n_gpu == 1
-
-
-# --- a checkpoint of other parameters -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

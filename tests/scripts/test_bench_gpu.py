@@ -24,15 +24,8 @@ def here(monkeypatch):
 
 
 def flags(folder, *more):
-    common = [
-        "--device=cpu",
-        "--scale=tiny",
-        "--pairs=2",
-        "--threads=1",
-        f"--results={folder}/new/gpu.jsonl",
-        f"--page={folder}/gpu.md",
-    ]
-    return [*common, *more]
+    tiny = ["--device=cpu", "--scale=tiny", "--pairs=2", "--threads=1"]
+    return [*tiny, f"--results={folder}/new/gpu.jsonl", f"--page={folder}/gpu.md", *more]
 
 
 def lines(folder):

@@ -2,30 +2,18 @@
 
 import json
 
-import numpy as np
 import pytest
-from datasets import Dataset
-from transformers import BertTokenizerFast
 
 from scripts.bench import training as bench_training
-
-WORDS = ["good", "bad", "film", "the"]
+from tests.support.folders import write_bert, write_glue
 
 
 @pytest.fixture
-def flags(tmp_path, monkeypatch):
-    """A command line with random sentences, a tokenizer of four words, and a model of one layer."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    generator = np.random.default_rng(0)
-    (tmp_path / "sst2").mkdir()
-    for split, rows in (("train", 100), ("validation", 4)):
-        sentences = [" ".join(generator.choice(WORDS, generator.integers(2, 20))) for _ in range(rows)]
-        data = Dataset.from_dict({"sentence": sentences, "label": [row % 2 for row in range(rows)]})
-        data.to_parquet(tmp_path / "sst2" / f"{split}.parquet")
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    BertTokenizerFast(vocab={word: row for row, word in enumerate(vocab)}).save_pretrained(tmp_path / "tokenizer")
+def flags(tmp_path, own_caches):
+    """A command line with random sentences, a tokenizer of eight words, and a model of one layer."""
+    data, tokenizer = write_glue(tmp_path / "sst2", "sst2", train=100, validation=4), write_bert(tmp_path / "tokenizer")
     return [
-        *(f"--dataset_dir={tmp_path / 'sst2'}", f"--tokenizer={tmp_path / 'tokenizer'}", f"--output={tmp_path / 'b.jsonl'}"),
+        *(f"--dataset_dir={data}", f"--tokenizer={tokenizer}", f"--output={tmp_path / 'b.jsonl'}"),
         *("--layers=1", "--hidden=16", "--batch_size=4", "--accumulation=2", "--steps=2", "--pairs=2", "--threads=1"),
     ]
 
@@ -47,6 +35,6 @@ def test_both_trainers_are_timed_in_turn(flags, tmp_path, capsys, monkeypatch, m
     assert result["ratio_quartiles"][0] <= result["ratio"] <= result["ratio_quartiles"][1]
     assert min(result["plain_s"], result["private_s"], result["plain_mib"], result["private_mib"]) > 0
     assert 0 < result["noise_s"] < result["private_s"]
-    # A sentence has 2 to 19 words and two special tokens; a draw sorted by length needs less padding.
-    assert 4 <= result["private_tokens"] < result["plain_tokens"] <= 21
+    # A sentence has 2 to 11 words and two special tokens; a draw sorted by length needs less padding.
+    assert 4 <= result["private_tokens"] < result["plain_tokens"] <= 13
     assert f"×{result['ratio']:.3f}" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from doppler_hf.workloads.images import ImageArguments
 from doppler_hf.workloads.language_model import CausalLMArguments
 from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
-from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_texts
+from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
 from tests.support.tiers import further, thorough
 
 ROOT = Path(__file__).parents[2]
@@ -43,34 +43,9 @@ PRIVATE = ["--noise_multiplier=1.0", "--per_sample_max_grad_norm=1.0", "--low_pa
 pytestmark = pytest.mark.usefixtures("own_caches")
 
 
-@pytest.fixture
-def bert_dir(tmp_path):
-    return write_bert(tmp_path / "bert")
-
-
-@pytest.fixture
-def gpt2_dir(tmp_path):
-    return write_gpt2(tmp_path / "gpt2")
-
-
-@pytest.fixture
-def data_dir(tmp_path):
-    return lambda task_name: write_glue(tmp_path / task_name, task_name)
-
-
-@pytest.fixture
-def texts_dir(tmp_path):
-    return write_texts(tmp_path / "texts")
-
-
-def run_glue(task_name, data, model, out, *flags):
-    glue.main(
-        [
-            *(f"--task_name={task_name}", f"--dataset_dir={data}", f"--model_name_or_path={model}"),
-            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=8"),
-            *("--gradient_accumulation_steps=2", "--save_strategy=no", *flags),
-        ]
-    )
+def results_of(script, out, *flags):
+    """Return what a script finds in two steps."""
+    script.main([*flags, f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--save_strategy=no"])
     return json.loads((out / "all_results.json").read_text())
 
 
@@ -81,9 +56,11 @@ LORA = [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")]
     ("task_name", "lora"),
     further([*itertools.product(["sst2", "stsb"], LORA)], quick=[("sst2", LORA[0]), ("stsb", LORA[1])]),
 )
-def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
-    out = tmp_path / "out"
-    results = run_glue(task_name, data_dir(task_name), bert_dir, out, *PRIVATE, *lora)
+def test_glue(tmp_path, task_name, lora):
+    out, data, bert = tmp_path / "out", write_glue(tmp_path / "data", task_name), write_bert(tmp_path / "bert")
+    flags = [f"--task_name={task_name}", f"--dataset_dir={data}", f"--model_name_or_path={bert}"]
+    sizes = ["--per_device_train_batch_size=8", "--gradient_accumulation_steps=2"]
+    results = results_of(glue, out, *flags, *sizes, *PRIVATE, *lora)
     assert all(np.isfinite(results[f"eval_{name}"]) for name in GLUE_TASKS[task_name].metrics)
     assert (out / "tokenizer.json").is_file()
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
@@ -92,49 +69,32 @@ def test_glue(tmp_path, bert_dir, data_dir, task_name, lora):
         assert BertForSequenceClassification.from_pretrained(out).num_labels == GLUE_TASKS[task_name].num_labels
 
 
-def run_digits(out, *flags):
-    image_classification.main(
-        [
-            *("--dataset_name=digits", f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2"),
-            *("--per_device_train_batch_size=32", "--per_device_eval_batch_size=355", "--save_strategy=no", *flags),
-        ]
-    )
-    return json.loads((out / "all_results.json").read_text())
-
-
 @pytest.mark.parametrize(
     "flags", [PRIVATE, *thorough(["--disable_dp"], [*PRIVATE, "--lora_r=2", "--lora_target_modules=all-linear"])]
 )
-def test_digits(tmp_path, flags):
-    results = run_digits(tmp_path / "out", *SIZES, *flags)
+def test_image_classification(tmp_path, flags):
+    images = write_mnist(tmp_path / "images", train=96, test=12, shape=(8, 8))
+    sizes = ["--per_device_train_batch_size=32", *SIZES]
+    results = results_of(image_classification, tmp_path / "out", f"--dataset_dir={images}", *sizes, *flags)
     assert 0 <= results["eval_accuracy"] <= 1
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
-
-
-def run_causal_lm(data, model, out, *flags):
-    causal_lm.main(
-        [
-            *(f"--dataset_dir={data}", "--text_column=review", f"--model_name_or_path={model}", "--max_seq_length=16"),
-            *(f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--per_device_train_batch_size=4"),
-            *("--gradient_accumulation_steps=2", "--save_strategy=no", *flags),
-        ]
-    )
-    return json.loads((out / "all_results.json").read_text())
 
 
 @pytest.mark.parametrize(
     "flags", [("--lora_r=2",), *thorough(((),), (("--lora_r=2", "--lora_target_modules=c_attn,c_proj"),))]
 )
 @ADAPTED_GPT2
-def test_causal_lm(tmp_path, gpt2_dir, texts_dir, flags):
-    out = tmp_path / "out"
-    results = run_causal_lm(texts_dir, gpt2_dir, out, *PRIVATE, *flags)
+def test_causal_lm(tmp_path, flags):
+    out, texts, gpt2 = tmp_path / "out", write_texts(tmp_path / "texts"), write_gpt2(tmp_path / "gpt2")
+    given = [f"--dataset_dir={texts}", "--text_column=review", f"--model_name_or_path={gpt2}", "--max_seq_length=16"]
+    sizes = ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"]
+    results = results_of(causal_lm, out, *given, *sizes, *PRIVATE, *flags)
     assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert PrivacyLedger.load(out).statement.num_units == 24  # a row is an example
     load = AutoPeftModelForCausalLM if flags else AutoModelForCausalLM
     assert (out / ("adapter_model.safetensors" if flags else "model.safetensors")).is_file()
     state, start = (loader.from_pretrained(folder).state_dict() for loader, folder in
-                    ((load, out), (AutoModelForCausalLM, gpt2_dir)))  # fmt: skip
+                    ((load, out), (AutoModelForCausalLM, gpt2)))  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert (tokenizer.pad_token_id, tokenizer.padding_side) == (END, "right")
     if flags:

@@ -29,14 +29,20 @@ def load(folder, case, processes, rank):
     return torch.load(folder / f"{case}-{processes}-{rank}.pt", weights_only=False)
 
 
-def main(functions):
-    """Do what torchrun does, in forks of a process that has imported everything already."""
-    processes, folder, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
-    os.environ |= {
+def rendezvous(processes):
+    """Return a store on any free port, and the environment of processes that meet there."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {
         "MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
     }  # fmt: skip
+
+
+def main(functions):
+    """Do what torchrun does, in forks of a process that has imported everything already."""
+    processes, folder, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    _store, environment = rendezvous(processes)  # open until all have ended
+    os.environ |= environment
     torch.multiprocessing.start_processes(
         do_all, args=(functions, folder, processes, cases), nprocs=processes, start_method="fork"
     )

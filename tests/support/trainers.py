@@ -5,6 +5,7 @@ what comes after them. `checked_trainer_of` has them, for tests of the checks, o
 trainings as a user starts them; scripts, recipes, workloads, processes and the README's examples have them too.
 """
 
+import functools
 import os
 
 import pytest
@@ -35,14 +36,19 @@ def arguments(tmp_path, **overrides):
     return DopplerTrainingArguments(**(defaults | overrides))
 
 
-def trainer_of(tmp_path, *, model=None, cls=DopplerTrainer, data=None, callbacks=None, **overrides):
+def trainer_of(
+    tmp_path, *, model=None, cls=DopplerTrainer, data=None, evaluated=None, collator=pad, callbacks=None,
+    compute_metrics=None, processing_class=None, **overrides,
+):  # fmt: skip
     return cls(
         model=tiny_bert() if model is None else model,
         args=arguments(tmp_path, **overrides),
         train_dataset=text_data() if data is None else data,
-        eval_dataset=text_data(8, seed=1),
-        data_collator=pad,
+        eval_dataset=text_data(8, seed=1) if evaluated is None else evaluated,
+        data_collator=collator,
         callbacks=callbacks,
+        compute_metrics=compute_metrics,
+        processing_class=processing_class,
     )
 
 
@@ -54,6 +60,26 @@ def trained(trainer):
     """Train, and return the trainer."""
     trainer.train()
     return trainer
+
+
+class On(TrainerCallback):
+    """Calls functions at Transformers' events, by the names of what they take: `On(step_end=lambda state, **_: ...)`."""
+
+    def __init__(self, **functions):
+        for event, function in functions.items():
+            setattr(self, f"on_{event}", functools.partial(self._call, function))
+
+    def _call(self, function, args, state, control, **more):
+        function(args=args, state=state, control=control, **more)
+
+
+def at(step, function):
+    """Return a function for `On` that is called at one step alone."""
+    return lambda state, **more: function(state=state, **more) if state.global_step == step else None
+
+
+def interrupt(**_):
+    raise KeyboardInterrupt
 
 
 class Recorder(TrainerCallback):
@@ -68,19 +94,20 @@ class Recorder(TrainerCallback):
         self.gradients.append(torch.cat([each.flatten() for each in whole]).double().cpu())
 
 
-class NoSignal(DopplerTrainer):
-    """Every per-example gradient is next to zero, so that `p.grad` is the bare noise."""
+def changing(change, *, of=DopplerTrainer):
+    """Return a trainer whose losses are those of another one, changed; `change` takes them and the inputs."""
 
-    def compute_per_sample_loss(self, model, inputs):
-        return 1e-12 * super().compute_per_sample_loss(model, inputs)
+    class Changing(of):
+        def compute_per_sample_loss(self, model, inputs):
+            return change(super().compute_per_sample_loss(model, dict(inputs)), inputs)
+
+    return Changing
 
 
-class TokenMean(DopplerTrainer):
-    """Each loss is weighted by its share of the batch's tokens, without a gradient into other rows."""
-
-    def compute_per_sample_loss(self, model, inputs):
-        tokens = inputs["attention_mask"].sum(dim=1)
-        return super().compute_per_sample_loss(model, inputs) * tokens / tokens.sum()
+# Every per-example gradient is next to zero, so that `p.grad` is the bare noise.
+NoSignal = changing(lambda losses, inputs: 1e-12 * losses)
+# Each loss is weighted by its share of the batch's tokens, without a gradient into other rows.
+TokenMean = changing(lambda losses, inputs: losses * inputs["attention_mask"].sum(dim=1) / inputs["attention_mask"].sum())
 
 
 class OfLogits(DopplerTrainer):

@@ -99,13 +99,14 @@ def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
 
 
-def test_without_privacy_gradients_may_be_clipped(tmp_path):
-    given = dict(max_grad_norm=0.5, data_seed=1, adam_beta2=0.98, max_steps=0)
-    assert arguments(tmp_path, target_epsilon=None, disable_dp=True, **given).max_grad_norm == 0.5
-
-
-def test_without_privacy_optimizers_are_transformers(tmp_path):
-    given = dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std")
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(max_grad_norm=0.5, data_seed=1, adam_beta2=0.98, max_steps=0),
+        dict(optim="galore_adamw", optim_target_modules=["attn"], optim_args="rank=4,proj_type=reverse_std"),
+    ],
+)
+def test_without_privacy_arguments_are_transformers(tmp_path, given):
     args = arguments(tmp_path, target_epsilon=None, disable_dp=True, **given)
     assert {name: getattr(args, name) for name in given} == given
 

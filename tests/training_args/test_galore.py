@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
 from tests.support.models import MODELS
+from tests.support.tiny import tiny_bert
 
 EVERYTHING = "rank=64, update_proj_gap=100, scale=0.10"
 
@@ -125,7 +126,8 @@ def test_matrices_of_other_layers_only_by_name_and_only_two_dimensional_ones():
     assert list(target_parameters(model, ["router", "conv", "norm"])) == ["router.weight"]
 
 
-def test_no_match_says_what_there_is(bert):
+def test_no_match_says_what_there_is():
+    bert = tiny_bert()
     with pytest.raises(ValueError, match=r"optim_target_modules=\['c_attn'\] matches no module") as refusal:
         target_parameters(bert, ["c_attn"])
     assert "are: bert.encoder.layer.0.attention.self.query, bert.encoder" in str(refusal.value)

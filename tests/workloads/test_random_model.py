@@ -15,14 +15,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
-def random(request, tmp_path):
-    config, length = CASES[request.param]
+@pytest.mark.parametrize("task", CASES)
+def test_they_are_of_all_words_but_those_that_end_a_text(task, tmp_path):
+    config, length = CASES[task]
     config.save_pretrained(tmp_path)
-    return RandomModel(str(tmp_path), task=request.param, length=length, lora=LoraArguments(), device="cpu")
-
-
-def test_they_are_of_all_words_but_those_that_end_a_text(random):
+    random = RandomModel(str(tmp_path), task=task, length=length, lora=LoraArguments(), device="cpu")
     inputs = random.batch(400)
     assert len(inputs["labels"].unique()) > 1
     if "input_ids" in inputs:

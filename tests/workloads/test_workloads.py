@@ -36,11 +36,6 @@ def common(tmp_path):
 
 
 @pytest.fixture
-def training_args(tmp_path):
-    return DopplerTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", noise_multiplier=1.0)
-
-
-@pytest.fixture
 def kinds_only(monkeypatch):
     """Each kind builds its own name and arguments."""
     for kind, (arguments, _) in recipe.KINDS.items():

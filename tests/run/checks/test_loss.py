@@ -67,9 +67,8 @@ def pad_for_tokens(examples):
 @pytest.mark.parametrize(("cls", "is_checked"), [(ClassWeights, True), (Penalty, False)])
 def test_another_loss_than_that_of_the_rule_is_refused(tmp_path, cls, is_checked):
     options = dict(remove_unused_columns=False, grad_sample_self_check=is_checked)
-    trainer = trainer_of(tmp_path, model=bert(cls), max_steps=1, **options)
-    if cls is Penalty:
-        trainer.data_collator = pad_for_tokens
+    collator = pad_for_tokens if cls is Penalty else pad
+    trainer = trainer_of(tmp_path, model=bert(cls), collator=collator, max_steps=1, **options)
     with pytest.raises(ValueError, match=rf"in the forward of {cls.__name__} must be .*compute_per_sample_loss"):
         trainer.train()
 
@@ -88,8 +87,6 @@ def test_a_tensor_that_was_left_on_another_device_is_named_by_torch(tmp_path, mo
 
 @pytest.mark.parametrize(("cls", "options"), [(BertForMaskedLM, dict(hidden_dropout_prob=0.5)), (WithoutLabels, {})])
 def test_the_loss_of_the_rule_trains_and_so_does_a_model_without_one(tmp_path, cls, options):
-    trainer = trainer_of(tmp_path, model=bert(cls, **options), max_steps=1, remove_unused_columns=False)
-    if cls is BertForMaskedLM:
-        trainer.data_collator = pad_for_tokens
-    trainer.train()
-    assert trainer.state.global_step == 1
+    options = dict(model=bert(cls, **options), max_steps=1, remove_unused_columns=False)
+    collator = pad_for_tokens if cls is BertForMaskedLM else pad
+    assert trained(trainer_of(tmp_path, collator=collator, **options)).state.global_step == 1

@@ -19,31 +19,16 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.checkpoints import kept_evaluations
 from doppler_hf.run.checks import rehearsal
 from doppler_hf.run.checks.rehearsal import few_rows
+from doppler_hf.workloads.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
-from tests.support.tiny import Rows, pad, text_data, tiny_bert
-from tests.support.trainers import arguments, on_cpu, trained, weights
+from tests.support.tiny import Rows, text_data, tiny_bert
+from tests.support.trainers import OfLogits, on_cpu, trained, trainer_of, weights
 
 EVALUATES = dict(eval_strategy="steps", eval_steps=2)
 SAVES = dict(save_strategy="steps", save_steps=2)
 BEST = EVALUATES | SAVES | dict(load_best_model_at_end=True)
 NO_TOKENS = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
 ADAPTER = LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"], init_lora_weights=False)
-
-
-def trainer_with(tmp_path, *, model=None, cls=DopplerTrainer, evaluated=None, metrics=None, tokenizer=None, **options):
-    return cls(
-        model=tiny_bert() if model is None else model,
-        args=arguments(tmp_path, **options),
-        train_dataset=text_data(),
-        eval_dataset=text_data(8, seed=1) if evaluated is None else evaluated,
-        data_collator=pad,
-        compute_metrics=metrics,
-        processing_class=tokenizer,
-    )
-
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).sum() / len(prediction.label_ids))}
 
 
 class Unsaveable:
@@ -79,12 +64,15 @@ def missing(name):
 TWO_SETS = dict(a=text_data(8, seed=1), b=text_data(8, seed=2))
 FAILS = {
     "a metric that raises": (
-        dict(metrics=missing("found"), **EVALUATES),
+        dict(compute_metrics=missing("found"), **EVALUATES),
         r"compute_metrics, on up to 64 rows,.*AttributeError",
     ),
-    "a metric that returns nothing": (dict(metrics=lambda prediction: None, **EVALUATES), "compute_metrics,.*'NoneType'"),
+    "a metric that returns nothing": (
+        dict(compute_metrics=lambda prediction: None, **EVALUATES),
+        "compute_metrics,.*'NoneType'",
+    ),
     "an unknown metric": (
-        dict(metrics=accuracy, metric_for_best_model="acuracy", **BEST),
+        dict(compute_metrics=accuracy_from_logits, metric_for_best_model="acuracy", **BEST),
         r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
     ),
     "several sets, and the best by the loss": (
@@ -96,13 +84,13 @@ FAILS = {
         r"of eval_a_loss, eval_b_loss, got 'loss'",
     ),
     "a metric that is no number": (
-        dict(metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
+        dict(compute_metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
         r"rehearsal of a checkpoint failed with TypeError: .*ndarray",
     ),
     "adapters that cannot be loaded": (lambda: dict(model=with_adapter(), **BEST), "add_adapter.*get_peft_model"),
-    "a tokenizer that cannot be saved": (dict(tokenizer=Unsaveable(), **SAVES), "OSError: Not found"),
+    "a tokenizer that cannot be saved": (dict(processing_class=Unsaveable(), **SAVES), "OSError: Not found"),
     "a tokenizer that save_model() cannot save": (
-        dict(tokenizer=Unsaveable()),
+        dict(processing_class=Unsaveable()),
         r"rehearsal of save_model\(\) .*OSError: Not",
     ),
     "a generation config that cannot be saved": (
@@ -120,7 +108,7 @@ def options_of(case):
 @pytest.mark.parametrize("case", FAILS)
 def test_what_would_fail_later_is_refused_before_anything_is_spent(tmp_path, case):
     options, message = options_of(case)
-    trainer = trainer_with(tmp_path, **options)
+    trainer = trainer_of(tmp_path, **options)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer.train()
     assert trainer.privacy.ledger is None
@@ -131,17 +119,14 @@ def test_what_would_fail_later_is_refused_before_anything_is_spent(tmp_path, cas
 def test_a_disk_without_space_for_the_weights_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(1000))
     with pytest.raises(ValueError, match=r"must have 12\d\d\d bytes free for a checkpoint, got 1000"):
-        trainer_with(tmp_path, **SAVES).train()
-    trainer_with(tmp_path).train()  # which saves nothing
-
-
-# --- the fixes ------------------------------------------------------------------------------------------------------------
+        trainer_of(tmp_path, **SAVES).train()
+    trainer_of(tmp_path).train()  # which saves nothing
 
 
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
 def test_adapters_train_without_the_best_model_or_as_a_model_of_peft(tmp_path):
-    assert trained(trainer_with(tmp_path / "a", model=with_adapter(), **(EVALUATES | SAVES))).state.global_step == 4
-    best = trained(trainer_with(tmp_path / "b", model=get_peft_model(tiny_bert(), ADAPTER), **BEST))
+    assert trained(trainer_of(tmp_path / "a", model=with_adapter(), **(EVALUATES | SAVES))).state.global_step == 4
+    best = trained(trainer_of(tmp_path / "b", model=get_peft_model(tiny_bert(), ADAPTER), **BEST))
     assert best.state.best_model_checkpoint is not None
 
 
@@ -161,25 +146,17 @@ class Plain(nn.Module):
         return self.head(self.middle(self.embedding(input_ids).mean(dim=1)))
 
 
-class OfPlain(DopplerTrainer):
-    def compute_per_sample_loss(self, model, inputs):
-        return nn.functional.cross_entropy(model(inputs["input_ids"]), inputs["labels"], reduction="none")
-
-
 def test_a_module_with_tied_weights_is_saved_chosen_and_resumed(tmp_path):
-    trainer = trained(trainer_with(tmp_path, model=Plain(), cls=OfPlain, **BEST))
+    trainer = trained(trainer_of(tmp_path, model=Plain(), cls=OfLogits, **BEST))
     chosen = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
     for name, value in trainer.model.state_dict().items():
         torch.testing.assert_close(chosen[name], value.cpu(), rtol=0, atol=0)
     Plain().load_state_dict(chosen)
     assert not trainer.privacy.ledger.unknown_weights(Path(trainer.state.best_model_checkpoint))
-    resumed = trainer_with(tmp_path, model=Plain(), cls=OfPlain, max_steps=6, **BEST)
+    resumed = trainer_of(tmp_path, model=Plain(), cls=OfLogits, max_steps=6, **BEST)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert resumed.state.global_step == 6
     assert resumed.model.head.weight is resumed.model.embedding.weight
-
-
-# --- no false alarm -------------------------------------------------------------------------------------------------------
 
 
 def area(prediction):
@@ -190,7 +167,7 @@ def area(prediction):
 def of_many(prediction):
     if len(prediction.label_ids) < 20:
         raise ValueError("too few rows")
-    return accuracy(prediction)
+    return accuracy_from_logits(prediction)
 
 
 def in_order(num_examples=40):
@@ -201,7 +178,7 @@ def in_order(num_examples=40):
 
 @pytest.mark.parametrize(("metrics", "evaluated"), [(area, in_order()), (of_many, Rows(in_order()))])
 def test_a_metric_that_two_rows_do_not_define_is_no_error(tmp_path, metrics, evaluated):
-    assert trained(trainer_with(tmp_path, metrics=metrics, evaluated=evaluated, **EVALUATES)).state.global_step == 4
+    assert trained(trainer_of(tmp_path, compute_metrics=metrics, evaluated=evaluated, **EVALUATES)).state.global_step == 4
 
 
 class Summed:
@@ -218,7 +195,7 @@ class Summed:
 
 def test_metrics_that_are_added_up_over_batches_are_no_error(tmp_path):
     options = dict(batch_eval_metrics=True, per_device_eval_batch_size=1)
-    trainer = trained(trainer_with(tmp_path, metrics=Summed(), **EVALUATES, **options))
+    trainer = trained(trainer_of(tmp_path, compute_metrics=Summed(), **EVALUATES, **options))
     assert "eval_accuracy" in trainer.state.log_history[-2]
 
 
@@ -252,15 +229,12 @@ def test_metrics_that_are_no_json_lose_no_run_and_are_written_as_what_they_are(t
         "of_classes": {("a", "b"): 1, "c": torch.ones(1)},
         "own": Words(),
     }
-    trainer = trained(trainer_with(tmp_path, metrics=lambda prediction: dict(found), **EVALUATES))
+    trainer = trained(trainer_of(tmp_path, compute_metrics=lambda prediction: dict(found), **EVALUATES))
     written = kept_evaluations(tmp_path / "out", ledger=trainer.privacy.ledger)[-1]
     kept = {name: written[f"eval_{name}"] for name in found}
     assert kept == {"confusion": [[1.0, 0.0], [0.0, 1.0]], "best": 0.5, "of_classes": {"c": 1.0}, "own": "words"}
     assert main(["report", str(tmp_path / "out")]) == 0
     assert "[[1.0, 0.0], [0.0, 1.0]]" in (tmp_path / "out" / "privacy_report.html").read_text("utf-8")
-
-
-# --- without a trace ------------------------------------------------------------------------------------------------------
 
 
 class Watcher(TrainerCallback):
@@ -290,9 +264,9 @@ def without_times(history):
 def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     found = []
     for rehearse in (True, False):
-        trainer = trainer_with(
+        trainer = trainer_of(
             tmp_path / str(rehearse), model=tiny_bert(hidden_dropout_prob=0.1), noise_seed=3, rehearse=rehearse,
-            evaluated=TWO_SETS, metrics=accuracy, **BEST, **options,
+            evaluated=TWO_SETS, compute_metrics=accuracy_from_logits, **BEST, **options,
         )  # fmt: skip
         trainer.add_callback(watcher := Watcher())
         capsys.readouterr()

@@ -6,8 +6,7 @@ from torch.nn import functional as F
 from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer
-from tests.support.tiny import tiny_bert
-from tests.support.trainers import arguments, trainer_of
+from tests.support.trainers import trained, trainer_of
 
 
 class OfTopics(DopplerTrainer):
@@ -24,19 +23,13 @@ class OfTopics(DopplerTrainer):
 def test_labels_that_transformers_removes_are_named(tmp_path, rows):
     data = rows([{"input_ids": [index + 1] * 4, "topic": index % 2} for index in range(12)])
 
-    def trainer(**options):
-        made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1, **options)
-        made.data_collator = default_data_collator
-        return made
-
-    with pytest.raises(ValueError, match=r"label_names must have 'topic' .* Set label_names=\['topic'\], or"):
-        trainer().train()
-    trainer(label_names=["topic"]).train()
-    wrong = trainer(label_names=["topic"])
+    options = dict(cls=OfTopics, data=data, collator=default_data_collator, max_steps=1)
+    with pytest.raises(ValueError, match=r"label_names must have 'topic' .* Set label_names=\['topic'\], or for"):
+        trainer_of(tmp_path, **options).train()
+    trained(trainer_of(tmp_path, label_names=["topic"], **options))
+    wrong = trainer_of(tmp_path, label_names=["topic"], **options)
     wrong.asks_for = "labels"
-    with pytest.raises(
-        ValueError, match=r"must have a column 'labels' or 'label', .* got input_ids, topic. Rename the column"
-    ):
+    with pytest.raises(ValueError, match="must have a column 'labels' or 'label', .* got input_ids, topic"):
         wrong.train()
     wrong.asks_for = "nowhere"
     with pytest.raises(KeyError, match="nowhere"):
@@ -45,8 +38,8 @@ def test_labels_that_transformers_removes_are_named(tmp_path, rows):
 
 def test_labels_that_transformers_collator_renames_are_named(tmp_path):
     data = Dataset.from_list([{"input_ids": [index + 1] * 4, "label": index % 2} for index in range(12)])
-    made = trainer_of(tmp_path, cls=OfTopics, data=data, max_steps=1, label_names=["label"])
-    made.data_collator, made.asks_for = default_data_collator, "label"
+    made = trainer_of(tmp_path, cls=OfTopics, data=data, collator=default_data_collator, label_names=["label"])
+    made.asks_for = "label"
     with pytest.raises(ValueError, match=r"must take inputs\['labels'\], got a KeyError for 'label': Transformers' default"):
         made.train()
 
@@ -64,4 +57,4 @@ def test_who_evaluates_the_training_set_is_warned(tmp_path):
     data = Dataset.from_list([{"input_ids": [index + 1] * 4, "labels": index % 2} for index in range(12)])
     for given in (data, {"train": data}):
         with pytest.warns(UserWarning, match="eval_dataset is train_dataset: .* NOT PRIVATE. Evaluate on other"):
-            DopplerTrainer(tiny_bert(), arguments(tmp_path), train_dataset=data, eval_dataset=given)
+            trainer_of(tmp_path, data=data, evaluated=given)

@@ -39,28 +39,22 @@ def forward(model, **inputs):
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_a_number_below_the_end_is_taken_and_the_end_is_not(name):
+def test_numbers_and_lengths_below_the_end_are_taken_and_the_end_is_not(name):
     model = build(name).eval()
-    found = ends(model)
-    assert found["input_ids"] == VOCABULARY
-    assert ("token_type_ids" in found) == ("bert" in name and not name.startswith("distil"))
-    assert ("decoder_input_ids" in found) == name.startswith("t5")
-    for column in found.keys() & {"input_ids", "token_type_ids", "decoder_input_ids"}:
+    numbers, lengths = ends(model), ends(model, kind="lengths")
+    assert numbers["input_ids"] == VOCABULARY
+    assert ("token_type_ids" in numbers) == ("bert" in name and not name.startswith("distil"))
+    assert ("decoder_input_ids" in numbers) == name.startswith("t5")
+    for column in numbers.keys() & {"input_ids", "token_type_ids", "decoder_input_ids"}:
         others = dict(input_ids=torch.full((1, 3), 2))
-        forward(model, **others | {column: torch.full((1, 3), found[column] - 1)})
+        forward(model, **others | {column: torch.full((1, 3), numbers[column] - 1)})
         with pytest.raises(IndexError):
-            forward(model, **others | {column: torch.full((1, 3), found[column])})
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_the_longest_text_is_taken_and_a_longer_one_is_not(name):
-    model = build(name).eval()
-    found = ends(model, kind="lengths")
-    assert set(found) == ({"input_ids"} if name in ABSOLUTE else set())
-    forward(model, input_ids=torch.full((1, found.get("input_ids", 100) - 1), 2))
+            forward(model, **others | {column: torch.full((1, 3), numbers[column])})
+    assert set(lengths) == ({"input_ids"} if name in ABSOLUTE else set())
+    forward(model, input_ids=torch.full((1, lengths.get("input_ids", 100) - 1), 2))
     if name in ABSOLUTE:
         with pytest.raises((IndexError, RuntimeError)):
-            forward(model, input_ids=torch.full((1, found["input_ids"]), 2))
+            forward(model, input_ids=torch.full((1, lengths["input_ids"]), 2))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,6 +162,10 @@ CASES = {
         r"'labels' .* numbers of classes, got words .*train_dataset\.class_encode_column\('labels'\)",
         lambda model, data: (model, data.class_encode_column("labels")),
     ),
+    "an id of torch's data set": (
+        lambda: Rows(with_one(BEYOND)), "'input_ids' of train_dataset .* from 0 to 49, got others.* Or change what",
+        resized,
+    ),
     "amounts": (
         lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .* from 0 to 1.* 1 for amounts",
         lambda model, data: (tiny_bert(num_labels=1), data),
@@ -178,23 +176,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_path, case):
     made, message, fix = CASES[case]
-    trainer = trainer_of(tmp_path, data=made())
-    trainer.data_collator = pad_all
+    trainer = trainer_of(tmp_path, data=made(), collator=pad_all)
     with pytest.raises(ValueError, match=message) as refused:
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     # Neither the number nor its place: messages end in logs.
     assert not re.search(rf"{BEYOND}|{BEYOND:,}|\b{ROW}\b|\b40\b|\b7\b", str(refused.value))
     model, data = fix(tiny_bert(), made())
-    fixed = trainer_of(tmp_path, model=model, data=data, max_steps=1)
-    fixed.data_collator = pad_all
-    fixed.train()
+    trainer_of(tmp_path, model=model, data=data, collator=pad_all, max_steps=1).train()
 
 
 def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
     evaluated = {"one": text_data(), "two": with_one(-1, column="labels")}
-    trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=1, max_steps=1)
-    trainer.eval_dataset = evaluated
+    trainer = trainer_of(tmp_path, evaluated=evaluated, eval_strategy="steps", eval_steps=1, max_steps=1)
     with pytest.raises(
         ValueError, match=r"'labels' of eval_dataset .* out: eval_dataset\.filter\(lambda row: row\['labels'\]"
     ):
@@ -231,8 +225,7 @@ def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_th
     options = dict(eval_strategy="steps", eval_steps=1, max_steps=1)
     for train, evaluated, name in ((ints, floats, "train_dataset"), (floats, ints, "eval_dataset")):
         model = tiny_bert(problem_type="multi_label_classification")
-        trainer = trainer_of(tmp_path, data=train, model=model, **options)
-        trainer.eval_dataset, trainer.data_collator = evaluated, labelled
+        trainer = trainer_of(tmp_path, data=train, evaluated=evaluated, collator=labelled, model=model, **options)
         mend = re.escape(f"{name}.cast_column('labels', datasets.Sequence(datasets.Value('float32')))")
         with pytest.raises(ValueError, match=f"'labels' of {name} must have 0.0 or 1.0 .* got whole numbers .*{mend}"):
             trainer.train()
@@ -293,15 +286,6 @@ def test_rows_that_a_data_set_makes_are_read_by_chance_as_long_as_there_is_time(
     data = Counting(text_data(300))
     assert not is_beyond(tiny_bert(), data)
     assert data.reads == reads  # the first tells the columns
-
-
-def test_a_data_set_of_torch_is_refused_before_anything_is_spent(tmp_path):
-    trainer = trainer_of(tmp_path, data=Rows(with_one(BEYOND)))
-    with pytest.raises(
-        ValueError, match=r"'input_ids' of train_dataset must have numbers from 0 to 49, got others.* Or change what"
-    ):
-        trainer.train()
-    assert not (tmp_path / "out" / LEDGER_NAME).exists()
 
 
 def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
