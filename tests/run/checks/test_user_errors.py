@@ -29,7 +29,7 @@ def test_labels_that_transformers_removes_are_named(tmp_path, rows):
     trained(trainer_of(tmp_path, label_names=["topic"], **options))
     wrong = trainer_of(tmp_path, label_names=["topic"], **options)
     wrong.asks_for = "labels"
-    with pytest.raises(ValueError, match="must have a column 'labels' or 'label', .* got input_ids, topic"):
+    with pytest.raises(ValueError, match=r"must have a column 'labels' or 'label', .* got input_ids, topic"):
         wrong.train()
     wrong.asks_for = "nowhere"
     with pytest.raises(KeyError, match="nowhere"):
