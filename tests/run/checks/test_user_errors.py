@@ -24,7 +24,7 @@ def test_labels_that_transformers_removes_are_named(tmp_path, rows):
     data = rows([{"input_ids": [index + 1] * 4, "topic": index % 2} for index in range(12)])
 
     options = dict(cls=OfTopics, data=data, collator=default_data_collator, max_steps=1)
-    with pytest.raises(ValueError, match=r"label_names must have 'topic' .* Set label_names=\['topic'\], or for"):
+    with pytest.raises(ValueError, match=r"label_names must have 'topic' .* Set label_names=\['topic'\], or"):
         trainer_of(tmp_path, **options).train()
     trained(trainer_of(tmp_path, label_names=["topic"], **options))
     wrong = trainer_of(tmp_path, label_names=["topic"], **options)
