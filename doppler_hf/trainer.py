@@ -155,6 +155,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
             running.enter_context(told_of_own_step(type(self).training_step, DopplerTrainer.training_step))
             running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
+            running.enter_context(self.saved_if_interrupted())
             return super()._inner_training_loop(batch_size, **kwargs)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:

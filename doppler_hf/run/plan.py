@@ -192,5 +192,5 @@ def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Seq
     return ValueError(
         f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
         f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. Resume with the arguments of the "
-        "earlier run, raise target_epsilon to continue, or begin anew with an untrained model and a new trainer."
+        "earlier run, raise target_epsilon to continue, or add another ε: an untrained model and a new trainer."
     )

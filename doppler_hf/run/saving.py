@@ -1,7 +1,7 @@
 """What a `DopplerTrainer` saves and logs: models and checkpoints beside their ledger, a card, and ε in every log."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,22 @@ class SavingTrainer(ShardedTrainer):
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
         super()._save_checkpoint(model, trial)
+
+    @contextlib.contextmanager
+    def saved_if_interrupted(self) -> Iterator[None]:
+        """Save a checkpoint where an error or Ctrl-C ends a training, since its steps cost ε."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            ledger = None if self._run is None else self._run.ledger
+            # Of several processes one may fail alone, and the others not come to save.
+            if ledger is not None and self.args.world_size == 1:
+                done = ledger.steps_run - ledger.runs[-1].steps_before
+                # In the middle of an update, weights and states are of two steps.
+                if 0 < done == self.state.global_step - self._run.earlier.step:
+                    with contextlib.suppress(Exception):
+                        self._save_checkpoint(self.model, trial=None)
+            raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # Checkpoints are those of a plain run, and resume on any number of processes.

@@ -173,7 +173,7 @@ def refuse_no_learning_rate(args: TrainingArguments) -> None:
     what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
     if args.learning_rate is None and what is not None:
         raise ValueError(
-            f"learning_rate must be set with {what}, got None: only plain Adam has a default. Set it, or leave {what} out."
+            f"learning_rate must be set with {what}, got None: Adam and Muon have a default. Set it, or leave {what} out."
         )
 
 

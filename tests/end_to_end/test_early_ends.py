@@ -232,3 +232,25 @@ def test_a_changed_plan_draws_its_own_round(tmp_path, change):
     assert not second.privacy.ledger.runs[-1].continues_rounds
     assert second.private_run.sampler.secret != first.private_run.sampler.secret
     assert second.privacy.epsilon() <= 20.0
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path, capsys):
+    def of_few(prediction):  # which the start check has called with 64 rows at most
+        return {"accuracy": 0.5} if len(prediction.label_ids) < 65 else {}["too many"]
+
+    options = dict(**PLANNED, eval_strategy="steps", eval_steps=3, evaluated=text_data(70))
+    with pytest.raises(KeyError, match="too many"):
+        trainer_of(tmp_path, compute_metrics=of_few, **options).train()
+    assert f"trainer.train(resume_from_checkpoint=True) goes on from {tmp_path / 'out' / 'checkpoint-3'}." in said(capsys)
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert again.state.global_step == ledger.steps_run == 9
+    assert 2.97 < ledger.epsilon() <= 3.0
+
+
+@pytest.mark.parametrize(("event", "is_saved"), [("step_begin", True), ("optimizer_step", False)])
+def test_ctrl_c_saves_what_was_trained_but_not_in_the_middle_of_an_update(tmp_path, event, is_saved):
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[On(**{event: at(2, interrupt)})], **PLANNED).train()
+    assert (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").exists() == is_saved

@@ -109,7 +109,7 @@ def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_pa
     ids=["none", "late", "soon"],
 )
 def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, capsys, saves, said_of_checkpoints):
-    stop = On(step_end=at(2, interrupt))
+    stop = On(optimizer_step=at(2, interrupt))  # where nothing can be saved
     trainer = trainer_of(tmp_path, callbacks=[stop], low_pass_filter="momentum", **saves)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -119,7 +119,7 @@ def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, c
     assert said_of_checkpoints in said
     if saves:
         return
-    assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=6)
+    assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=7)
     assert "Interrupted" not in capsys.readouterr().out
 
 
@@ -127,7 +127,7 @@ def test_an_interrupted_training_says_what_is_spent_and_how_to_go_on(tmp_path, c
 def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_target(tmp_path, capsys, target_epsilon, steps):
     options = dict(noise_multiplier=None, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
     with pytest.raises(KeyboardInterrupt):
-        trainer_of(tmp_path, callbacks=[On(step_end=at(3, interrupt))], target_epsilon=3.0, **options).train()
+        trainer_of(tmp_path, callbacks=[On(optimizer_step=at(2, interrupt))], target_epsilon=3.0, **options).train()
     last = tmp_path / "out" / "checkpoint-2"
     words = f"goes on from {last}. Steps after it are made again and count: the run ends as many steps early."
     assert words in " ".join(capsys.readouterr().out.split())

@@ -67,7 +67,7 @@ def test_a_kill_within_a_step_counts_it_and_says_what_is_spent(tmp_path, capsys)
         trainer.train()
     counted = PrivacyLedger.load(tmp_path / "out")
     assert counted.steps_run == 6  # portions of 3
-    assert events(tmp_path / "out") == ["opened", "steps", "steps", "left"]
+    assert events(tmp_path / "out") == ["opened", "steps", "steps", "checkpoint", "saved"]
     assert f"Privacy spent: ε = {counted.epsilon():.4g}, " in capsys.readouterr().out
 
 
@@ -253,7 +253,7 @@ def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
     checkpoint = str(tmp_path / "out" / "checkpoint-4")
     for train, words in (
         (trainer.train, "budget is spent"),
-        (again.train, r"budget is spent.* or begin anew with an untrained model and a new trainer\."),
+        (again.train, r"budget is spent.* or add another ε: an untrained model and a new trainer\."),
         (lambda: longer.train(resume_from_checkpoint=checkpoint), "budget is spent: ε = 2.*, raise target_epsilon"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -6,6 +6,7 @@ Transformers evaluates and saves for the first time after an epoch. A failure th
 import contextlib
 import copy
 import json
+import math
 import shutil
 import tempfile
 import warnings
@@ -36,15 +37,23 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
         for each in given.values() if isinstance(given, dict) else [given]:
             refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")
         metrics = _metrics_of_few_rows(trainer, ignore_keys)
-        if (name := args.metric_for_best_model) is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
-            known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-            which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
-            default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
-            mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
-            raise ValueError(
-                f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
-            )
+        if (name := args.metric_for_best_model) is not None:
+            _refuse_without_best(metrics, name)
     on_process_0(lambda: _save_small(trainer, metrics))
+
+
+def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
+    best = metrics.get(f"eval_{name.removeprefix('eval_')}")
+    if best is None:
+        known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
+        which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
+        default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
+        mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
+        raise ValueError(
+            f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
+        )
+    if isinstance(best, float) and math.isnan(best):
+        warnings.warn(f"metric_for_best_model={name!r} is NaN on the first rows, and NaN is never the best.", stacklevel=3)
 
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:

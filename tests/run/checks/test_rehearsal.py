@@ -276,3 +276,9 @@ def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     (first, *of_first), (second, *of_second) = found
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert of_first == of_second
+
+
+def test_a_best_metric_without_a_value_is_told_of(tmp_path):
+    options = dict(metric_for_best_model="f1", max_steps=1, **(BEST | dict(eval_steps=1, save_steps=1)))
+    with pytest.warns(UserWarning, match="metric_for_best_model='f1' is NaN on the first rows, and NaN is never the best"):
+        trainer_of(tmp_path, compute_metrics=lambda _: {"f1": float("nan")}, **options).train()
