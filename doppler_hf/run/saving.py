@@ -97,12 +97,12 @@ class SavingTrainer(ShardedTrainer):
         try:
             yield
         except (Exception, KeyboardInterrupt):
-            ledger = None if self._run is None else self._run.ledger
+            run = self._run
             # Of several processes one may fail alone, and the others not come to save.
-            if ledger is not None and self.args.world_size == 1:
-                done = ledger.steps_run - ledger.runs[-1].steps_before
+            if run is not None and run.ledger is not None and self.args.world_size == 1:
+                done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
                 # In the middle of an update, weights and states are of two steps.
-                if 0 < done == self.state.global_step - self._run.earlier.step:
+                if 0 < done == self.state.global_step - run.earlier.step:
                     with contextlib.suppress(Exception):
                         self._save_checkpoint(self.model, trial=None)
             raise

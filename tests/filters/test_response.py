@@ -44,7 +44,7 @@ def test_random_filters_have_scipys_frequency_response_and_delay(low_pass_filter
     b, a = low_pass_filter.b, low_pass_filter.a
     _, expected = scipy.signal.freqz(b, a, worN=np.pi * frequencies)
     np.testing.assert_allclose(frequency_response(low_pass_filter, frequencies), expected, rtol=1e-12, atol=1e-12)
-    kept = frequencies[np.abs(expected) > 1e-3]
+    kept = frequencies[np.abs(expected) > 1e-2]  # nearer to a zero both divide by rounding errors
     _, expected = scipy.signal.group_delay((b, a), w=np.pi * kept)
     np.testing.assert_allclose(group_delay(low_pass_filter, kept), expected, rtol=1e-12, atol=1e-12)
 
