@@ -151,11 +151,11 @@ class Sees(DopplerTrainer):
         return super().compute_per_sample_loss(model, inputs)
 
 
-def interrupted(tmp_path, *, after, **options):
-    """Train 6 steps of one round, which begin anew after so many; a checkpoint every 2."""
+def interrupted(tmp_path, *, within="step_begin", **options):
+    """Train 6 steps of one round, which go on after 4 or, within an optimizer's step, 5; a checkpoint every 2."""
     terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2) | options
     # 48 records and batches of 8: a round has 6 steps.
-    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[On(step_begin=at(after, interrupt))], **terms)
+    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[On(**{within: at(4, interrupt)})], **terms)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     return trainer, trainer_of(tmp_path, data=text_data(48), cls=Sees, **terms)
@@ -166,13 +166,13 @@ def secrets_of(trainer):
     return RoundSecret(ledger.run_id, 0, 1, trainer.private_run._digest_of_data)
 
 
-@pytest.mark.parametrize(("after", "ends_at", "planned"), [(4, 6, 6), *thorough((5, 5, 7))])
-def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, after, ends_at, planned):
+@pytest.mark.parametrize(("within", "ends_at", "planned"), [("step_begin", 6, 6), *thorough(("optimizer_step", 5, 7))])
+def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, within, ends_at, planned):
     """All 6 steps are made, each record takes part once at most, and one ε is stated from the first to the last.
 
     A step after the checkpoint counts, and is not made again: the next ones of the round follow.
     """
-    first, second = interrupted(tmp_path, after=after)
+    first, second = interrupted(tmp_path, within=within)
     secret = secrets_of(first)
     assert secret.path.exists()
     assert stat.S_IMODE(secret.path.stat().st_mode) == 0o600
@@ -200,7 +200,7 @@ def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, after, ends_
 
 def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     """As on another machine: a record may take part again, for which the budget does not allow all steps."""
-    first, second = interrupted(tmp_path, after=4)
+    first, second = interrupted(tmp_path)
     secrets_of(first).forget()
     with pytest.raises(ValueError, match="budget is spent"):
         second.train(resume_from_checkpoint=True)
@@ -212,7 +212,7 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
 )
 def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path, data):
     """A record that had its turn under one number would have another under the next."""
-    first, second = interrupted(tmp_path, after=4)
+    first, second = interrupted(tmp_path)
     second.train_dataset = data
     told = pytest.warns(UserWarning, match=r"other rows than before, or another order, .* anew and costs ε")
     with told, pytest.raises(ValueError, match="budget is spent"):
@@ -225,7 +225,7 @@ def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path,
 
 @pytest.mark.parametrize("change", [dict(target_epsilon=20.0), *thorough(dict(max_steps=8, target_epsilon=20.0))])
 def test_a_changed_plan_draws_its_own_round(tmp_path, change):
-    first, second = interrupted(tmp_path, after=4)
+    first, second = interrupted(tmp_path)
     for name, value in change.items():
         setattr(second.args, name, value)
     second.train(resume_from_checkpoint=True)
