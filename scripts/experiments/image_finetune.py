@@ -39,11 +39,9 @@ SIDE: Final = 160
 TOGETHER: Final = 32
 PER_FILE: Final = 2500
 EPSILONS: Final = (1.0, 2.0, 3.0, 8.0)
-FIRST_SEED: Final = 10
 SETTINGS: Final = {"per_device_train_batch_size": 2500, "max_steps": 180, "clipping": "automatic"}
 RATE_WITHOUT_PRIVACY: Final = 1e-3
 EPOCHS_WITHOUT_PRIVACY: Final = 6
-TUNING_SEEDS: Final = (100, 101)
 
 
 def stages_of(pixels: Tensor, weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -189,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output", type=Path, default=Path("out/image_finetune.jsonl"), metavar="FILE", help="lines of JSON"
     )
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS, metavar="E")
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(FIRST_SEED, FIRST_SEED + 5), metavar="S")
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(10, 15), metavar="S")
     parser.add_argument("--held-out", type=int, default=5000, metavar="N", help="training images that choose settings")
     parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="other arguments of private runs")
     parser.add_argument("--peers", action="store_true", help="compare methods, each at its best learning rate, instead")
@@ -200,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         task = Task(Loader(None, lambda *_: data), "all", settings)
         study = dataclasses.replace(STUDIES["peers"], epsilons=args.epsilons)
         path, sources = args.output.with_suffix(".peers.jsonl"), Sources(args.data_dir, "", args.features)
-        for table in run_study(study, path, {"cifar10-lite": task}, sources, Seeds(TUNING_SEEDS, args.seeds)):
+        for table in run_study(study, path, {"cifar10-lite": task}, sources, Seeds((100, 101), args.seeds)):
             print(table, flush=True)
         return
     steps = math.ceil(EPOCHS_WITHOUT_PRIVACY * len(data.train) / settings["per_device_train_batch_size"])

@@ -99,23 +99,19 @@ SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cosine, warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 0.05},  # below 1: a fraction of all steps
     "linear": {"lr_scheduler_type": "linear"},
 }
-# As in the paper's figure of them.
-CLIPPINGS: Final = tuple((clipping, kind) for clipping in ("automatic", "vanilla") for kind in ("flat", "per_layer"))
 # The default first.
 FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 
 FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits", "cifar10")
-SCATTERED: Final = ("cifar10-scattering", "cifar10-scattering-long")
+SCATTERED: Final = ("mnist-scattering", "cifar10-scattering", "cifar10-scattering-long")
 TEXTS: Final = ("sst2-words", "sst2-words-long")
-FINE_TUNED_LONG: Final = ("sst2-long", "qqp-long", "mnli-long")
-FULL_SCALE: Final = tuple(FULL)
 
 STUDIES: Final[Mapping[str, Study]] = {
     "paper": Study(
         "Does the paper's filter gain on white noise, from scratch, by algorithm, data set, model and ε?",
         ALGORITHMS,
         FROM_SCRATCH,
-        FULL_SCALE,
+        tuple(FULL),
     ),
     "paper-filters": Study(
         "Which of the paper's filters is best, with SGD?",
@@ -130,7 +126,8 @@ STUDIES: Final[Mapping[str, Study]] = {
             f"{clipping}, {kind}": shaped(
                 FIRST_ORDER, "white", base_optimizer="sgd", clipping=clipping, clipping_granularity=kind
             )
-            for clipping, kind in CLIPPINGS
+            for clipping in ("automatic", "vanilla")
+            for kind in ("flat", "per_layer")
         },
         FROM_SCRATCH,
         ("cifar10",),
@@ -147,13 +144,13 @@ STUDIES: Final[Mapping[str, Study]] = {
         "What is shaped noise worth, and which filter belongs to it?",
         SHAPES,
         ("digits", "mnist", "mnist-perceptron", "cifar10", *TEXTS, "sst2", "sst2-full", "qnli"),
-        FULL_SCALE,
+        tuple(FULL),
     ),
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "mnist-scattering", "cifar10", *SCATTERED, *TEXTS, "sst2", *FINE_TUNED_LONG),
-        FULL_SCALE,
+        ("mnist", "mnist-perceptron", "cifar10", *SCATTERED, *TEXTS, "sst2", "sst2-long", "qqp-long", "mnli-long"),
+        tuple(FULL),
     ),
     "muon": Study(
         "Do orthogonalized updates gain from scratch?",
