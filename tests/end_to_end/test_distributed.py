@@ -92,7 +92,7 @@ def neighbours(folder, world):
 
 def resumed(folder, world):
     """Return the texts that a process has trained on before and after an interruption, and the plans of its ledger."""
-    first, second = interrupted(Path(folder) / "resumed", after=4, gradient_accumulation_steps=2 // world)
+    first, second = interrupted(Path(folder) / "resumed", gradient_accumulation_steps=2 // world)
     second.train(resume_from_checkpoint=True)
     return first.seen + second.seen, [[each.steps for each in plan] for plan in second.privacy.ledger.plans]
 
