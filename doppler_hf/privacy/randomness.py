@@ -78,7 +78,12 @@ class SecretBits(BitStream):
         keystream = words.numpy().view(np.uint8)
         for start in range(0, len(keystream), len(_ZEROS)):
             part = keystream[start : start + len(_ZEROS)]
-            part[:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part)]), dtype=np.uint8)
+            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`, whose
+            # copy of all of them would take as long again as half of the encryption.
+            body = max(0, len(part) - 16)
+            if body:
+                self._encryptor.update_into(_ZEROS[:body], part.data)
+            part[body:] = np.frombuffer(self._encryptor.update(_ZEROS[: len(part) - body]), dtype=np.uint8)
 
 
 class ReproducibleBits(BitStream):
