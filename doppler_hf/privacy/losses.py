@@ -27,23 +27,34 @@ from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
-TokenTask = Literal["causal_lm", "seq2seq_lm", "masked_lm", "token_classification"]
+Task = Literal[
+    "causal_lm", "seq2seq_lm", "masked_lm", "token_classification", "multiple_choice", "semantic_segmentation", "ctc"
+]
 
 OWN_LOSS: Final = (
     "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
 )
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
+WITHOUT_TOKENS: Final = ("multiple_choice", "semantic_segmentation", "ctc")  # tasks without a label for each token
 
-# Masked comes before causal: XLM's head is in both tables, and its labels are aligned with its inputs.
-_LOSS_OF_TABLE = (
-    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, ForTokenClassification),
-    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, ForMaskedLMLoss),
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
-    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, ForCausalLMLoss),
+# By the names of classes. Masked comes before causal: XLM's head is in both tables, with labels aligned with its inputs.
+_TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (
+    (modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES, "multiple_choice"),
+    (modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES, "semantic_segmentation"),
+    (modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES, "ctc"),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "token_classification"),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "masked_lm"),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal_lm"),
+    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "causal_lm"),
     # As TrOCR and Donut. Transformers' tables for images and speech also have models that shift their labels.
-    ({"vision": "VisionEncoderDecoderModel", "speech": "SpeechEncoderDecoderModel"}, ForCausalLMLoss),
+    ({"vision": "VisionEncoderDecoderModel", "speech": "SpeechEncoderDecoderModel"}, "causal_lm"),
 )
+_TASK_OF_LOSS: Final[dict[Any, Task]] = {
+    ForTokenClassification: "token_classification",
+    ForMaskedLMLoss: "masked_lm",
+    ForCausalLMLoss: "causal_lm",
+}
 
 
 def without_adapters(model: Any) -> Any:
@@ -64,21 +75,17 @@ def places_of_prompt(model: Any) -> int:
     return int(model.active_peft_config.num_virtual_tokens)
 
 
-def token_task(model: nn.Module) -> TokenTask | None:
-    """Return the task of a model, without PEFT's wrapper, that has one label per token, or None for any other model."""
+def task_of(model: nn.Module) -> Task | None:
+    """Return the task of a model, without PEFT's wrapper, whose labels are not one row of numbers, or None for any other."""
     if not isinstance(model, PreTrainedModel):
         return None
-    loss = LOSS_MAPPING.get(model.loss_type)
-    if model.loss_type is None:  # GPT2LMHeadModel and others of its time, and subclasses with names of their own
-        loss = next((loss for table, loss in _LOSS_OF_TABLE if _is_of_table(model, table)), None)
-    if loss is ForTokenClassification:
-        return "token_classification"
-    if loss not in (ForCausalLMLoss, ForMaskedLMLoss):
-        return None
+    # A subclass under a name of its own has the task of the class above it.
+    names = {cls.__name__ for cls in type(model).__mro__}
+    task = next((task for table, task in _TASK_OF_TABLE if not names.isdisjoint(table.values())), None)
+    if task not in WITHOUT_TOKENS and model.loss_type is not None:  # it has none for GPT2LMHeadModel and others of its time
+        task = _TASK_OF_LOSS.get(LOSS_MAPPING.get(model.loss_type))
     # T5 has the loss of a causal model in the table, T5Gemma that of a masked one; neither shifts its labels.
-    if model.config.is_encoder_decoder:
-        return "seq2seq_lm"
-    return "causal_lm" if loss is ForCausalLMLoss else "masked_lm"
+    return "seq2seq_lm" if task in ("causal_lm", "masked_lm") and model.config.is_encoder_decoder else task
 
 
 def has_one_label(model: nn.Module, labels: Any) -> bool:
@@ -87,31 +94,10 @@ def has_one_label(model: nn.Module, labels: Any) -> bool:
     That is as `per_sample_losses` has it for these labels of a batch.
     """
     is_one_class = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
-    if not is_one_class or not isinstance(model, PreTrainedModel) or token_task(model) is not None:
+    if not is_one_class or not isinstance(model, PreTrainedModel):
         return False
     is_of_classes = model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
-    return has_choices(model) or (is_of_classes and not has_ctc(model) and not has_pixels(model))
-
-
-def has_choices(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of multiple choice: each choice of an example is a row."""
-    return _is_of_table(model, modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES)
-
-
-def has_pixels(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of semantic segmentation: each pixel has a label."""
-    return _is_of_table(model, modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES)
-
-
-def has_ctc(model: nn.Module) -> bool:
-    """Return whether a model, without PEFT's wrapper, is one of speech whose frames are aligned with labels by CTC."""
-    return _is_of_table(model, modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES)
-
-
-def _is_of_table(model: nn.Module, table: Mapping[str, str]) -> bool:
-    # A subclass under a name of its own has the task of the class above it.
-    is_one = not {cls.__name__ for cls in type(model).__mro__}.isdisjoint(table.values())
-    return isinstance(model, PreTrainedModel) and is_one
+    return (task := task_of(model)) == "multiple_choice" or (task is None and is_of_classes)
 
 
 def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Float[Tensor, " batch"]:
@@ -129,7 +115,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     Raises:
         ValueError: If there is no rule for the model's class, or its loss has a part that is of the whole batch.
     """
-    task = token_task(base_model)
+    task = task_of(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
     if not isinstance(base_model, PreTrainedModel) and not answer:
         raise ValueError(
@@ -144,10 +130,11 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             inputs["decoder_input_ids"] = base_model.prepare_decoder_input_ids_from_labels(labels)
         else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
             inputs["labels"] = labels
-    if has_ctc(base_model) and labels is not None:
+    if task == "ctc" and labels is not None:
         return ctc_losses(model, inputs, labels, base_model=base_model)
     chunked: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
-    if task is not None and labels is not None:
+    has_tokens = task is not None and task not in WITHOUT_TOKENS
+    if has_tokens and labels is not None:
         labels = F.pad(labels, (places_of_prompt(model), 0), value=IGNORED_LABEL)
         if task == "causal_lm":
             labels = next_labels(labels)
@@ -178,11 +165,11 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
             "batch. Set output_router_logits=False in its config."
         )
-    if task is not None:
+    if has_tokens:
         return token_losses(logits, labels, found=found)
-    if has_choices(base_model):
+    if task == "multiple_choice":
         return classification_losses(logits, labels, problem_type="single_label_classification")
-    if has_pixels(base_model):
+    if task == "semantic_segmentation":
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise ValueError(
                 f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "

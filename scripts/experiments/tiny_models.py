@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from doppler_hf.privacy.losses import has_ctc, has_pixels, token_task
+from doppler_hf.privacy.losses import task_of
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 LARGEST = 3_000_000  # parameters; what is larger has a size that no rule below knows
@@ -173,16 +173,16 @@ def one_example(model: PreTrainedModel, *, share: float, generator: torch.Genera
         if "Video" in name:
             shape = (size_of("num_frames", "frames_per_clip", default=8), *shape)
         example[main] = torch.randn(shape, generator=generator)
-    task = token_task(model)
+    task = task_of(model)
     if task == "seq2seq_lm":
         example["labels"] = tokens(between((4, 9)))
-    elif has_ctc(model):
+    elif task == "ctc":
         example["labels"] = tokens(between((2, 5)))
-    elif has_pixels(model):
+    elif task == "semantic_segmentation":
         example["labels"] = torch.randint(0, config.num_labels, example[main].shape[-2:], generator=generator)
     elif task == "token_classification":
         example["labels"] = torch.randint(0, 3, (length,), generator=generator)
-    elif task is not None:
+    elif task not in (None, "multiple_choice"):
         example["labels"] = example["input_ids"].clone() if "input_ids" in example else tokens(length)
     else:
         example["labels"] = torch.randint(0, 3, (), generator=generator)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy.losses import has_choices, token_task
+from doppler_hf.privacy.losses import task_of
 from tests.support.models import moved
 from tests.support.tiers import combined
 from tests.support.tiny import tiny_bert
@@ -95,10 +95,9 @@ def trainer_of(tmp_path, model, *, rows=None, **overrides):
 
 def test_other_models_have_no_labels_per_token():
     for model in (tiny_bert(), hf.T5ForSequenceClassification(hf.T5Config(**T5)), ANSWERS[0](), torch.nn.Linear(2, 2)):
-        assert token_task(model) is None
-    assert has_choices(type("NamedOtherwise", (hf.BertForMultipleChoice,), {})(hf.BertConfig(**BERT)))
-    assert not has_choices(ANSWERS[0]())
-    assert not has_choices(torch.nn.Linear(2, 2))
+        assert task_of(model) is None
+    choices = type("NamedOtherwise", (hf.BertForMultipleChoice,), {})(hf.BertConfig(**BERT))
+    assert task_of(choices) == "multiple_choice"
 
 
 PROMPTS = {

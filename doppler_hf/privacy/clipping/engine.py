@@ -30,7 +30,7 @@ from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, c
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
-from doppler_hf.privacy.losses import has_choices, has_prompt, without_adapters
+from doppler_hf.privacy.losses import has_prompt, task_of, without_adapters
 from doppler_hf.shards import gathered
 
 # Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
@@ -52,7 +52,7 @@ class BookKeepingEngine:
         self._cleanup = contextlib.ExitStack()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
-        self._has_choices = has_choices(without_adapters(model))
+        self._has_choices = task_of(without_adapters(model)) == "multiple_choice"
         of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
         rules = RULES | of_recurrence | of_transformers.transformers_rules()
         for name, module in model.named_modules():

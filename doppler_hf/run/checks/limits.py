@@ -104,8 +104,10 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
 
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
-    task, config = losses.token_task(base), base.config
+    task, config = losses.task_of(base), base.config
     end, fix = config.num_labels, "Set num_labels to the number of classes, which begin at 0"
+    if task in losses.WITHOUT_TOKENS:
+        return
     if task not in (None, "token_classification"):
         end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
@@ -114,8 +116,7 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
             for column in LABELS:
                 cast = f"train_dataset.cast_column({column!r}, datasets.Sequence(datasets.Value('float32')))"
                 yield Limit(column, "no whole numbers", end, f"Make floats of them: {cast}")
-        is_other = losses.has_choices(base) or losses.has_pixels(base) or losses.has_ctc(base) or end == 1
-        if is_other or config.problem_type not in (None, "single_label_classification"):
+        if end == 1 or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():
         without = f". Rows without a class leave out: train_dataset.filter(lambda row: row[{column!r}] >= 0)" * (

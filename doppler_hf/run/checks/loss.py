@@ -56,13 +56,14 @@ def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model:
     own = outputs.get("loss") if isinstance(outputs, dict) else None
     if own is None or not own.isfinite().all():
         return
-    task = rules.token_task(base_model)
+    task = rules.task_of(base_model)
     # The first token is no target of a causal model, except behind a prompt.
     first = int(task == "causal_lm" and not rules.places_of_prompt(model))
-    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if task else None
-    if rules.has_pixels(base_model):
+    has_tokens = task is not None and task not in rules.WITHOUT_TOKENS
+    labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if has_tokens else None
+    if task == "semantic_segmentation":
         labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
-    if rules.has_ctc(base_model) and base_model.config.ctc_loss_reduction == "sum":
+    if task == "ctc" and base_model.config.ctc_loss_reduction == "sum":
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
