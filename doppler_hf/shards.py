@@ -1,6 +1,7 @@
 """Tensors in shards (FSDP2): each process has a run of rows; the last run may be shorter or empty."""
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from torch import Tensor
@@ -16,7 +17,7 @@ def remember_keeper(parameter: Tensor, keeper: Any) -> None:
     _KEEPERS[parameter] = weakref.ref(keeper)
 
 
-def gathered(parameter: Tensor) -> Tensor:
+def gathered(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what layers compute with, and so what has their notes and ordinary gradients.
 
     For a weight in shards this is the gathered one: the same object in every pass, even while its memory is freed.
@@ -24,15 +25,14 @@ def gathered(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: If somebody else has cut it.
     """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if parameter not in _KEEPERS:
+    in_shards = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    if not all(parameter in _KEEPERS for parameter in in_shards.values()):
         # Sensitivity: of rows that are taken for a whole the norm would be too small.
         raise ValueError(
             "Trained parameters must be whole, or cut by DopplerTrainer, got one in shards of another origin. Give the "
             "trainer the whole model, and set fsdp=True."
         )
-    return _KEEPERS[parameter]()._unsharded_param
+    return {**parameters} | {name: _KEEPERS[parameter]()._unsharded_param for name, parameter in in_shards.items()}
 
 
 def first_row(tensor: Tensor) -> int:
@@ -45,7 +45,12 @@ def first_row(tensor: Tensor) -> int:
 
 def part_here(tensor: Tensor) -> Tensor:
     """Return a tensor, or its rows on this process, detached."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    return parts_here([tensor])[0]
+
+
+def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors, of those in shards the rows on this process, detached."""
+    return [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def in_shards(part: Tensor, *, like: Tensor) -> Tensor:

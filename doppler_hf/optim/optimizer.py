@@ -12,7 +12,7 @@ with c_t the filter's response to ones, and k_t = 1 - β₂ᵗ.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Final, final
 
@@ -23,14 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from doppler_hf import kernels
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.muon import orthogonalized
-from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, slices, update
-from doppler_hf.shards import part_here
+from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, update_all
+from doppler_hf.shards import part_here, parts_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
 # of that difference, hence a fraction of noise_std². In recipes/results/floor.md 0.1 to 1 are the same, less is worse.
@@ -134,19 +133,15 @@ class DopplerOptimizer(Optimizer):
         if closure is not None:
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
-        stepped = [
-            (p, part_here(_dense(p.grad)), group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights, gradients = parts_here([p for p, _ in stepped]), parts_here([_dense(p.grad) for p, _ in stepped])
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
         noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
 
         coefficients = padded_coefficients(self.low_pass_filter)
         steps: list[Step] = []
         lifted, whole = [], []
-        for p, grad, group in stepped:
+        for (p, group), weight, grad in zip(stepped, weights, gradients, strict=True):
             state = self.state.get(p) or self.state.setdefault(p, self._new_state(p, group))
             v = state.get("exp_avg_sq")
             lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
@@ -157,7 +152,7 @@ class DopplerOptimizer(Optimizer):
                 tensors = ParameterTensors(torch.zeros_like(grad, dtype=full_dtype(p)), grad, state["filter_states"], v)
                 whole.append((p, tensors.weight, decay))
             else:
-                tensors = ParameterTensors(part_here(p), grad, state["filter_states"], v)
+                tensors = ParameterTensors(weight, grad, state["filter_states"], v)
             state["step"] += 1
             c, state["bias_states"][:] = bias_correction(tuple(state["bias_states"]), coefficients)  # c_t
             k, n = 1.0, 0.0  # k_t and n_t
@@ -217,17 +212,6 @@ class DopplerOptimizer(Optimizer):
         order = self.low_pass_filter.order
         state |= {"filter_states": [zeros() for _ in range(order)], "bias_states": [0.0] * order}
         return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}
-
-
-def update_all(steps: Sequence[Step]) -> None:
-    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
-    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
-        from doppler_hf.optim.fused_update import fused_update  # imports Triton
-
-        steps = fused_update(steps)
-    for tensors, constants in steps:
-        for part in slices(tensors):
-            update(part, constants)
 
 
 def _dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

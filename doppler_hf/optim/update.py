@@ -4,7 +4,7 @@
 makes one pass of them, for all tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf import kernels
 from doppler_hf.optim.low_pass import Coefficients, low_pass
 
 Base = Literal["sgd", "adam", "adam_bc"]
@@ -90,3 +91,14 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
         x.addcmul_(m, reciprocal, value=-constants.step_size)
     if x is not tensors.weight:
         tensors.weight.copy_(x)
+
+
+def update_all(steps: Sequence[Step]) -> None:
+    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
+    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
+        from doppler_hf.optim.fused_update import fused_update  # imports Triton
+
+        steps = fused_update(steps)
+    for tensors, constants in steps:
+        for part in slices(tensors):
+            update(part, constants)

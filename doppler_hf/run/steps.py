@@ -139,7 +139,8 @@ class Steps:
         private = self.mechanism.privatize(self.clipped.sums, step=step, shards=shards)
         for name, gradient in private.items():
             parameter = self.clipped.parameters[name]
-            parameter.grad = in_shards(gradient.to(parameter.dtype), like=parameter)
+            gradient = gradient.to(parameter.dtype)
+            parameter.grad = in_shards(gradient, like=parameter) if name in shards else gradient
         optimizer.noise_std = self.mechanism.noise_std(step)
         self.is_released, self.num_non_finite = True, self.clipped.num_non_finite
         self.clipped.reset()

@@ -50,7 +50,7 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
 
 def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the ordinary gradients by name, from `.grad`: re-entrant checkpointing leaves them nowhere else."""
-    used = {name: gathered(parameter) for name, parameter in parameters.items()}
+    used = gathered(parameters)
     for parameter in used.values():
         parameter.grad = None
     losses.sum().backward()

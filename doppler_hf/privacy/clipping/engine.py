@@ -100,12 +100,7 @@ class BookKeepingEngine:
         with self._noted(losses, parameters, num_examples=len(losses) // views) as (notes, trainable):
             self._back_propagate(losses.sum() / views, trainable)
             with torch.no_grad():
-                # Each is forgotten at once, so that its memory is free for the next one.
-                return {
-                    name: combined(notes.uses.pop(parameter), shape=parameter.shape)
-                    for name, parameter in trainable.items()
-                    if parameter in notes.uses
-                }
+                return combined(notes.uses, trainable)
 
     def coupled(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, examined: Bool[Tensor, " rows"]
@@ -132,7 +127,7 @@ class BookKeepingEngine:
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
-        trainable = {name: gathered(parameter) for name, parameter in parameters.items()}
+        trainable = gathered(parameters)
         self.notes.num_examples = num_examples
         try:
             yield self.notes, trainable

@@ -47,16 +47,13 @@ class Weights:
         return self.factors if self.finite is None else self.factors.masked_fill(~self.finite, torch.nan)
 
     def cleaned(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:
-        """Return the values in float32 or better, with zeros for examples that are not finite: 0·NaN would be NaN."""
-        values = in_float32(values)
+        """Return the values, with zeros for examples that are not finite: 0·NaN would be NaN."""
         return values if self.finite is None else torch.where(self.finite[:, None, None], values, self.zero)
 
     def times(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:
-        """Return the cleaned values, each multiplied by its example's factor."""
-        cleaned = self.cleaned(values)
-        factors = self.factors.to(cleaned.dtype)[:, None, None]
-        # In place of a copy alone: other layers of a residual stream share the values themselves.
-        return cleaned * factors if cleaned is values else cleaned.mul_(factors)
+        """Return the cleaned values, each multiplied by its example's factor, in float32 or better."""
+        factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))
+        return self.cleaned(values) * factors[:, None, None]  # a copy: other layers of a residual stream share the values
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +80,11 @@ class Product:
 
     def weighted(self, weights: Weights, total: Tensor | None) -> Float[Tensor, "..."]:
         """Return Σ w_i Σ_t l_it r_itᵀ, added to `total` if there is one (modified in place)."""
-        left, right, scale, clean = self.left, self.right, weights.times, weights.cleaned
-        if not self.is_weighted:
-            left, right = (scale(left), clean(right)) if left.shape[2] <= right.shape[2] else (clean(left), scale(right))
+        left, right = self.left, self.right
+        if not self.is_weighted and left.shape[2] <= right.shape[2]:
+            left, right = weights.times(left), in_float32(weights.cleaned(right))
+        elif not self.is_weighted:
+            left, right = in_float32(weights.cleaned(left)), weights.times(right)
         left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
         if total is None:
             return product_in_float32(left, right)
@@ -129,7 +128,6 @@ def has_terms(gradient: Use) -> Bool[Tensor, " examples"]:
 
 def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " examples"]:
     """Return the sum of each example's squared numbers."""
-    values = in_float32(values)
     whole = values.shape[1] // RUN * RUN
     if whole < RUN * RUN:
         return torch.linalg.vector_norm(values, dim=1).square()
@@ -159,19 +157,28 @@ def is_formed(time: int, p: int, q: int, *, rule: NormRule) -> bool:
     return MEMORY_COST * p * q <= time * time * (p + q) and p * q <= time * (p + q)
 
 
-def combined(uses: Sequence[Use], *, shape: torch.Size) -> PerSampleGradient:
-    """Return one gradient for all uses of a parameter in one forward pass.
+def combined(uses_of: dict[Tensor, list[Use]], parameters: Mapping[str, Tensor]) -> dict[str, PerSampleGradient]:
+    """Return by name one gradient for all uses of a parameter in one forward pass, and forget them (modified in place).
 
     The norm is that of the sum, so uses are never treated separately: products and look-ups of several calls are joined
     along time, which includes the cross terms between the calls. Those in full have been added up.
     """
-    if len(uses) == 1:
-        return [*uses]
-    products = [(use.left, use.right) for use in uses if isinstance(use, Product)]
-    lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
-    if len(products) + len(lookups) < len(uses):
-        return [in_full(uses, shape=shape)]
-    return [*([Product(*joined(products))] if products else []), *([Lookup(*joined(lookups))] if lookups else [])]
+    found: dict[str, PerSampleGradient] = {}
+    for name, parameter in parameters.items():
+        # Each is forgotten at once, so that its memory is free for the next one.
+        uses = found[name] = uses_of.pop(parameter, [])
+        if len(uses) < 2:
+            continue
+        products = [(use.left, use.right) for use in uses if isinstance(use, Product)]
+        lookups = [(use.ids, use.values) for use in uses if isinstance(use, Lookup)]
+        if len(products) + len(lookups) < len(uses):
+            found[name] = [in_full(uses, shape=parameter.shape)]
+        else:
+            found[name] = [
+                *([Product(*joined(products))] if products else []),
+                *([Lookup(*joined(lookups))] if lookups else []),
+            ]
+    return {name: gradient for name, gradient in found.items() if gradient}
 
 
 def in_full(uses: Sequence[Use], *, shape: torch.Size) -> Dense:

@@ -82,7 +82,8 @@ class GaussianMechanism:
         self.expected_batch_size = expected_batch_size
         self.shape = shape
         self._first_step = self._next_step = first_step
-        self._past: dict[str, list[Tensor]] = {}  # of each parameter the shaped noise of earlier steps, the last one first
+        # Of each parameter the shaped noise of so many earlier steps, the last one first.
+        self._num_past, self._past = shape.bands - 1, dict[str, list[Tensor]]()
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and kernels.are_usable(device)
@@ -135,7 +136,7 @@ class GaussianMechanism:
             ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
             RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
         """
-        if not self.shape.is_white and step != self._next_step:
+        if self._num_past and step != self._next_step:
             raise RuntimeError(
                 f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
                 "mechanism for a new run."
@@ -188,11 +189,11 @@ class GaussianMechanism:
         from doppler_hf.privacy.noise.chacha import add_noise_and_scale  # imports Triton
 
         states = []
-        for name, part in () if self.shape.is_white else parts.items():
+        for name, part in parts.items() if self._num_past else ():
             past = self._past.setdefault(name, [])
             before = [*past]
             # Of b − 1 tensors y_t overwrites the oldest one, so that no more memory is needed.
-            past.insert(0, past.pop() if len(past) == self.shape.bands - 1 else torch.empty_like(part))
+            past.insert(0, past.pop() if len(past) == self._num_past else torch.empty_like(part))
             states.append((past[0], *before))
         for kind in {(part.device, part.dtype) for part in parts.values()}:
             add_noise_and_scale(
@@ -217,14 +218,14 @@ class GaussianMechanism:
             if drawn is not values:
                 values.add_(drawn[begin : begin + len(values)])
 
-        if self.shape.is_white:
+        if self._num_past == 0:
             add_white(part)
             return
         # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
         # of a slightly other z, and not a function of the data.
         past = self._past.setdefault(name, [])
         # In place of the oldest one, since another tensor of that size takes longer than what is computed.
-        y = torch.zeros_like(part) if len(past) < self.shape.bands - 1 else past.pop().mul_(-self.shape.c[-1])
+        y = torch.zeros_like(part) if len(past) < self._num_past else past.pop().mul_(-self.shape.c[-1])
         for c, before in zip(self.shape.c[1:], past, strict=False):
             y.sub_(before, alpha=c)
         add_white(y)
