@@ -12,7 +12,7 @@ with c_t the filter's response to ones, and k_t = 1 - β₂ᵗ.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final, final
 
@@ -23,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
+from doppler_hf import kernels
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.muon import orthogonalized
-from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, update_all
+from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, update
 from doppler_hf.shards import part_here, parts_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
@@ -212,6 +213,16 @@ class DopplerOptimizer(Optimizer):
         order = self.low_pass_filter.order
         state |= {"filter_states": [zeros() for _ in range(order)], "bias_states": [0.0] * order}
         return state if self.base == "sgd" else state | {"exp_avg_sq": zeros(), "noise_power": 0.0}
+
+
+def update_all(steps: Sequence[Step]) -> None:
+    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
+    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
+        from doppler_hf.optim.fused_update import fused_update  # imports Triton
+
+        steps = fused_update(steps)
+    for tensors, constants in steps:
+        update(tensors, constants)
 
 
 def _dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -4,7 +4,7 @@
 makes one pass of them, for all tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf import kernels
 from doppler_hf.optim.low_pass import Coefficients, low_pass
 
 Base = Literal["sgd", "adam", "adam_bc"]
@@ -70,12 +69,17 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
-    """Make one step of Algorithm 3 for one parameter, or for a slice of it (all but the gradient modified in place).
+    """Make one step of Algorithm 3 for one parameter (all but the gradient modified in place).
 
     The second moment is of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC takes the noise's variance away
     from it (Tang et al. 2024); the paper's listing leaves that out. The corrections c_t and k_t are in the constants:
     √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
     """
+    for part in slices(tensors):
+        _update_slice(part, constants)
+
+
+def _update_slice(tensors: ParameterTensors, constants: StepConstants) -> None:
     x, g = tensors.weight.to(full_dtype(tensors.weight)), tensors.grad.to(full_dtype(tensors.grad))
     m = low_pass(g, tensors.filter_states, constants.coefficients)
     # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
@@ -91,14 +95,3 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
         x.addcmul_(m, reciprocal, value=-constants.step_size)
     if x is not tensors.weight:
         tensors.weight.copy_(x)
-
-
-def update_all(steps: Sequence[Step]) -> None:
-    """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
-    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
-        from doppler_hf.optim.fused_update import fused_update  # imports Triton
-
-        steps = fused_update(steps)
-    for tensors, constants in steps:
-        for part in slices(tensors):
-            update(part, constants)

@@ -50,12 +50,14 @@ _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 # With so many adapters the bound on their walks was found.
 FEW_ADAPTERS: Final = 2
-# Rates that were tuned lay within a factor of 5 of the rule's; a rate that differs from it by more is told of.
+# Rates that were tuned lay within a factor of 5 of the rule's. One that differs by more is told of.
 FAR: Final = 10.0
+# At one that differs by so much, such as one of a training without noise, all of ε would buy nothing.
+VERY_FAR: Final = 100.0
 
 
 def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return a warning about a given rate far from the rule's, such as one from a training without noise."""
+    """Return a warning about a given rate far from the rule's; refuse one that is very far, unless `rehearse` is off."""
     given = args.given_learning_rate
     if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
@@ -65,7 +67,10 @@ def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyState
     if rule / FAR < given < FAR * rule:
         return ""
     far = f"{rule / given:,.0f} times below" if given < rule else f"{given / rule:,.0f} times above"
-    return f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose: leave it out"
+    told = f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose"
+    if args.rehearse and not rule / VERY_FAR < given < VERY_FAR * rule:
+        raise ValueError(f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it.")
+    return f"{told}: leave it out"
 
 
 def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:

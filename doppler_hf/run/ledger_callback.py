@@ -83,18 +83,18 @@ class PrivacyCallback(TrainerCallback):
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step = self.run, state.global_step
         assert run is not None
-        digests = digests_of(kwargs["model"])
-        ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
+        # On every process: they may have to put the weights of a layer together. And first, as it may refuse.
+        is_given = first_learning_rate(optimizer) == args.given_learning_rate
+        rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
+        digests = digests_of(kwargs["model"])
+        ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
         chosen = " (auto)" if args.low_pass_filter == "auto" else ""
         self._words = {
             "rate": learning_rate_in_words(args, optimizer),
             "filter": f"{optimizer.low_pass_filter}{chosen}",
         }
-        # On every process: they may have to put the weights of a layer together.
-        is_given = first_learning_rate(optimizer) == args.given_learning_rate
-        rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
         args.note_learning_rate(first_learning_rate(optimizer))  # a checkpoint's is its own
         # Assigned only once the run has begun: a refusal must not lose the earlier ledger.
         self.ledger = ledger

@@ -158,16 +158,24 @@ def told(tmp_path, capsys, **options):
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-def test_a_rate_far_below_the_rules_is_told_of_with_the_factor_and_the_mend(tmp_path, capsys):
-    output = told(tmp_path, capsys, learning_rate=2e-5)
-    found = re.search(r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose: leave it out", output)
-    factor, rule = (float(each.replace(",", "")) for each in found.groups())
+def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, capsys):
+    trainer = trainer_of(tmp_path, max_steps=2, learning_rate=2e-5)
+    with pytest.raises(ValueError, match="for nothing") as refused:
+        trainer.train()
+    assert trainer.privacy.ledger is None
+    assert not list((tmp_path / "out").rglob("privacy_ledger.json"))
+    pattern = r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose"
+    factor, rule = (float(each.replace(",", "")) for each in re.match(pattern, str(refused.value)).groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
-    # The fix: left out, it is that rate, of which nothing is told.
+    for each in (rule / 101, 101 * rule):
+        with pytest.raises(ValueError, match="for nothing"):
+            trained(trainer_of(tmp_path, max_steps=2, learning_rate=each))
+    # The fixes: left out, it is that rate, of which nothing is told; and without a rehearsal the given one.
     output = told(tmp_path / "again", capsys, learning_rate=None)
     words = f"{rule:.3g} (auto: by noise, steps and model size)"
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
+    assert refused.value.args[0].partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
 
