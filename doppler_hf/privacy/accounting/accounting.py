@@ -65,8 +65,8 @@ Plan = Sequence[Releases]  # by rounds
 
 def turns_of_round(sample_rate: float, groups: int = 1) -> int:
     """Return n, as many turns as a unit has on average before it takes part, rounded down: about an epoch."""
-    # As a float q may be a little more than B/N, and a round would have a turn less than the sampler's.
-    return max(1, math.floor(1.0 / (groups * sample_rate) + 1e-9))
+    # As a float q may be a little more than B/N, and a round would have a turn less than the sampler's, of whole numbers.
+    return max(1, math.floor((1.0 + 2.0**-50) / (groups * sample_rate)))
 
 
 def steps_of_whole_turns(steps: int, *, sample_rate: float, groups: int) -> int:

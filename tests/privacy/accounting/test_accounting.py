@@ -47,7 +47,9 @@ def test_rounds_of_a_number_of_steps(releases, rounds):
     assert list(releases.rounds()) == rounds
 
 
-@pytest.mark.parametrize(("batch", "units"), [(1, 3), (1000, 67349), (7, 49), (3, 9_999_999), (333, 999), (500, 999)])
+@pytest.mark.parametrize(
+    ("batch", "units"), [(1, 3), (1000, 67349), (7, 49), (3, 9_999_999), (3, 300_000_030), (333, 999), (500, 999)]
+)
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_turns_of_a_round_are_those_of_whole_numbers(batch, units, groups):
     assert turns_of_round(batch / units, groups) == max(1, units // (groups * batch))
