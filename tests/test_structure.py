@@ -186,7 +186,7 @@ def test_public_names():
         "butterworth", "corrected_noise_gain",
         "estimate_power", "filter_figures", "frequency_response",
         "group_delay", "impulse_response", "momentum", "moving_average",
-        "noise_gain", "optimal_fir", "power_spectral_density", "step_response",
+        "noise_gain", "optimal_fir", "step_response",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [

@@ -5,7 +5,6 @@ are shown.
 
   doppler-hf filter momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
   doppler-hf filter butterworth:order=2,cutoff=0.1
-  doppler-hf filter none first-order-v1 --noise banded:bands=8 --plot noise.png
 """
 
 import argparse
@@ -17,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, filter_figures, noise_gain
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters, plot_noise
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
+from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters
 
 READING: Final = (
     "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
@@ -30,7 +29,6 @@ READING: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf filter`."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    parser.add_argument("--noise", metavar="SHAPE", help="as banded:bands=8: show what the filters leave of such noise")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
 
 
@@ -41,26 +39,22 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     # By their own names: two spellings of one filter are one row.
     filters = {str(each): each for each in map(LowPassFilter.parse, args.names)} or PAPER_FILTERS
-    noise = None if args.noise is None else NoiseShape.parse(args.noise)
-    console.print(figures_table(filters, noise=noise or NoiseShape()))
+    console.print(figures_table(filters))
     console.print(coefficients_table(filters))
     console.print(READING)
     if args.plot is not None:
-        if noise is None:
-            plot_filters(filters, args.plot)
-        else:
-            plot_noise(filters, noise, args.plot)
+        plot_filters(filters, args.plot)
     return 0
 
 
-def figures_table(filters: Mapping[str, LowPassFilter], *, noise: NoiseShape) -> Table:
-    """Lay out the figures, a filter in a row, for noise of a shape."""
+def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
+    """Lay out the figures, a filter in a row."""
     numbers = ["order", "Σκ²", "-3 dB", "delay", "settled", "started", "pole"]
     columns = [Column("filter", overflow="fold"), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
     table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name, low_pass_filter in filters.items():
         figures = filter_figures(low_pass_filter)
-        gains = noise_gain(low_pass_filter, noise), figures.cutoff, figures.delay
+        gains = figures.noise_gain, figures.cutoff, figures.delay
         steps = figures.settling_steps, figures.startup_steps
         cells = *(f"{each:.4g}" for each in gains), *(f"{each:,}" for each in steps), f"{figures.largest_pole:.4g}"
         table.add_row(name, str(figures.order), *cells)

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
-from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, trade_off
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
@@ -111,7 +111,6 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
             "tpr_at_1e-2_fpr": best.true_positive_rate(1e-2),
             "tpr_at_1e-3_fpr": best.true_positive_rate(1e-3),
             "advantage": best.advantage,
-            "mu_of_same_epsilon": gaussian_mu(epsilon=epsilon, delta=delta),
         },
         "noise_shape": str(shape),
         "low_pass_filter": str(low_pass_filter),

@@ -4,7 +4,7 @@
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
-- spectrum, optimal_fir: measured autocorrelations and spectra, and the filter that they call for
+- spectrum, optimal_fir: measured autocorrelations and signal, and the filter that they call for
 - closed_loop, auto: the loss that noise costs, and the choice with the least
 """
 
@@ -33,7 +33,6 @@ from doppler_hf.filters.spectrum import (
     autocorrelation,
     corrected_noise_gain,
     estimate_power,
-    power_spectral_density,
 )
 
 __all__ = [
@@ -41,6 +40,5 @@ __all__ = [
     "auto_noise_shape", "autocorrelation",
     "butterworth", "corrected_noise_gain",
     "estimate_power", "filter_figures", "frequency_response",
-    "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
-    "power_spectral_density", "step_response",
+    "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir", "step_response",
 ]  # fmt: skip

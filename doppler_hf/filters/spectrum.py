@@ -1,4 +1,4 @@
-"""Measurement: the autocorrelation and the spectrum of a series of gradients, and how much of its power is signal.
+"""Measurement: the autocorrelation of a series of gradients, and how much of its power is signal.
 
     φ_τ = E⟨g_t, g_{t-τ}⟩ / d,    P(ν) = Σ_τ φ_τ e^{-iπντ},    ∫_0^1 P(ν) dν = φ_0,    ν as a fraction of Nyquist
 
@@ -6,14 +6,13 @@ White noise of variance s² has P = s² everywhere, and a filter turns P into |H
 filter is there to keep it. The signal s_t in g_t = s_t + w_t is secret, but σ is public. So private gradients estimate mean
 ‖s_t‖² by mean ‖g_t‖² - d σ², and after a filter by mean ‖m̂_t‖² - d σ² Σκ².
 
-Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A; Welch 1967.
+Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A.
 """
 
 import math
 from typing import NamedTuple
 
 import numpy as np
-import scipy.signal
 from jaxtyping import Float, Float64
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter
@@ -36,32 +35,14 @@ class PowerEstimate(NamedTuple):
 def autocorrelation(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, " lags"]:
     """Return the autocorrelation of a series, as a mean over its coordinates: φ_τ = Σ_{t≥τ} ⟨g_t, g_{t-τ}⟩ / (d T).
 
-    The division is by T at every lag: the biased estimate, whose spectrum is never negative.
+    The division is by T at every lag: the biased estimate, whose spectrum, P, is never negative. `scipy.signal.welch`
+    estimates P with less variance.
     """
     series = _checked(series)
     steps = len(series)
     # Padded, so that no product wraps around the end.
     power = np.abs(np.fft.rfft(series, n=2 * steps, axis=0)) ** 2
     return np.fft.irfft(power.mean(axis=1), n=2 * steps)[:steps] / steps
-
-
-def power_spectral_density(
-    series: Float[np.ndarray, "steps dimension"],
-) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
-    """Return the distribution of a series' power over frequency, as a mean over its coordinates, by Welch's method.
-
-    The spectra of eight half overlapping segments under a Hann window are averaged. The paper transforms `autocorrelation`,
-    with an error as large as the value in each coordinate.
-
-    Returns:
-        Frequencies as fractions of Nyquist from 0 on, and P there in squared units of the series.
-    """
-    series = _checked(series)
-    segment = max(2, 2 * len(series) // 9)
-    # Two-sided: SciPy's one-sided density doubles all frequencies but 0 and Nyquist, where noise would then not be flat.
-    _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
-    frequencies = np.arange(segment // 2 + 1) * 2 / segment
-    return frequencies, density[: len(frequencies)].mean(axis=1)
 
 
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:

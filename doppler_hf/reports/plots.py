@@ -11,7 +11,6 @@ import numpy as np
 
 from doppler_hf.extras import require
 from doppler_hf.filters import (
-    ClosedLoop,
     LowPassFilter,
     NoiseShape,
     filter_figures,
@@ -60,25 +59,6 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     delay.set(xlabel=FREQUENCY, ylabel="steps", title="group delay")
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
-    write(figure, path)
-
-
-def plot_noise(filters: Mapping[str, LowPassFilter], shape: NoiseShape, path: str | Path) -> None:
-    """Draw where the noise lies over frequency, white and shaped, and what it costs in loss behind each filter.
-
-    Both kinds are of the same σ. What noise costs depends on the curvature of a direction (`filters.closed_loop`). Curves
-    end where the loop of filter and weights becomes unstable.
-    """
-    figure = new_figure(9.0, 3.6)
-    before, after = figure.subplots(1, 2)
-    draw_noise(before, shape, filters)
-    curvatures = np.geomspace(1e-3, 2, 200)
-    for index, (label, low_pass_filter) in enumerate(filters.items()):
-        for name, noise, style in (("white", NoiseShape(), "--"), (str(shape), shape, "-")):
-            losses = [ClosedLoop(np.array([x])).loss(low_pass_filter, noise) for x in curvatures]
-            after.loglog(curvatures, losses, style, color=f"C{index}", label=f"{name}, {label}")
-    after.set(xlabel="x = learning rate × curvature", ylabel="L(x)", title="loss through noise", ylim=(0.05, 5))
-    after.legend(fontsize="small")
     write(figure, path)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
-from doppler_hf.privacy.accounting import Releases, joint_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
@@ -208,17 +208,6 @@ class PrivateRun:
         """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
 
-    def releases(self, steps: int) -> Releases:
-        """Return what `steps` steps release, from the sampler and the mechanism themselves."""
-        rate, groups = self.sampler.sample_rate, self.sampler.groups
-        of_gradient = self.mechanism.releases(steps, sample_rate=rate, groups=groups)
-        of_gradient = of_gradient._replace(sampling=self.sampler.sampling)
-        if self.private_loss is None:
-            return of_gradient
-        of_loss = self.private_loss.mechanism.releases(steps, sample_rate=rate, groups=groups)
-        joint = joint_noise_multiplier(of_gradient.noise_multiplier, of_loss.noise_multiplier)
-        return of_gradient._replace(noise_multiplier=joint)
-
     def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
 
@@ -227,10 +216,16 @@ class PrivateRun:
         assert self.ledger is None, "a run begins once"
         assert self.steps is not None, "a run begins once its engine is attached"
         statement, earlier = self.statement, self.earlier.ledger
-        # The statement and the account must describe what the sampler and the mechanism do.
-        assert statement.noise_source == self.mechanism.source
-        assert statement.releases(statement.steps_planned) == self.releases(statement.steps_planned)
-        assert self.sampler.turns_of_round == statement.releases(statement.steps_planned).turns
+        # The statement, and so the account, must describe what sampler and mechanisms do.
+        sampler, mechanism, loss = self.sampler, self.mechanism, self.private_loss
+        assert (sampler.sample_rate, sampler.sampling) == (statement.sample_rate, statement.sampling)
+        assert sampler.turns_of_round == statement.releases(statement.steps_planned).turns
+        assert (sampler.groups, mechanism.shape) == (statement.groups, NoiseShape.parse(statement.noise_shape))
+        assert (mechanism.noise_multiplier, mechanism.source) == (statement.noise_multiplier, statement.noise_source)
+        assert mechanism.max_grad_norm == statement.per_sample_max_grad_norm
+        of_loss = None if loss is None else (loss.mechanism.noise_multiplier, loss.mechanism.max_grad_norm)
+        assert of_loss in (None, (statement.loss_noise_multiplier, statement.per_sample_max_loss))
+        assert (loss is None) == (statement.loss_noise_multiplier is None)
         # The ledger that is saved is that of process 0. By the name of its run each process finds its own secret again.
         run_id = on_process_0(lambda: secrets.token_hex(8))
         if earlier is None:

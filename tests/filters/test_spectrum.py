@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy.signal
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
@@ -13,7 +12,6 @@ from doppler_hf.filters import (
     corrected_noise_gain,
     estimate_power,
     noise_gain,
-    power_spectral_density,
 )
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
@@ -27,25 +25,12 @@ def test_autocorrelation_is_its_double_sum():
     np.testing.assert_allclose(autocorrelation(SERIES), expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("steps", [2, 40, 45])
-def test_welch_is_scipys_with_the_ends_doubled(steps):
-    length = max(2, 2 * steps // 9)
-    frequencies, density = power_spectral_density(SERIES[:steps])
-    # With a sampling rate of 2, Nyquist is 1. One-sided, SciPy doubles all but the frequencies that have no twin.
-    expected_frequencies, expected = scipy.signal.welch(SERIES[:steps].T, fs=2, nperseg=length, detrend=False)
-    expected[:, 0] *= 2
-    if length % 2 == 0:
-        expected[:, -1] *= 2
-    np.testing.assert_allclose(frequencies, expected_frequencies, rtol=1e-12, atol=0)
-    np.testing.assert_allclose(density, expected.mean(axis=0), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.usefixtures("unchecked_arrays")
 def test_what_is_no_series_is_refused():
     with pytest.raises(ValueError, match=r"series must have shape .* got \(45,\)"):
         autocorrelation(SERIES[:, 0])
     with pytest.raises(ValueError, match=r"series must have shape .* got \(45, 0\)"):
-        power_spectral_density(SERIES[:, :0])
+        autocorrelation(SERIES[:, :0])
     broken = SERIES.copy()
     broken[7, 1] = np.nan
     with pytest.raises(ValueError, match="got NaN or infinity at step 7"):

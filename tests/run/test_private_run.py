@@ -1,5 +1,6 @@
 """One run: the sampler that draws is the one that is accounted, and its parts begin and end together."""
 
+import contextlib
 import inspect
 import itertools
 import types
@@ -15,7 +16,9 @@ from transformers import Trainer
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
-from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.filters import NoiseShape
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism
+from doppler_hf.privacy.noise import PrivateLoss
 from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
@@ -34,14 +37,31 @@ def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
     run = trainer.private_run
     assert drawing == [run.sampler]
     assert run.ledger is trainer.privacy.ledger
-    assert run.ledger.history == [run.releases(4)]
+    assert run.ledger.history == [run.statement.releases(4)]
 
 
-def test_what_is_accounted_is_what_the_mechanism_does(tmp_path):
+MECHANISM = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        dict(mechanism=GaussianMechanism(**MECHANISM | {"noise_multiplier": 0.9})),
+        dict(mechanism=GaussianMechanism(**MECHANISM | {"max_grad_norm": 1.1})),
+        dict(mechanism=GaussianMechanism(**MECHANISM, shape=NoiseShape.banded(2))),
+        dict(mechanism=GaussianMechanism(**MECHANISM, seed=0)),
+        dict(private_loss=PrivateLoss(GaussianMechanism(**MECHANISM), device=torch.device("cpu"))),
+        dict(sampler=AllocationSampler(num_examples=24, expected_batch_size=7)),
+        dict(sampler=AllocationSampler(num_examples=24, expected_batch_size=8, groups=2)),
+        dict(sampler=AllocationSampler(num_examples=24, expected_batch_size=8, sampling="poisson")),
+        {},
+    ],
+)
+def test_what_is_accounted_is_what_sampler_and_mechanisms_do(part, tmp_path):
     run = PrivateRun(arguments(tmp_path), text_data(), num_trained=1)
     run.steps = types.SimpleNamespace()
-    run.mechanism = GaussianMechanism(noise_multiplier=0.9, max_grad_norm=1.0, expected_batch_size=8)
-    with pytest.raises(AssertionError):
+    vars(run).update(part)
+    with pytest.raises(AssertionError) if part else contextlib.nullcontext():
         run.begin(step=0)
 
 

@@ -18,10 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
 
 from doppler_hf.privacy.accounting.accounting import Plan, Releases, merged_rounds
-from doppler_hf.privacy.accounting.composition import delta_curve, gaussian_delta
+from doppler_hf.privacy.accounting.composition import delta_curve
 from doppler_hf.privacy.accounting.secret_groups import deltas_of_runs
 
 _EVERY: Final = 5  # of the pairs of ε and δ is also bounded by simulation, where groups are secret
@@ -72,21 +71,6 @@ def _of_noisy(history: tuple[Releases, ...]) -> TradeOff:
         secret = np.max([deltas_of_runs(runs, some, is_removal=is_removal) for is_removal in (True, False)], axis=0)
         epsilons, deltas = np.append(epsilons, some), np.append(deltas, np.minimum(secret, 1.0))
     return TradeOff(epsilons, deltas)
-
-
-def gaussian_mu(*, epsilon: float, delta: float) -> float:
-    """Return µ of the Gaussian mechanism that costs the same ε at δ: its curve is TPR = Φ(Φ⁻¹(FPR) + µ).
-
-    µ is another name for this one pair of ε and δ. It is no bound of the run itself: at tiny rates of false positives
-    subsampled steps can exceed that curve.
-    """
-    if epsilon == math.inf:
-        return math.inf
-
-    def excess(mu: float) -> float:
-        return float(gaussian_delta(mu, np.array(epsilon))) - delta
-
-    return float(brentq(excess, 1e-9, math.sqrt(2.0 * epsilon) + 20.0))
 
 
 def attack_in_words(best: TradeOff, *, epsilon: float, record: str = "training record") -> str:

@@ -1,6 +1,6 @@
 """The terms of a guarantee in words, as `doppler-hf verify`, the model card and the report show them."""
 
-from doppler_hf.privacy.accounting.attack import attack_in_words, gaussian_mu, percent
+from doppler_hf.privacy.accounting.attack import attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
 _NEARLY = 0.005  # a difference of ε, relative, that no one is told of
@@ -87,15 +87,14 @@ def record_in_words(ledger: PrivacyLedger) -> str:
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    """Return the best rates of a membership attack, and µ, each with its name; none if the training was not private."""
+    """Return the best rates of a membership attack, each with its name; none if the training was not private."""
     if ledger.why_not_private is not None:
         return []
-    best, delta = ledger.trade_off(), ledger.statement.target_delta
+    best = ledger.trade_off()
     rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
         ("no attack exceeds, at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
         ("no attack exceeds the advantage, TPR − FPR", percent(best.advantage)),
-        ("µ of the Gaussian mechanism with the same ε at δ", f"{gaussian_mu(epsilon=ledger.epsilon(), delta=delta):.3g}"),
     ]
 
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from doppler_hf import kernels
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
-from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.randomness import bit_stream
 from doppler_hf.shards import added_up, rows_here
@@ -98,22 +97,6 @@ class GaussianMechanism:
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white if self.shape.is_white else white * self.shape.std(step - self._first_step)
-
-    def releases(self, steps: int, *, sample_rate: float, groups: int = 1) -> Releases:
-        """Return what `steps` steps release, in the accountant's terms.
-
-        A unit is drawn at a step with probability `sample_rate`, over its `groups`, which take turns.
-
-        Raises:
-            ValueError: If a unit can take part again before its noise has passed.
-        """
-        if groups < self.shape.bands:
-            raise ValueError(
-                f"Noise of the shape {self.shape} needs units that take part at most once in {self.shape.bands} steps, got "
-                f"{groups} groups that take turns. Give the sampler as many groups as the shape has bands."
-            )
-        strategy = self.shape.c + (0.0,) * (groups - self.shape.bands)
-        return Releases(self.noise_multiplier, sample_rate, steps, strategy)
 
     @torch.no_grad()
     def privatize(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
+from doppler_hf.privacy.clipping.refused_layers import modes_kept
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.processes import on_process_0
 
@@ -92,13 +93,8 @@ def _evaluated(trainer: Any, count: int, ignore_keys: list[str] | None) -> dict[
     quiet.callback_handler.callbacks = []
     vars(quiet.args).update(dataloader_num_workers=0, dataloader_prefetch_factor=None)
     vars(quiet.args).update(dataloader_persistent_workers=False, dataloader_multiprocessing_context=None)
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return dict(quiet.evaluate(ignore_keys=ignore_keys))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with modes_kept(trainer.model), warnings.catch_warnings(action="ignore"):
+        return dict(quiet.evaluate(ignore_keys=ignore_keys))
 
 
 def few_rows(dataset: Any, count: int) -> Any:

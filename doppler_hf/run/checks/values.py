@@ -1,7 +1,7 @@
 """Find numbers of the training set that the model cannot take before any ε is spent.
 
-The columns of a stored table are scanned, many rows at a time. Of data that make their rows, such as torch's data sets and
-transforms, rows are read by chance. Either takes ten seconds at most. A row beyond the model's range is collated alone and
+The columns of a stored table are scanned, many rows at a time, for ten seconds at most. Of data that make their rows, such
+as torch's data sets and transforms, rows are read by chance for one. A row beyond the model's range is collated alone and
 checked again, since a collator may cut or change it. So nothing that would train is refused,
 unless a collator of your own makes up missing labels.
 """
@@ -19,6 +19,7 @@ from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.run.checks.limits import Limit, limits_of
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
+MOST_SECONDS_OF_ROWS: Final = 1.0
 _ROWS_AT_ONCE: Final = 1 << 14
 
 
@@ -74,8 +75,8 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
 
 
 def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first row that exceeds it, of rows by chance, for some seconds."""
-    left, end = {*limits}, time.monotonic() + MOST_SECONDS
+    """Yield for each limit the first row that exceeds it, of rows by chance, for a second."""
+    left, end = {*limits}, time.monotonic() + MOST_SECONDS_OF_ROWS
     for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
         if not left or time.monotonic() > end:
             return

@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import norm
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy.accounting import Releases, get_epsilon, secret_groups
-from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, gaussian_mu, percent, trade_off
+from doppler_hf.privacy.accounting import Releases, secret_groups
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent, trade_off
 from doppler_hf.privacy.accounting.composition import delta_curve
 
 RATES = [1e-3, 1e-2, 0.1, 0.5]
@@ -130,14 +130,6 @@ def test_nothing_released_is_guessing_and_no_noise_is_everything(history, rate, 
     found = trade_off(history)
     assert found.true_positive_rate(0.01) == pytest.approx(rate)
     assert found.advantage == pytest.approx(advantage)
-
-
-@pytest.mark.parametrize("mu", [1e-3, 0.3, 1.0, 6.0])
-@pytest.mark.parametrize("delta", [1e-7, 1e-4])
-def test_mu_is_that_of_the_gaussian_mechanism_of_the_same_epsilon(mu, delta):
-    epsilon = get_epsilon(noise_multiplier=1 / mu, sample_rate=1.0, steps=1, delta=delta)
-    assert gaussian_mu(epsilon=epsilon, delta=delta) == pytest.approx(mu, rel=2e-3)
-    assert gaussian_mu(epsilon=math.inf, delta=delta) == math.inf
 
 
 def test_the_sentence_rounds_up():

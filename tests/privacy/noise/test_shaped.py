@@ -8,7 +8,6 @@ import torch
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.accounting import Releases
 
 SIGMA, C, B, D, T = 1.3, 0.7, 50, 50_000, 7
 
@@ -78,11 +77,3 @@ def test_a_step_that_is_repeated_or_left_out_is_refused_before_noise_is_drawn(st
     with pytest.raises(RuntimeError, match=f"must follow each other: the next one is 1, got {step}"):
         mechanism.privatize({"w": total}, step=step)
     assert torch.equal(total, torch.ones(3))
-
-
-def test_units_that_come_back_too_early_are_refused_by_the_account():
-    mechanism = mechanism_of(NoiseShape.banded(4))
-    assert mechanism.releases(10, sample_rate=0.01, groups=4) == Releases(SIGMA, 0.01, 10, mechanism.shape.c)
-    assert mechanism.releases(8, sample_rate=0.01, groups=8) == Releases(SIGMA, 0.01, 8, mechanism.shape.c + (0.0,) * 4)
-    with pytest.raises(ValueError, match="at most once in 4 steps, got 3 groups"):
-        mechanism.releases(10, sample_rate=0.01, groups=3)

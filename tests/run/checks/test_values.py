@@ -282,7 +282,7 @@ class Counting(Rows):
 
 @pytest.mark.parametrize(("seconds", "reads"), [(10.0, 301), (-1.0, 1)])
 def test_rows_that_a_data_set_makes_are_read_by_chance_as_long_as_there_is_time(monkeypatch, seconds, reads):
-    monkeypatch.setattr(values, "MOST_SECONDS", seconds)
+    monkeypatch.setattr(values, "MOST_SECONDS_OF_ROWS", seconds)
     data = Counting(text_data(300))
     assert not is_beyond(tiny_bert(), data)
     assert data.reads == reads  # the first tells the columns
