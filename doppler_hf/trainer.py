@@ -1,10 +1,11 @@
 """`DopplerTrainer`: Transformers' `Trainer` with an optimizer that sees only private gradients.
 
-One training step from top to bottom: `get_train_dataloader` cuts the random batch into
-`gradient_accumulation_steps` pieces, each a list of micro-batches. Each micro-batch's per-sample gradients are clipped and
-summed, and after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary.
-`Trainer`'s loop then logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`) and
-saves (`run.saving`).
+One training step from top to bottom, in `Trainer`'s own loop: `get_batch_samples` takes the random batch, which
+`get_train_dataloader` has cut into `gradient_accumulation_steps` pieces, each a list of micro-batches. The callback
+(`run.ledger_callback`) reserves the step in the ledger. Each micro-batch's per-sample gradients are clipped and summed, and
+after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary. The callback counts
+the release. Transformers logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`)
+and saves (`run.saving`).
 """
 
 import contextlib

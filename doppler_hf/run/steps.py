@@ -121,8 +121,8 @@ class Steps:
         if micro_batch.weight != 1.0:
             weights = torch.full((size,), micro_batch.weight, device=losses.device)
         # By what was computed and not by the class: code of the user's own may return the loss of the model's class.
-        self.clipped.is_cross_entropy = self.has_odds and self.loss.is_of_class(losses)
-        self.clipped.backward(losses, weights=weights, views=micro_batch.rows_each)
+        is_cross_entropy = self.has_odds and self.loss.is_of_class(losses)
+        self.clipped.backward(losses, weights=weights, views=micro_batch.rows_each, is_cross_entropy=is_cross_entropy)
         if self.private_loss is not None:
             self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
         return losses.detach()

@@ -44,8 +44,6 @@ class ClippedGradients:
             names and checkpoints stay as they are.
         max_grad_norm: C, the most that one example contributes.
         clipping: "vanilla" or "automatic".
-        is_cross_entropy: Whether a loss is −log p of one right class. Automatic clipping then multiplies an example's
-            gradient, at norm C, by min(1, 2(1 − p)).
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
             ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
@@ -56,7 +54,6 @@ class ClippedGradients:
 
     Attributes:
         engine_name: `engine`.
-        is_cross_entropy: As given; set it before `backward`.
         parameters: The trainable parameters by name.
         on_accelerator: Whether nothing may wait for the device.
         in_kernels: Whether norms and sums are found by `kernels`; set both before the context is entered.
@@ -79,7 +76,6 @@ class ClippedGradients:
         *,
         max_grad_norm: float = 1.0,
         clipping: Clipping = "vanilla",
-        is_cross_entropy: bool = False,
         granularity: Granularity = "flat",
         engine: Engine = "book_keeping",
         norm_rule: NormRule = "auto",
@@ -100,7 +96,6 @@ class ClippedGradients:
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
-        self.is_cross_entropy = is_cross_entropy
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
@@ -146,14 +141,20 @@ class ClippedGradients:
             self._engine = None
 
     def backward(
-        self, losses: Float[Tensor, " rows"], *, weights: Float[Tensor, " batch"] | None = None, views: int = 1
+        self,
+        losses: Float[Tensor, " rows"],
+        *,
+        weights: Float[Tensor, " batch"] | None = None,
+        views: int = 1,
+        is_cross_entropy: bool = False,
     ) -> Float[Tensor, " batch"]:
         """Back-propagate one loss per example and add the clipped per-sample gradients to `sums`.
 
         With K views, an example is K rows of the batch, one after another, and the mean of their gradients is clipped once:
         *augmentation multiplicity* (De et al. 2022, https://arxiv.org/abs/2204.13650). The sensitivity stays C.
 
-        The ordinary gradients that the backward pass leaves in `.grad` are not private and are discarded.
+        Stand-ins of the layers, which stand in the model since the context was entered, note the factors of each gradient in
+        this pass (`torch_layers`, `notes`). The ordinary gradients that it leaves in `.grad` are discarded.
 
         Args:
             losses: One loss per row, shape (batch·views,), from a call of the model with these rows. A row's loss must
@@ -162,6 +163,8 @@ class ClippedGradients:
                 examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
                 An example of weight 0 adds nothing, whatever its gradient.
             views: K, how many rows each example has; by default an example is one row.
+            is_cross_entropy: Whether a loss is −log p of one right class. Automatic clipping then multiplies an example's
+                gradient, at norm C, by min(1, 2(1 − p)).
 
         Returns:
             Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,): above the true ones
@@ -193,7 +196,7 @@ class ClippedGradients:
         # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
-            if self.is_cross_entropy and self._clipping == "automatic":
+            if is_cross_entropy and self._clipping == "automatic":
                 # Sensitivity: a share is a number of [0, 1] of the example alone, so that it contributes C at most.
                 shares = shares_of_error(losses).unflatten(0, (batch_size, views)).mean(dim=1)
                 weights = shares if weights is None else shares * weights
