@@ -87,9 +87,3 @@ def unchecked_arrays(arrays_are_checked_where_modules_are_tested):
 def own_caches(tmp_path, monkeypatch):
     """Keep what `datasets` caches apart from other tests'."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """Leave them out of reports, of whose time they take most."""
-    monkeypatch.setattr("doppler_hf.reports.run_report._svg", lambda figure: "")

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
-        "extras version filters optim.update privacy trainer run.checkpoints run.estimate audit workloads reports",
+        "extras version filters optim.update privacy trainer run.estimate audit workloads reports",
         "rich numpy",
     ),
     "__main__": ("cli", ""),

@@ -5,7 +5,7 @@ torch, and most do not. Its docstring is its own `--help`, and the first line of
 `run` returns the exit code. A parser whose defaults have `fields` takes words that are none of its own, the fields of a
 recipe. `python -m doppler_hf` is the same command.
 
-- plan, estimate, filter, audit, check, verify, report: the commands
+- plan, estimate, filter, audit, check, verify: the commands
 """
 
 import argparse
@@ -24,7 +24,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
     "check": "Check a training: can one record change an update more than the proof allows?",
     "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",
-    "report": "Report a run on one HTML page: its guarantee, curves, noise and filter.",
 }
 """Name → its line in the help."""
 

@@ -103,10 +103,6 @@ class NoiseShape:
         """Return g_0 ... g_{steps-1} of 1/c(x): y_t = Σ_τ g_τ z_{t-τ}, shape (steps,)."""
         return np.asarray(scipy.signal.lfilter([1.0], self.c, np.eye(1, steps)[0]))
 
-    def spectrum(self, frequencies: Float64[np.ndarray, " frequencies"]) -> Float64[np.ndarray, " frequencies"]:
-        """Return the power density of the settled noise per σ² at fractions of Nyquist: ‖c‖² / |c(e^{-iω})|²."""
-        return np.asarray(np.abs(self.norm / scipy.signal.freqz(self.c, worN=frequencies, fs=2)[1]) ** 2)
-
     def std(self, step: int) -> float:
         """Return the noise's standard deviation per σ at a step, from 0; it rises for some b steps, then is constant."""
         # The response falls by its largest pole, so that what comes after so many bands does not show in a float.

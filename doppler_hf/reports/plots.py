@@ -1,4 +1,4 @@
-"""Pictures of runs and filters, as files, whose ending, one of `PICTURE_ENDINGS`, sets the format. Folders are made.
+"""Pictures of filters, as files, whose ending, one of `PICTURE_ENDINGS`, sets the format. Folders are made.
 
 Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never.
 """
@@ -12,7 +12,6 @@ import numpy as np
 from doppler_hf.extras import require
 from doppler_hf.filters import (
     LowPassFilter,
-    NoiseShape,
     filter_figures,
     frequency_response,
     group_delay,
@@ -60,18 +59,6 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
     write(figure, path)
-
-
-def draw_noise(axes: Any, shape: NoiseShape, filters: Mapping[str, LowPassFilter]) -> None:
-    """Draw the spectrum of noise, of white noise of the same σ, and the gains of filters."""
-    frequencies = np.geomspace(1e-3, 1, 1000)
-    axes.loglog(frequencies, NoiseShape().spectrum(frequencies), "--", color="grey", label="white noise of the same σ")
-    axes.loglog(frequencies, shape.spectrum(frequencies), color="black", label="the noise")
-    for index, (label, low_pass_filter) in enumerate(filters.items()):
-        power = np.abs(frequency_response(low_pass_filter, frequencies)) ** 2
-        axes.loglog(frequencies, power, ":", color=f"C{index}", label=f"|H|² of {label}")
-    axes.set(xlabel=FREQUENCY, ylabel="power density", title="noise, and gain of the filter", ylim=(1e-3, None))
-    axes.legend(fontsize="small")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -1,17 +1,14 @@
-"""Which checkpoints are whole, since a run may be killed while it writes one; what a run reads of one; and evaluations.
+"""Which checkpoints are whole, since a run may be killed while it writes one; and what a run reads of one.
 
 Transformers writes the trainer's state last. A folder without it is not whole, and is removed before one is written again.
 Transformers does not wait for the disk. After a power failure any file may be cut off; its table of contents shows this.
 """
 
-import contextlib
 import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,29 +18,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.checkpoint import filter_name_of
-from doppler_hf.privacy import PrivacyLedger
 
 _INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file that is cut off"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
-EVALUATIONS_NAME: Final = "evaluations.json"
-
-
-def keep_evaluations(folder: str | Path, logs: Sequence[Mapping[str, Any]], *, ledger: PrivacyLedger) -> None:
-    """Write the evaluations of a training into its folder, but for those of a model that its ledger does not speak for."""
-    evaluations = [entry for entry in logs if "epsilon" in entry and any(name.startswith("eval_") for name in entry)]
-    kept = {"run_id": ledger.entries[0]["run_id"], "evaluations": evaluations}
-    # A confusion matrix becomes lists of numbers, and other metrics that JSON does not know their own words.
-    text = json.dumps(kept, indent=2, skipkeys=True, default=lambda it: it.tolist() if hasattr(it, "tolist") else repr(it))
-    (Path(folder) / EVALUATIONS_NAME).write_text(text + "\n", "utf-8")
-
-
-def kept_evaluations(folder: Path, *, ledger: PrivacyLedger) -> list[dict[str, Any]]:
-    """Return the evaluations of the training of a ledger that its folder keeps."""
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a process may have been killed while it wrote them
-        kept = json.loads((folder / EVALUATIONS_NAME).read_text("utf-8"))
-        if kept["run_id"] == ledger.entries[0]["run_id"]:
-            return list(kept["evaluations"])
-    return []
 
 
 def is_whole(checkpoint: Path) -> bool:

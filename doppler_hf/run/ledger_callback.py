@@ -20,7 +20,6 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
-from doppler_hf.run.checkpoints import keep_evaluations
 from doppler_hf.run.digests import digests_of, note_shards, untrained_digest
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
 from doppler_hf.run.learning_rate import told_of_another_rate
@@ -242,11 +241,9 @@ class PrivacyCallback(TrainerCallback):
             print_end(self.ledger, args, logs=state.log_history)
 
     def on_evaluate(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Keep the evaluations for the report: no checkpoint has those that come after it was written."""
-        if self.ledger is not None and state.is_world_process_zero:
-            if not self._is_running:
-                print_if_not_learnt(kwargs["metrics"])
-            keep_evaluations(args.output_dir, state.log_history, ledger=self.ledger)
+        """Tell of a model that has learnt little."""
+        if self.ledger is not None and state.is_world_process_zero and not self._is_running:
+            print_if_not_learnt(kwargs["metrics"])
 
     def end_run(self, args: DopplerTrainingArguments, state: TrainerState, *, model: nn.Module) -> None:
         """Note, on disk too, the model as the training has left it, by its end or an interruption."""

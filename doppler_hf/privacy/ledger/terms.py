@@ -1,4 +1,4 @@
-"""The terms of a guarantee in words, as `doppler-hf verify`, the model card and the report show them."""
+"""The terms of a guarantee in words, as `doppler-hf verify` and the model card show them."""
 
 from doppler_hf.privacy.accounting.attack import attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
