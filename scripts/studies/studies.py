@@ -105,6 +105,7 @@ FLOORS: Final = (0.3, 0.003, 0.01, 0.03, 0.1, 1.0, 3.0, 10.0)
 FROM_SCRATCH: Final = ("mnist", "mnist-perceptron", "digits", "cifar10")
 SCATTERED: Final = ("mnist-scattering", "cifar10-scattering", "cifar10-scattering-long")
 TEXTS: Final = ("sst2-words", "sst2-words-long")
+FINE_TUNED: Final = ("sst2", "sst2-long", "qqp-long", "mnli-long", "qnli-long")
 
 STUDIES: Final[Mapping[str, Study]] = {
     "paper": Study(
@@ -149,7 +150,7 @@ STUDIES: Final[Mapping[str, Study]] = {
     "peers": Study(
         "Which method trains best, each at its best learning rate?",
         PEERS,
-        ("mnist", "mnist-perceptron", "cifar10", *SCATTERED, *TEXTS, "sst2", "sst2-long", "qqp-long", "mnli-long"),
+        ("mnist", "mnist-perceptron", "cifar10", *SCATTERED, *TEXTS, *FINE_TUNED),
         tuple(FULL),
     ),
     "muon": Study(

@@ -85,7 +85,7 @@ SMALL: Final[Mapping[str, Task]] = {
     "qnli": Task(sentences("qnli", layers=1, held_out=1000), "lora", TEXT, is_pretrained=True),
     "sst2-long": _fine_tuned_long("sst2", held_out=2000, steps=418),
     "qqp-long": _fine_tuned_long("qqp", held_out=1000, steps=188),
-    "mnli-long": _fine_tuned_long("mnli", held_out=1000, steps=211),
+    **{f"{name}-long": _fine_tuned_long(name, held_out=1000, steps=211) for name in ("mnli", "qnli")},
 }
 """Name → task, for two cores."""
 
