@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.sharding import ShardedTrainer
 
@@ -52,12 +53,12 @@ class EvaluatingTrainer(ShardedTrainer):
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
     """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
     labels = output.label_ids
-    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not len(labels):
+    if not isinstance(labels, np.ndarray) or not labels.size:
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
-        _, counts = np.unique(labels, return_counts=True)
-        output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max() / len(labels))
-    if labels.dtype.kind == "f" and not is_own_loss:  # of a regression: several classes have a row each
+        _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # of tokens, too
+        output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max(initial=0) / max(1, counts.sum()))
+    if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:  # of a regression: several classes have a row each
         output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
 
 

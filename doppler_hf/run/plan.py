@@ -25,6 +25,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
 _CALIBRATED_FOR: Final = (
+    "unit_of_privacy", "num_units", "expected_batch_size",  # first, since others follow from them
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
@@ -191,6 +192,7 @@ def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Seq
     """Return the error of a run for which too little of its budget is left, with what makes its plan another one."""
     return ValueError(
         f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
-        f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. Resume with the arguments of the "
-        "earlier run, raise target_epsilon to continue, or add another ε: an untrained model and a new trainer."
+        f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. "
+        + ("Resume with the arguments of the earlier run" if changed else "With the same arguments that run is over")
+        + ", raise target_epsilon to continue, or add another ε: an untrained model and a new trainer."
     )

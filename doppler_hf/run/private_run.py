@@ -110,6 +110,13 @@ class PrivateRun:
             )
         secret = self._round_secret(earlier).kept()
         if not on_all_processes(secret is not None):
+            is_cut_short = self.statement.private and not earlier.runs[-1].is_closed
+            if is_cut_short and not self._round_secret(earlier).is_of_other_data():
+                warnings.warn(
+                    f"The earlier run's round begins anew and costs ε: its secret is not in "
+                    f"{self._round_secret(earlier).path.parent}. Resume each checkpoint once, where it was written.",
+                    stacklevel=2,
+                )
             return False
         assert secret is not None
         # Sensitivity: from the first turn that was not counted, so that none is taken twice, whatever steps are made again.

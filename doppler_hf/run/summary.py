@@ -12,6 +12,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
+from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
@@ -58,6 +59,8 @@ def print_start(
         watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
     if args.get_warmup_steps(steps) >= steps:
         watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
+    if computes_in_bf16(model, args) and len({*(() if run.sampler.lengths is None else run.sampler.lengths.tolist())}) > 1:
+        watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
     lines = (
@@ -113,18 +116,17 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
         last = whole_checkpoint(True, output_dir=args.output_dir)
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     again = ""
-    if ledger.steps_run > step_of_checkpoint(last if isinstance(last, str) else None):
+    if (lost := ledger.steps_run - step_of_checkpoint(last if isinstance(last, str) else None)) > 0:
         early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
-        again = f" Steps after it are made again and count{early}"
+        again = f" The steps after it, {lost:,}, are made again and count{early}"
     sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
     lines = (
         f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
-        of_fixed_length_in_words(ledger),
         f"trainer.train(resume_from_checkpoint=True) goes on from {last}." + again
         if isinstance(last, str)
         else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )
-    print(*filter(None, lines))
+    print(*lines)
 
 
 def drowned(noise: float, *, num_trained: int) -> list[str]:
@@ -135,7 +137,8 @@ def drowned(noise: float, *, num_trained: int) -> list[str]:
     """
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
-    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: take more epochs, data or ε"]
+    more = "take larger batches, more epochs, data or ε"
+    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: {more}"]
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:

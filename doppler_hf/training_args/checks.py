@@ -76,7 +76,10 @@ _BREAKS_PRIVACY: Final = {
     "include_num_input_tokens_seen": "the number of tokens in a batch depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
-_FIXES: Final = {"fp16": "Use bf16", "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)"}
+_FIXES: Final = {
+    "fp16": "Use bf16, or leave it out",
+    "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)",
+}
 # Transformers' argument, or one of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
     "data_seed": "because batches come from the operating system's entropy",

@@ -58,7 +58,7 @@ def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path
     beside = f"It would be {fixed:.4g}, had the length of {steps} steps been fixed beforehand."
     printed = said(capsys)
     assert len(re.findall(rf"ε = {planned:.4g}, δ", printed)) == 2  # at the start and at the end
-    assert printed.count(beside) == 1
+    assert printed.count(beside) == (error is None)
     trainer.save_model()
     trainer.create_model_card()
     assert main(["verify", str(tmp_path / "out")]) == 0
@@ -197,7 +197,7 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     """As on another machine: a record may take part again, for which the budget does not allow all steps."""
     first, second = interrupted(tmp_path)
     secrets_of(first).forget()
-    with pytest.raises(ValueError, match="budget is spent"):
+    with pytest.warns(match="its secret is not in"), pytest.raises(ValueError, match="budget is spent"):
         second.train(resume_from_checkpoint=True)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 

@@ -129,7 +129,7 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, callbacks=[On(optimizer_step=at(2, interrupt))], target_epsilon=3.0, **options).train()
     last = tmp_path / "out" / "checkpoint-2"
-    words = f"goes on from {last}. Steps after it are made again and count: the run ends as many steps early."
+    words = f"goes on from {last}. The steps after it, 1, are made again and count: the run ends as many steps early."
     assert words in " ".join(capsys.readouterr().out.split())
     resumed = trainer_of(tmp_path, target_epsilon=target_epsilon, **options)
     resumed.train(resume_from_checkpoint=True)

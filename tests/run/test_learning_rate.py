@@ -176,6 +176,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
     assert refused.value.args[0].partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
+    assert "bf16" not in output
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
 
@@ -189,6 +190,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
             dict(warmup_steps=5),
             "the warmup lasts all 2 steps, so that the learning rate never arrives: shorten warmup_steps",
         ),
+        (dict(bf16=True), "ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use"),
         (dict(target_epsilon=1e6, noise_multiplier=None), "ε above 10 promises little: from 1 to 8 is usual"),
     ],
     ids=str,

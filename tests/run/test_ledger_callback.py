@@ -12,12 +12,14 @@ import torch
 from accelerate import PartialState
 from datasets import Value
 from transformers import BertForSequenceClassification, TrainerControl, TrainerState
+from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.run import processes
 from doppler_hf.run.earlier_ledgers import ledgers_of
+from doppler_hf.run.evaluation import add_baselines
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from tests.support.ledgers import after, said, statement
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -336,6 +338,12 @@ def test_an_accuracy_that_is_hardly_the_majoritys_is_told_of(tmp_path, capsys, a
         evaluated()
         assert trainer.state.log_history[-1]["epsilon"] > 0.0
         assert capsys.readouterr().out.count(words) == is_told
+
+
+def test_the_majority_is_of_the_labels_of_tokens_too():
+    output = EvalLoopOutput(None, np.array([[-100, 0, 0], [1, 0, -100]]), {"eval_accuracy": 0.7}, 2)
+    add_baselines(output, prefix="eval", is_own_loss=False)
+    assert output.metrics["eval_majority_class_accuracy"] == 0.75
 
 
 @pytest.mark.parametrize("knows", [False, True])

@@ -56,8 +56,8 @@ def _unequal() -> ValueError:
     # Neither which nor their sizes, which torch's own error names: messages end in logs.
     return ValueError(
         "Examples must be padded or resized to one size, got a collator that does neither. For texts set "
-        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer). For labels of tokens set "
-        "data_collator=DataCollatorForTokenClassification(tokenizer)."
+        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer), for labels of tokens "
+        "DataCollatorForTokenClassification(tokenizer). Remove columns of text."
     )
 
 

@@ -40,16 +40,16 @@ def choices_of(tokens: Sequence[Any]) -> Sequence[Any]:
     return tokens if len(tokens) and np.ndim(tokens[0]) else [tokens]
 
 
-def lengths_of(dataset: Any) -> Int[np.ndarray, " num_examples"] | None:
-    """Return the number of tokens of every example, or None if examples are not tokenized text."""
-    if LENGTH_COLUMN not in _names(dataset):
+def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, " num_examples"] | None:
+    """Return the number of tokens of every example, or of its numbers in another column; None without the column."""
+    if column not in _names(dataset):
         return None
     if not is_stored(dataset):  # a transform may change the lengths
-        return np.array([length_of(tokens) for tokens in dataset[LENGTH_COLUMN]], dtype=np.int32)
+        return np.array([length_of(tokens) for tokens in dataset[column]], dtype=np.int32)
     from pyarrow import compute, types
 
     lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
-    for tokens in _parts(dataset, LENGTH_COLUMN):
+    for tokens in _parts(dataset, column):
         kind = tokens.type
         is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
         of_each = compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
@@ -124,6 +124,18 @@ def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) ->
         has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
         if has_none.any() and not (may_be_empty and has_none.all()):
             yield name, int(np.argmax(has_none))
+
+
+def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:
+    """Return whether some list in a stored column has a place without a value; None for a column that is not of lists."""
+    from pyarrow import types
+
+    kind = dataset.data.schema.field(column).type
+    if not types.is_list(kind) and not types.is_large_list(kind):
+        return None
+    # Of a shuffled table each row is looked up, which takes seconds where nothing is missing.
+    has_gaps = any(chunk.flatten().null_count for chunk in dataset.data.column(column).chunks)
+    return has_gaps and any(part.flatten().null_count for part in _parts(dataset, column))
 
 
 def columns_of_numbers(examples: Any) -> frozenset[str]:

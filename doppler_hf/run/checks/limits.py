@@ -119,14 +119,18 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         if end == 1 or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():
-        without = f". Rows without a class leave out: train_dataset.filter(lambda row: row[{column!r}] >= 0)" * (
-            task is None
-        )
+        without = f". Rows without a class leave out: train_dataset.filter(lambda row: row[{column!r}] >= 0)"
+        without = without if task is None else f". A token without a class has the label {IGNORED_LABEL}"
         yield Limit(column, "numbers", end, fix + without, is_ignoring=True)
         lists = f"datasets.Sequence(datasets.Value({'float32' if task is None else 'int64'!r}))"
         cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64')), or of lists {lists}"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
-        yield Limit(column, "no text", end, f"Make numbers of them: train_dataset.class_encode_column({column!r})")
+        encode = f"train_dataset.class_encode_column({column!r})"
+        if task is not None:
+            encode = (
+                f"train_dataset.map(lambda row: {{{column!r}: [model.config.label2id[name] for name in row[{column!r}]]}})"
+            )
+        yield Limit(column, "no text", end, f"Make numbers of them: {encode}")
 
 
 def _size(table: Any) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer
@@ -44,7 +45,13 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
 
 
 def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
-    best = metrics.get(f"eval_{name.removeprefix('eval_')}")
+    key = f"eval_{name.removeprefix('eval_')}"
+    best = metrics.get(key)
+    if key in metrics and not isinstance(best, int | float | np.number):
+        raise ValueError(
+            f"metric_for_best_model={name!r} must be a number, got {type(best).__name__} on the first rows. Let "
+            "compute_metrics return one for it, or set another metric."
+        )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
         which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
@@ -123,10 +130,11 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
         raise ValueError(
             f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir."
         )
+    if saves:
+        with _told_as_refusal("a checkpoint with what compute_metrics returns"):
+            json.dumps(metrics, sort_keys=True)  # as in the state of the training
     what = "a checkpoint" if saves else "save_model()"
     with _told_as_refusal(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
-        if saves:
-            json.dumps(metrics, sort_keys=True)  # as in the state of the training
         if is_pretrained:
             model.config.save_pretrained(folder)
             if model.can_generate():

@@ -6,6 +6,7 @@ checked again, since a collator may cut or change it. So nothing that would trai
 unless a collator of your own makes up missing labels.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
@@ -14,8 +15,19 @@ import numpy as np
 from torch import nn
 from transformers.trainer_utils import has_length
 
-from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table, numbers_in, rows_with_gaps
+from doppler_hf.privacy.batching.columns import (
+    LABELS,
+    LENGTH_COLUMN,
+    has_gaps_in_lists,
+    is_stored,
+    is_table,
+    lengths_of,
+    numbers_in,
+    rows_with_gaps,
+)
 from doppler_hf.privacy.batching.micro_batches import fetch_one
+from doppler_hf.privacy.losses import task_of, without_adapters
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.checks.limits import Limit, limits_of
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
@@ -40,6 +52,8 @@ def refuse_out_of_range(
     hint = " Change rows ahead of with_transform, or in it." if is_table(examples) else " Or change what its rows return."
     hint = "" if is_stored(examples) or isinstance(examples, list) else hint
     _refuse_missing_labels(examples, name, hint)
+    if task_of(without_adapters(model)) in ("token_classification", "causal_lm", "masked_lm") and is_stored(examples):
+        _refuse_labels_beside_tokens(examples, collate, name)
 
     def limits_in(columns: Collection[str]) -> frozenset[Limit]:
         found = limits_of(model, [*columns], has_own_loss=has_own_loss)
@@ -71,6 +85,31 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
             raise ValueError(
                 f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
                 f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint
+            )
+
+
+def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:
+    """Refuse a table whose labels of tokens are more or fewer than the tokens of a row, or missing for some."""
+    fix = "Make them of the tokenizer's word_ids(), with -100 for a token without a label."
+    for column in LABELS if LENGTH_COLUMN in examples.column_names else ():
+        has_gaps = has_gaps_in_lists(examples, column=column) if column in examples.column_names else None
+        if has_gaps is None or examples.data.column(column).null_count:
+            continue
+        if has_gaps:
+            raise ValueError(f"The column {column!r} of {name} must have a number for each token, got None for some. {fix}")
+        other = np.flatnonzero(lengths_of(examples, column=column) != lengths_of(examples))
+        if not len(other):
+            continue
+        example = fetch_one(examples, int(other[0]))
+        own, ids, collated = list(example[column]), [], []
+        with contextlib.suppress(Exception):  # of a row that no collator takes
+            batch = collate([example])
+            ids, collated = batch[LENGTH_COLUMN].flatten().tolist(), batch["labels"].flatten().tolist()
+        # A collator of the user's own may make labels of tokens out of those of words; others fill them up.
+        padding = [IGNORED_LABEL] * (len(collated) - len(own))
+        if not collated or len(collated) != len(ids) or (padding and collated in (own + padding, padding + own)):
+            raise ValueError(
+                f"The column {column!r} of {name} must have a label for each token, got more or fewer in some rows. {fix}"
             )
 
 

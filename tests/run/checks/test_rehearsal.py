@@ -73,6 +73,14 @@ FAILS = {
         dict(compute_metrics=accuracy_from_logits, metric_for_best_model="acuracy", **BEST),
         r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
     ),
+    "a best metric that is None": (
+        dict(compute_metrics=lambda prediction: {"f1": None}, metric_for_best_model="f1", **BEST),
+        r"metric_for_best_model='f1' must be a number, got NoneType on the first rows",
+    ),
+    "a best metric of each class": (
+        dict(compute_metrics=lambda prediction: {"f1": {"name": 0.1}}, metric_for_best_model="eval_f1", **BEST),
+        r"metric_for_best_model='eval_f1' must be a number, got dict on the first rows",
+    ),
     "several sets, and the best by the loss": (
         dict(evaluated=TWO_SETS, **BEST),
         r"must be one that .* of eval_a_loss, eval_b_loss, got 'loss'",
@@ -83,7 +91,7 @@ FAILS = {
     ),
     "a metric that is no number": (
         dict(compute_metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
-        r"rehearsal of a checkpoint failed with TypeError: .*ndarray",
+        r"rehearsal of a checkpoint with what compute_metrics returns failed with TypeError: .*ndarray",
     ),
     "adapters that cannot be loaded": (lambda: dict(model=with_adapter(), **BEST), "add_adapter.*get_peft_model"),
     "a tokenizer that cannot be saved": (dict(processing_class=Unsaveable(), **SAVES), "OSError: Not found"),

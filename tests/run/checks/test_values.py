@@ -5,6 +5,9 @@ import re
 import datasets
 import pytest
 import torch
+import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from transformers import default_data_collator
 
@@ -306,3 +309,58 @@ def test_an_empty_text_is_taken_where_the_collator_adds_a_token_and_among_others
     assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"input_ids": torch.ones(len(rows), 3)})
     assert not is_beyond(tiny_bert(), empty, collate=lambda rows: {"inputs_embeds": torch.ones(len(rows), 3, 16)})
     refuse_out_of_range(tiny_bert(), empty, collate=default_data_collator, has_own_loss=False, name="eval_dataset")
+
+
+TOKENIZER = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
+
+
+def labelled_tokens(labels):
+    """Return rows of five tokens with a label for each, and one with these labels."""
+    row = {"input_ids": [2, 3, 4, 5, 6], "labels": ["O", "A", "B", "A", "O"] if "A" in labels else [-100, 0, 1, 0, -100]}
+    return datasets.Dataset.from_list([*[row] * 9, row | {"labels": labels}])
+
+
+def of_tokens(tmp_path, data, collator=None):
+    model = hf.BertForTokenClassification(tiny_bert().config)
+    collator = collator or hf.DataCollatorForTokenClassification(TOKENIZER)
+    return trainer_of(tmp_path, model=model, data=data, collator=collator, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "got"),
+    [
+        ([0, 1], "a label for each token, got more or fewer"),
+        ([], "a label for each token, got more or fewer"),
+        ([0] * 7, "a label for each token, got more or fewer"),
+        ([0, 1, None, 0, 1], "a number for each token, got None for some"),
+        ([-1, 0, 1, 0, 1], "or -100, got others .* A token without a class has the label -100"),
+    ],
+    ids=str,
+)
+def test_labels_of_tokens_are_one_number_for_each(tmp_path, labels, got):
+    for data, name in ((labelled_tokens(labels), "train"), (labelled_tokens([0] * 5), "eval")):
+        trainer = of_tokens(tmp_path, data)
+        if name == "eval":
+            trainer.args.eval_strategy, trainer.eval_dataset = hf.IntervalStrategy.EPOCH, labelled_tokens(labels)
+        with pytest.raises(ValueError, match=f"'labels' of {name}.* must have .*{got}"):
+            trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    of_tokens(tmp_path, labelled_tokens([-100, 0, 1, -100, -100])).train()  # the fix
+
+
+def test_names_of_labels_of_tokens_are_made_numbers_as_the_message_says(tmp_path):
+    data = labelled_tokens(["O", "A", "B", "A", "O"])
+    trainer = of_tokens(tmp_path, data)
+    with pytest.raises(ValueError, match=r"got words .* train_dataset\.map\(lambda row: .*") as refused:
+        trainer.train()
+    fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refused.value))[1]
+    trainer.model.config.label2id = {"O": 0, "A": 1, "B": 1}
+    of_tokens(tmp_path, eval(f"data{fix}", {"data": data, "model": trainer.model})).train()
+
+
+def test_a_collator_may_make_labels_of_tokens_out_of_labels_of_words(tmp_path):
+    def collate(rows):
+        spread = [[-100, row["labels"][0], row["labels"][-1], -100, -100] for row in rows]
+        return {"input_ids": torch.tensor([row["input_ids"] for row in rows]), "labels": torch.tensor(spread)}
+
+    of_tokens(tmp_path, labelled_tokens([0, 1]), collate).train()
