@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the pairs, compare them, and print the outcome."""
 
+    console = Console()
+
     def check(trainer: DopplerTrainer) -> NeighbourResult:
+        console.print(f"Comparing {args.pairs} pairs of batches: each takes about as long as two steps.")
         return neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
 
     if args.script is None:
@@ -58,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         result = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
     else:
         result = checked_script(args.script, check)
-    console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
     # Privacy: on the screen, and in no file, since distances and couplings are computed from examples, without noise.
