@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer
 from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
-from doppler_hf.privacy.clipping.refused_layers import modes_kept
+from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.pair_losses import (
     PAIR_LOSSES,
     REFERENCES,

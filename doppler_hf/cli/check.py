@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the pairs, compare them, and print the outcome."""
-
     console = Console()
 
     def check(trainer: DopplerTrainer) -> NeighbourResult:

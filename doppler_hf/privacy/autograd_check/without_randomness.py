@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from doppler_hf.linalg import same
-from doppler_hf.privacy.clipping.refused_layers import modes_kept
+from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.shards import first_row, part_here
 
 # dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.

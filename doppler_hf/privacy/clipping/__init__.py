@@ -10,7 +10,7 @@
 - torch_layers, attention, recurrence: rules for the layers of torch
 - experts: mixtures of experts, one example after another
 - transformers_layers, other_layers: rules for layers of Transformers and PEFT, and for all others
-- refused_layers: layers that mix examples
+- layers, refused_layers: a layer's own parameters and modes; layers that mix examples
 """
 
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients, Engine, Granularity

@@ -24,11 +24,12 @@ from torch.nn.utils.rnn import PackedSequence
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
+from doppler_hf.privacy.clipping.layers import listed, trainable_of
 from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
 from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, combined
 from doppler_hf.privacy.clipping.recurrence import recurrence
-from doppler_hf.privacy.clipping.refused_layers import listed, refuse_layers, trainable_of
+from doppler_hf.privacy.clipping.refused_layers import refuse_layers
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_prompt, task_of, without_adapters
 from doppler_hf.shards import gathered

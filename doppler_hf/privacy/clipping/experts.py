@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.layers import substituted
 from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import has_rows
-from doppler_hf.privacy.clipping.refused_layers import substituted
 
 # What transformers sets in every module of fused experts, and the adapters that PEFT puts around it.
 _MARK: Final = "_is_expert_parallel"

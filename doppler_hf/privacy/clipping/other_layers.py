@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
+from doppler_hf.privacy.clipping.layers import modes_kept, substituted, trainable_of
 from doppler_hf.privacy.clipping.notes import Notes
-from doppler_hf.privacy.clipping.refused_layers import modes_kept, substituted, trainable_of
 from doppler_hf.privacy.clipping.torch_layers import is_unusual
 
 # The errors that a layer may raise when it is called in a way for which it was not written.

@@ -1,86 +1,14 @@
-"""A layer's own parameters, and the layers that cannot be trained privately."""
+"""Layers that cannot be trained privately."""
 
-import contextlib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-# They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
-_CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names in quotes; names that differ only in layer numbers appear once, with * for the number.
-
-    Example:
-        >>> listed(["layer.0.bias", "layer.1.bias", "head"])
-        "'layer.*.bias' (2 of them), 'head'"
-    """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    return ", ".join(
-        repr(found[0]) if len(found) == 1 else f"{pattern!r} ({len(found)} of them)" for pattern, found in alike.items()
-    )
-
-
-def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
-    """Return layers with their kinds, and a verb in its number."""
-    kinds = ", ".join(sorted({type(module).__name__ for module in layers.values()}))
-    noun, verb = ("layer", one) if len(layers) == 1 else ("layers", several)
-    return f"{noun} {listed(layers)} ({kinds}) {verb}"
-
-
-def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
-
-    Parameters of a layer inside it belong to that layer, as in Opacus's recurrent layers, which name their cells'
-    parameters.
-    """
-    if isinstance(module, _CONTAINERS):
-        return []
-    held = {f"{name}.": child for name, child in module.named_children() if isinstance(child, _CONTAINERS)}
-    own = [
-        (prefix + name, parameter)
-        for prefix, owner in {"": module, **held}.items()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if parameter.requires_grad
-    ]
-    layers = [child for child in module.children() if own and not isinstance(child, _CONTAINERS)]
-    within = {parameter for layer in layers for parameter in layer.parameters()}
-    return [(name, parameter) for name, parameter in own if parameter not in within]
-
-
-@contextlib.contextmanager
-def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Substitute tensors for some of the parameters that the module itself owns."""
-    # Straight into the dictionaries, so that the parameters keep their places in the order that optimizers rely on.
-    places = {name: (module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in tensors}
-    before = {name: parameters[key] for name, (parameters, key) in places.items()}
-    try:
-        for name, (parameters, key) in places.items():
-            parameters[key] = tensors[name]  # type: ignore[assignment]
-        yield
-    finally:
-        for name, (parameters, key) in places.items():
-            parameters[key] = before[name]
-
-
-@contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Give every module its mode back after the block, which gets them: whether each was in training."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        yield training
-    finally:
-        for module, was_training in training.items():
-            module.training = was_training
-
+from doppler_hf.privacy.clipping.layers import CONTAINERS, listed, modes_kept
 
 _OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
 _TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings to LoRA's target_modules"
@@ -97,7 +25,7 @@ def refuse_layers(model: nn.Module) -> None:
         for child_name, child in module.named_children():
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
             # A use in a layer within another one that owns it too would be noted for both.
-            if isinstance(child, _CONTAINERS) and held and owners.setdefault(child, name) != name:
+            if isinstance(child, CONTAINERS) and held and owners.setdefault(child, name) != name:
                 is_token = child_name == "trainable_tokens_delta"
                 raise ValueError(
                     f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
@@ -126,3 +54,10 @@ def refuse_layers(model: nn.Module) -> None:
         raise ValueError(
             f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None."
         )
+
+
+def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
+    """Return layers with their kinds, and a verb in its number."""
+    kinds = ", ".join(sorted({type(module).__name__ for module in layers.values()}))
+    noun, verb = ("layer", one) if len(layers) == 1 else ("layers", several)
+    return f"{noun} {listed(layers)} ({kinds}) {verb}"

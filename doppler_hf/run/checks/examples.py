@@ -28,7 +28,7 @@ from doppler_hf.privacy.autograd_check.without_randomness import (
     without_dropout,
 )
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
-from doppler_hf.privacy.clipping.refused_layers import listed
+from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.digests import adapted_parameters

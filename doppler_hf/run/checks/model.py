@@ -9,7 +9,7 @@ from torch import nn
 
 from doppler_hf.privacy.autograd_check.without_randomness import owners_of_options
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.clipping.refused_layers import listed
+from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.training_args import DopplerTrainingArguments
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
-from doppler_hf.privacy.clipping.refused_layers import modes_kept
+from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.processes import on_process_0
 

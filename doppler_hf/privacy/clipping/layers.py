@@ -1,0 +1,71 @@
+"""A layer's own parameters: which they are, what stands in for them, in which mode layers are, and how they are named."""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+# They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
+CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in quotes; names that differ only in layer numbers appear once, with * for the number.
+
+    Example:
+        >>> listed(["layer.0.bias", "layer.1.bias", "head"])
+        "'layer.*.bias' (2 of them), 'head'"
+    """
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return ", ".join(
+        repr(found[0]) if len(found) == 1 else f"{pattern!r} ({len(found)} of them)" for pattern, found in alike.items()
+    )
+
+
+def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
+
+    Parameters of a layer inside it belong to that layer, as in Opacus's recurrent layers, which name their cells'
+    parameters.
+    """
+    if isinstance(module, CONTAINERS):
+        return []
+    held = {f"{name}.": child for name, child in module.named_children() if isinstance(child, CONTAINERS)}
+    own = [
+        (prefix + name, parameter)
+        for prefix, owner in {"": module, **held}.items()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    layers = [child for child in module.children() if own and not isinstance(child, CONTAINERS)]
+    within = {parameter for layer in layers for parameter in layer.parameters()}
+    return [(name, parameter) for name, parameter in own if parameter not in within]
+
+
+@contextlib.contextmanager
+def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Substitute tensors for some of the parameters that the module itself owns."""
+    # Straight into the dictionaries, so that the parameters keep their places in the order that optimizers rely on.
+    places = {name: (module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in tensors}
+    before = {name: parameters[key] for name, (parameters, key) in places.items()}
+    try:
+        for name, (parameters, key) in places.items():
+            parameters[key] = tensors[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for name, (parameters, key) in places.items():
+            parameters[key] = before[name]
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Give every module its mode back after the block, which gets them: whether each was in training."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield training
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
