@@ -9,13 +9,9 @@ import errno
 import os
 
 import pytest
-from safetensors import SafetensorError
-from transformers.trainer import TRAINER_STATE_NAME
 
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.ledgers import statement
-from tests.support.tiers import thorough
-from tests.support.trainers import trainer_of
 
 resource = pytest.importorskip("resource", reason="only POSIX limits the sizes of files")
 TOO_LARGE = os.strerror(errno.EFBIG)
@@ -52,42 +48,3 @@ def test_wherever_writing_stops_the_old_ledger_is_left(tmp_path):
     with files_of_at_most(size):
         ledger.save(tmp_path)
     assert PrivacyLedger.load(tmp_path).entries == ledger.entries
-
-
-def check_what_is_left(folder, trainer):
-    """Check the ledgers that lie there, and go on from what does."""
-    out = folder / "out"
-    ledger = out / "privacy_ledger.json"
-    counted = PrivacyLedger.load(ledger).steps_run if ledger.exists() else 0
-    assert counted >= trainer.state.global_step
-    for path in out.glob("checkpoint-*/privacy_ledger.json"):
-        assert PrivacyLedger.load(path).is_prefix_of(PrivacyLedger.load(ledger))
-    assert not list(out.rglob(".privacy_ledger*"))
-    whole = [int(path.parent.name.split("-")[1]) for path in out.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    resumed = trainer_of(folder, **OPTIONS)
-    try:
-        resumed.train(resume_from_checkpoint=True)
-    except ValueError as error:
-        if "must find a whole checkpoint" not in str(error) and "No valid checkpoint" not in str(error):
-            raise
-        return
-    # Of a checkpoint whose last file was cut off the one before may be taken.
-    begun = resumed.privacy.ledger.restarts[-1]
-    assert begun in whole
-    assert resumed.state.global_step == 4
-    assert resumed.privacy.ledger.steps_run == counted + 4 - begun
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["privacy_ledger.json", *thorough(TRAINER_STATE_NAME, "optimizer.pt"), "model.safetensors", *thorough("config.json")],
-)
-@pytest.mark.usefixtures("unchecked_arrays", "capsys")  # which keeps in memory what is printed
-def test_a_run_whose_files_are_limited_goes_on_when_they_are_not(tmp_path, place):
-    """Each limit is just below the size of another file, of which one more is then written in part."""
-    trainer_of(tmp_path / "whole", **OPTIONS).train()
-    largest = sizes(tmp_path / "whole" / "out")[f"checkpoint-4/{place}"]
-    trainer = trainer_of(tmp_path, rehearse=False, **OPTIONS)
-    with pytest.raises((OSError, RuntimeError, SafetensorError)), files_of_at_most(largest - 1):
-        trainer.train()
-    check_what_is_left(tmp_path, trainer)

@@ -196,28 +196,3 @@ def test_public_names():
     ]  # fmt: skip
     assert all(hasattr(doppler_hf.privacy, name) for name in doppler_hf.privacy.__all__)
     assert not hasattr(doppler_hf.privacy, "no_such_name")
-
-
-def attributes_set_in(function):
-    """Return the attributes of `self` that a function assigns or declares."""
-    increased = {id(node.target) for node in ast.walk(function) if isinstance(node, ast.AugAssign)}
-    stored = (node for node in ast.walk(function) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return {node.attr for node in stored if ast.unparse(node.value) == "self" and id(node) not in increased}
-
-
-def attributes_set_later(node):
-    """Return the attributes that no object of a class has before some method of it is called."""
-    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-    at_start = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
-    if "__init__" in methods:
-        at_start |= attributes_set_in(methods["__init__"])
-        # A method that the constructor calls may set some of them.
-        called = re.findall(r"self\.(\w+)\(", ast.unparse(methods["__init__"]))
-        at_start |= set().union(*(attributes_set_in(methods[name]) for name in called if name in methods))
-    return set().union(*map(attributes_set_in, methods.values())) - at_start
-
-
-def test_an_object_has_all_its_attributes_from_the_start():
-    nodes = {path: ast.walk(ast.parse((PACKAGE / path).read_text())) for path in MODULES}
-    classes = [(path, node) for path in MODULES for node in nodes[path] if isinstance(node, ast.ClassDef)]
-    assert {(path, node.name): later for path, node in classes if (later := attributes_set_later(node))} == {}

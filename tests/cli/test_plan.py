@@ -114,18 +114,3 @@ def test_what_follows_is_marked(given, row, capsys):
     text = printed(["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", given], capsys)
     assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
     assert [row[0] for row in alternatives(text)] == ["→"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--low-pass-filter", "b=0.5"], "The DC gain sum(b)/sum(a) must be 1, got 0.5. Multiply b by 2"),
-        (["--noise-multiplier", "1"], "One of --epsilon and --noise-multiplier must be set, got both. Leave one out."),
-    ],
-)
-def test_mistakes_end_with_one_line_before_anything_is_printed(words, message, capsys):
-    assert main([*WORDS, *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"error: {message}")
-    assert captured.err.count("\n") == 1

@@ -180,15 +180,6 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
         assert "this is another ledger, or its tail was cut off" in said(capsys)
 
 
-def test_a_tail_that_was_cut_off_is_found_by_the_checkpoints(written, tmp_path):
-    entries = json.loads(written[1])["entries"]
-    write(tmp_path, entries[:8])
-    (tmp_path / "checkpoint-6").mkdir()
-    write(tmp_path / "checkpoint-6", entries[:9])
-    assert check(tmp_path) == 1
-    assert check(tmp_path / "checkpoint-6") == 0
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen2Config
 
-from doppler_hf import DopplerTrainingArguments
-from doppler_hf.run.checks.model import computes_in_bf16
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
 from tests.support.tiers import thorough
@@ -136,36 +134,3 @@ def test_weights_that_an_evaluation_would_rewrite_are_refused(tmp_path, base):
         ValueError, match=r"^The 4-bit weights of .* must stay as they were loaded.*support_avx512bf16_for_cpu"
     ):
         trainer.train()
-
-
-@pytest.mark.skipif(not bitsandbytes.functional.has_avx512bf16(), reason="this CPU packs no weights")
-def test_an_evaluation_on_some_cpus_rewrites_them_and_stops_gradients(tmp_path, base):
-    model = loaded(base, IN_4, is_kept=False)
-    before = frozen(model)
-    logits(model)
-    for module in model.modules():
-        module.support_avx512bf16_for_cpu = False  # too late
-    x = torch.randn(2, 64, requires_grad=True)
-    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
-        model.model.layers[0].mlp.up_proj.train()(x).sum().backward()
-    assert x.grad is None
-    trainer = trainer_of(tmp_path, model)
-    with pytest.raises(ValueError, match="must stay as they were loaded"):
-        trainer.train()
-    after = frozen(trainer.model)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_coarse"),
-    [
-        (IN_4, False),
-        (IN_4 | dict(bnb_4bit_compute_dtype=torch.float32), False),
-        (IN_4 | dict(bnb_4bit_compute_dtype=torch.bfloat16), True),
-        (IN_8, True),
-    ],
-)
-def test_the_start_check_allows_for_the_dtype_of_a_product_and_not_for_the_bits_of_weights(tmp_path, base, kind, is_coarse):
-    model = get_peft_model(loaded(base, kind), LoraConfig(**LORA))
-    args = arguments_of(tmp_path, cls=DopplerTrainingArguments, use_cpu=True)
-    assert computes_in_bf16(model, args) == is_coarse

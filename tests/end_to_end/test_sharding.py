@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -235,10 +234,6 @@ def move_a_shard(trainer):
         next(value for value in shards(trainer.model).values() if value.to_local().numel()).to_local().add_(1.0)
 
 
-def die(trainer):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 LONG = dict(step=99, max_steps=101, grad_sample_self_check=False)
 ADAM = dict(base_optimizer="adam_bc", logging_steps=1)
 RARE = dict(per_device_train_batch_size=2, max_steps=6)
@@ -260,7 +255,6 @@ CUT = {
     "error": (message_of, dict(act=fail_in_loss)),
     "weight": (message_of, dict(act=move_a_weight, **LONG)),
     "shard": (message_of, dict(act=move_a_shard, **LONG)),
-    "die": (message_of, dict(act=die)),
 }
 CUT |= {f"{name}-cut": WHOLE[name] for name in ALL_TRAINED}
 CUT |= {f"saved-{kind}": (saved, options) for kind, options in KINDS.items()}
@@ -504,24 +498,6 @@ def test_what_all_processes_find_out_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others(tmp_path):
-    _store, meeting = processes.rendezvous(2)
-    environment = os.environ | meeting | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    both = [  # without a launcher, which would end the other one
-        subprocess.Popen(
-            [sys.executable, __file__, "2", str(tmp_path), "die"],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, -signal.SIGKILL]
-    assert ENDED in outputs[0]
-    _, seconds = processes.load(tmp_path, "die", 2, 0)
-    assert seconds < 60
-
-
-@pytest.mark.slow
 def test_the_launcher_and_its_configuration(tmp_path):
     bert, data, out = write_bert(tmp_path / "bert"), write_glue(tmp_path / "sst2", "sst2"), tmp_path / "out"
     root = Path(__file__).parents[2]
@@ -547,7 +523,4 @@ def test_the_launcher_and_its_configuration(tmp_path):
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        processes.do_all(int(os.environ["RANK"]), CASES, sys.argv[2], int(sys.argv[1]), sys.argv[3:])
-    else:
-        processes.main(CASES)
+    processes.main(CASES)

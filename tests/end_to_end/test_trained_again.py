@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
-from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.tiers import thorough
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
@@ -148,23 +147,6 @@ def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path):
         trainer.train()
     trainer.optimizer = None  # and the fix
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=4)
-
-
-def test_an_optimizer_of_a_part_is_refused_and_frozen_parts_are_the_mend(tmp_path):
-    class OfHead(DopplerTrainer):
-        def create_optimizer(self, model=None):
-            optimizer = super().create_optimizer(model)
-            optimizer.param_groups[:] = [
-                group | {"params": [p for p in group["params"] if p in {*self.model.classifier.parameters()}]}
-                for group in optimizer.param_groups
-            ]
-            return optimizer
-
-    trainer = trainer_of(tmp_path, cls=OfHead)
-    with pytest.raises(ValueError, match=r"got one without 'bert\..*requires_grad_\(False\)"):
-        trainer.train()
-    assert trainer.privacy.ledger is None
-    trained(trainer_of(tmp_path, cls=OfHead, model=head_alone()))
 
 
 def test_a_model_that_was_trained_in_another_folder_is_told_of(tmp_path, capsys):

@@ -215,20 +215,6 @@ def test_arguments_of_transformers_are_refused(tmp_path):
         DopplerTrainer(model=tiny_bert(), args=TrainingArguments(str(tmp_path)), train_dataset=text_data())
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (None, r"max_tokens_per_micro_batch=7 is less than the length of a single example\. Truncate"),
-        (list(text_data()), "max_tokens_per_micro_batch=7 needs a datasets.Dataset with a column 'input_ids'"),
-    ],
-)
-def test_a_budget_of_tokens_that_cannot_be_kept_is_refused_before_the_first_step(tmp_path, data, message):
-    trainer = trainer_of(tmp_path, cls=MicroBatches, data=data, max_tokens_per_micro_batch=7)
-    with pytest.raises(ValueError, match=message):
-        trainer.train()
-    assert not hasattr(trainer, "shapes")
-
-
 @pytest.mark.gpu
 def test_one_gpu_trains_in_bf16_with_the_promised_noise(tmp_path):
     recorder = Recorder()

@@ -15,7 +15,6 @@ from doppler_hf.filters import (
 )
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
-FIRST_ORDER = PAPER_FILTERS["first-order-v1"]
 
 
 def test_autocorrelation_is_its_double_sum():

@@ -131,16 +131,6 @@ def test_rows_of_a_pair_that_do_not_stand_side_by_side_are_found():
         assert clipped.coupled(ratios[0] - ratios[1], examined=torch.tensor([True, False]))
 
 
-def test_ipo_divides_by_the_lengths_and_robust_flips_its_share():
-    ratios, lengths = torch.tensor([[3.0, 1.0], [-4.0, 2.0]]), torch.tensor([[3, 2], [1, 4]])
-    one = functools.partial(pair_losses, ratios, torch.zeros(2, 2), lengths, terms=PairTerms(0.5, label_smoothing=0.25))
-    torch.testing.assert_close(one(weights=[("ipo", 1.0)]), torch.tensor([(1 - 0.5 - 1) ** 2, (-4 - 0.5 - 1) ** 2]))
-    torch.testing.assert_close(one(weights=[("hinge", 1.0)]), torch.tensor([0.0, 4.0]))
-    as_told, other = F.logsigmoid(torch.tensor([1.0, -3.0])), F.logsigmoid(torch.tensor([-1.0, 3.0]))
-    torch.testing.assert_close(one(weights=[("robust", 1.0)]), (0.25 * other - 0.75 * as_told) / 0.5)
-    torch.testing.assert_close(one(weights=[("sigmoid", 0.5), ("hinge", 2.0)]), -0.5 * as_told + torch.tensor([0.0, 8.0]))
-
-
 def test_an_answer_that_was_cut_off_has_a_finite_loss():
     row = some_pairs(1)[0] | {"prompt_ids": [3] * 12}
     for kind in PAIR_LOSSES:

@@ -14,7 +14,7 @@ from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
 from tests.support.chat import chat_tokenizer, preferences
 from tests.support.processors import OfAnotherProcessor
 from tests.support.tiers import further, thorough
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
 
 
@@ -128,13 +128,3 @@ def test_pairs_of_equal_answers_train(tmp_path, name, bf16, rounded):
     with rounded() as processor:
         trained(trainer_of(tmp_path, data=pairs(), bf16=bf16, max_steps=1, **options))
     assert processor is None or processor.products > 100
-
-
-def test_the_same_rows_as_numpy_or_torch_train(tmp_path):
-    for form in ("torch", "numpy"):
-        data = text_data().with_format(form)
-        trainer = checked_trainer_of(tmp_path / form, data=data, max_steps=1)
-        trainer.data_collator = lambda examples: pad(
-            [{name: torch.as_tensor(value).tolist() for name, value in each.items()} for each in examples]
-        )
-        trained(trainer)

@@ -22,9 +22,8 @@ from doppler_hf.privacy.noise import PrivateLoss
 from doppler_hf.run import processes
 from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import said
-from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import On, Recorder, arguments, interrupt, on_cpu, trained, trainer_of
+from tests.support.trainers import On, Recorder, arguments, interrupt, trained, trainer_of
 
 pytestmark = pytest.mark.usefixtures("checked_arrays")
 
@@ -103,42 +102,6 @@ def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     assert {name: module.forward for name, module in model.named_modules()} == before
 
 
-def released(folder, *, passes, **overrides):
-    """Return all that a training publishes, and how often it called its model, with further passes of weight zero."""
-    trainer, recorder = trainer_of(folder, noise_seed=3, max_steps=3, **overrides), Recorder()
-    trainer.add_callback(recorder)
-    calls = []
-
-    def begin(**_):
-        sharding = trainer.private_run.steps.sharding
-        sharding.is_asked_for, sharding.most_passes = True, lambda number: number + passes
-        trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    trainer.add_callback(On(train_begin=begin))
-    trainer.train()
-    published = [{name: value for name, value in entry.items() if "second" not in name and "runtime" not in name}
-                 for entry in trainer.state.log_history]  # fmt: skip
-    return torch.stack(recorder.gradients), published, len(calls)
-
-
-@on_cpu
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        dict(report_train_loss="private"),
-        dict(noise_shape="banded:bands=3", per_device_train_batch_size=2),
-        *thorough(dict(augmentation_multiplicity=2)),
-    ],
-    ids=str,
-)
-def test_a_pass_of_weight_zero_adds_nothing(tmp_path, overrides):
-    """Whether it is made shows in nothing that is released, not even in the last bit."""
-    gradients, published, calls = released(tmp_path / "without", passes=0, **overrides)
-    with_more = released(tmp_path / "with", passes=2, **overrides)
-    assert torch.equal(with_more[0], gradients)
-    assert with_more[1:] == (published, calls + 3 * 2)
-
-
 def test_the_signature_is_that_of_trainer():
     ours, theirs = (inspect.signature(cls.__init__).parameters.values() for cls in (DopplerTrainer, Trainer))
     assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
@@ -187,19 +150,6 @@ def test_a_draw_that_transformers_leaves_half_done_never_reaches_the_next_one(tm
     assert losses[1:] == pytest.approx(losses[:1] * (len(losses) - 1), abs=1e-4)
 
 
-def test_accelerates_flag_does_not_decide_when_a_draw_ends(tmp_path, monkeypatch):
-    trainer, recorder = full_batch(
-        tmp_path,
-        callback=On(step_begin=lambda **_: trainer.accelerator.gradient_state._set_sync_gradients(True)),
-        max_steps=2,
-    )
-    released, privatize = [], GaussianMechanism.privatize
-    monkeypatch.setattr(GaussianMechanism, "privatize", lambda *args, **more: released.append(1) or privatize(*args, **more))
-    trainer.train()
-    assert len(released) == trainer.privacy.ledger.steps_run == 2
-    torch.testing.assert_close(recorder.gradients[1], recorder.gradients[0], rtol=1e-5, atol=1e-7)
-
-
 class Skipping(DopplerTrainer):
     """Leaves the draw of the second step out, and takes that of the third in its place."""
 
@@ -230,32 +180,6 @@ def test_the_loader_of_another_run_is_refused(tmp_path):
     trainer.get_train_dataloader = lambda: loader
     with pytest.raises(ValueError, match="get_train_dataloader must return the loader of this run"):
         trainer.train()
-
-
-class TryingAgain(DopplerTrainer):
-    """Makes a step once more after an error, when some of its examples are in the sum already."""
-
-    failed = False
-
-    def compute_per_sample_loss(self, model, inputs):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 2:
-            raise RuntimeError("out of memory")
-        return super().compute_per_sample_loss(model, inputs)
-
-    def training_step(self, *args):
-        try:
-            return super().training_step(*args)
-        except RuntimeError:
-            return super().training_step(*args)
-
-
-def test_no_piece_of_a_draw_is_added_twice(tmp_path):
-    sizes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}
-    trainer = trainer_of(tmp_path, cls=TryingAgain, max_tokens_per_micro_batch=30, **sizes)  # every example, in several
-    with pytest.raises(ValueError, match="Each piece of a batch must be added once, got one more"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 class Oversampling(DopplerTrainer):

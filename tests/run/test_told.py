@@ -174,23 +174,6 @@ def test_two_models_of_which_one_writes_what_the_other_sees_or_hears_train(tmp_p
     assert trains(made(tmp_path, images(labels=texts) if of_images else heard, model=model))
 
 
-@pytest.mark.parametrize("trains_scales", [False, True])
-def test_batch_norm_that_keeps_its_statistics_trains_and_keeps_them(tmp_path, trains_scales):
-    torch.manual_seed(0)
-    sizes = dict(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
-    model = hf.ResNetForImageClassification(hf.ResNetConfig(**sizes)).eval()  # as from_pretrained leaves it
-    data = images(labels=[0, 1] * 12)
-    told(r"BatchNorm2d\) mix .* Keep statistics of pretraining as they are", tmp_path, data, model=model)
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.running_mean.normal_()
-            layer.eval().requires_grad_(trains_scales)
-            layer.train = lambda mode=True, layer=layer: layer
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert trains(made(tmp_path, data, model=model))
-    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
-
-
 class OfSeries(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         found = model(past_values=inputs["past_values"]).prediction_outputs

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import doppler_hf
 from scripts.experiments import compatibility
 
 PAGE = Path(__file__).parents[2] / "recipes" / "results" / "compatibility.md"
@@ -58,16 +57,3 @@ def test_the_page_has_all_flows_of_the_script():
     # The figures of the text are those of the table.
     counts = len(cells), cells.count(compatibility.TRAINS), sum("[" in cell for cell in cells), cells.count("–")
     assert "Of {} combinations {} train, {} are refused in one line ([note]), and {} are".format(*counts) in PAGE.read_text()
-
-
-@pytest.mark.parametrize(
-    ("file", "ours"),
-    [
-        (Path(doppler_hf.__file__).with_name("trainer.py"), True),
-        ("/clones/doppler_hf/.venv/lib/transformers/trainer.py", False),
-    ],
-)
-def test_an_error_is_ours_by_its_module_and_not_by_the_folder_of_the_clone(file, ours):
-    with pytest.raises(ValueError, match="no") as raised:
-        exec(compile("raise ValueError('no')", file, "exec"))
-    assert compatibility.is_ours(raised.value) == ours

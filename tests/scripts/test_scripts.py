@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,13 +101,6 @@ def test_causal_lm(tmp_path, flags):
         assert sum("lora_B" in name for name in state) == (1 if len(flags) == 1 else 3)
     else:
         assert not torch.equal(state["lm_head.weight"], start["lm_head.weight"])
-
-
-@pytest.mark.parametrize("script", [sft, dpo])
-def test_without_its_extra_it_ends_in_one_line(script, monkeypatch):
-    monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(SystemExit, match=r"^error: trl must be installed for this\."):
-        script.main([])
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

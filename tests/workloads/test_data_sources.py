@@ -6,7 +6,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from doppler_hf.workloads.data_sources import GLUE_TASKS, load_glue, load_images, load_splits, selected
+from doppler_hf.workloads.data_sources import GLUE_TASKS, load_glue, load_images
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 
@@ -81,15 +81,3 @@ def test_image_folder(tmp_path):
     assert splits["test"].column_names == ["image", "label"]
     assert splits["train"][1]["image"].getpixel((0, 0)) == (200, 0, 0)
     assert splits["train"].features["label"].names == ["dark", "light"]
-
-
-def test_text_folder(tmp_path):
-    for split, rows in (("train", 3), ("validation", 2)):
-        data = {"review": [f"{split} {row}" for row in range(rows)], "stars": list(range(rows))}
-        Dataset.from_dict(data).to_parquet(tmp_path / f"{split}.parquet")
-    splits = load_splits("unused", None, splits={"train": "", "validation": ""}, dataset_dir=str(tmp_path))
-    assert splits.num_rows == {"train": 3, "validation": 2}
-    assert selected(splits, ("review",), "stars")["validation"][:] == {"review": ["validation 0", "validation 1"]}
-    assert selected(splits, ("review",), "stars")["train"].column_names == ["review", "stars"]
-    with pytest.raises(ValueError, match="'train' must have a column 'text', got review, stars"):
-        selected(splits, ("text",), None)

@@ -12,7 +12,7 @@ from peft.tuners.lora import LoraLayer
 from sklearn.datasets import load_digits
 from transformers import AutoTokenizer, EvalPrediction
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf import DopplerTrainer
 from doppler_hf.training_args.checks import NoEffectError
 from doppler_hf.workloads import glue, images, language_model, recipe
 from doppler_hf.workloads.lora import LoraArguments
@@ -20,9 +20,6 @@ from doppler_hf.workloads.recipe import parse_recipe
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
 
 ROOT = Path(__file__).parents[2]
-KIND_OF_FOLDER = {"glue": "glue", "causal_lm": "causal_lm", "image": "images"}
-# Others are of their scripts: TRL prepares its data itself, and scattering is no part of the package.
-RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent.name in KIND_OF_FOLDER]
 OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad_norm", "target_epsilon"]
 DIGITS = ["--dataset_name=digits", "--image_size=8", "--patch_size=4", "--hidden_size=16", "--num_layers=1", "--num_heads=2"]
 
@@ -40,21 +37,6 @@ def kinds_only(monkeypatch):
     """Each kind builds its own name and arguments."""
     for kind, (arguments, _) in recipe.KINDS.items():
         monkeypatch.setitem(recipe.KINDS, kind, (arguments, lambda args, *_, kind=kind: (kind, args)))
-
-
-@pytest.mark.usefixtures("kinds_only")
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_kind_of_every_recipe(path, tmp_path):
-    argv = [str(path), "--use_cpu", f"--output_dir={tmp_path}"]
-    right = KIND_OF_FOLDER[path.parent.name]
-    if path.stem == "cifar10-vit-eps2":  # its two names are also a language model's
-        with pytest.raises(ValueError, match=r"^Recipe and flags fit several workloads: causal_lm, images\. Choose"):
-            parse_recipe(argv)
-        argv = [*argv, "--workload", right]
-    (kind, args), training_args = parse_recipe(argv)
-    assert (kind, type(args)) == (right, recipe.KINDS[right][0])
-    assert training_args.output_dir == str(tmp_path)
-    assert isinstance(training_args, DopplerTrainingArguments)
 
 
 @pytest.mark.usefixtures("kinds_only")

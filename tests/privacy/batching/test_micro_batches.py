@@ -214,15 +214,3 @@ def test_a_format_that_is_set_later_is_seen():
     assert fetched([0, 1])[0]["at"].dtype == torch.int64
     data.set_transform(lambda rows: {"sum": [sum(rows["number"])] * len(rows["number"])})
     assert fetched([0, 1, 2]) == [{"sum": 1}, {"sum": 2}, {"sum": 3}]
-
-
-def test_a_subclass_that_makes_several_rows_of_one_is_refused():
-    class Pieces(Dataset):
-        def __getitems__(self, keys):
-            return [piece for row in super().__getitems__(keys) for piece in [row] * row["number"]]
-
-    data = Dataset.from_dict({"number": [1, 1, 2]})
-    data.__class__ = Pieces
-    assert fetch(data, [1, 0], numbers=set()) == [{"number": 1}] * 2
-    with pytest.raises(ValueError, match="train_dataset must return one row for each example, got more or fewer"):
-        fetch(data, [0, 2], numbers=set())

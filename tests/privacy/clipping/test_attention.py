@@ -173,12 +173,6 @@ def test_bf16(keywords):
         assert (clipped.sums["layer.in_proj_weight"] - expected).norm() < 12 * 2**-9 * expected.norm()
 
 
-def test_a_causal_flag_without_a_mask_is_refused_as_by_torch():
-    net = ready(Attention(keywords=dict(is_causal=True)))
-    with book_keeping(net), pytest.raises(RuntimeError, match="Need attn_mask"):
-        net(*DATA)
-
-
 @pytest.mark.parametrize("place", ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"])
 def test_a_weight_that_is_computed_is_right_or_refused(place):
     net = ready(Attention(batch_first=True))

@@ -405,18 +405,6 @@ def test_examples_without_a_gradient_are_replaced_by_others(tmp_path, value):
     refused(tmp_path, "the loss depends on the other examples", cls=changing(unlabelled))
 
 
-def test_a_transform_is_given_one_example_at_a_time(tmp_path):
-    """`datasets` transforms all examples that are fetched together, and could mix them, or draw one number for all."""
-    seen = []
-
-    def counted(rows):
-        seen.append(len(rows["input_ids"]))
-        return rows
-
-    trainer_of(tmp_path, data=text_data().with_transform(counted), remove_unused_columns=False, max_steps=2).train()
-    assert set(seen) == {1}
-
-
 @pytest.mark.parametrize(("views", "checked"), [(1, True), (2, False)])
 def test_a_transform_that_makes_more_rows_of_an_example_is_refused(tmp_path, views, checked):
     """Each window of a long text would contribute C."""
