@@ -84,6 +84,7 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
             output_dir=folder,
             target_epsilon=run.epsilon,
             learning_rate=run.learning_rate,
+            rehearse=False,  # a grid of rates may reach a hundredfold
             seed=run.seed,
             noise_seed=run.seed,
             per_device_eval_batch_size=100,
