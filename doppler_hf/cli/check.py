@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
 
     def check(trainer: DopplerTrainer) -> NeighbourResult:
-        console.print(f"Comparing {args.pairs} pairs of batches: each takes about as long as two steps.")
+        console.print(f"Comparing {args.pairs} pairs of batches …")
         return neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
 
     if args.script is None:

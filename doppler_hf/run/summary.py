@@ -59,7 +59,8 @@ def print_start(
         watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
     if args.get_warmup_steps(steps) >= steps:
         watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
-    if computes_in_bf16(model, args) and len({*(() if run.sampler.lengths is None else run.sampler.lengths.tolist())}) > 1:
+    lengths = run.sampler.lengths
+    if computes_in_bf16(model, args) and lengths is not None and lengths.min() < lengths.max():
         watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
     if statement.train_loss == "raw":
         watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")

