@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -90,6 +91,31 @@ class SavingTrainer(ShardedTrainer):
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
         super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._load_renamed(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_renamed(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_renamed(self, folder: str) -> bool:
+        """Load weights that `save_pretrained` wrote under older names, as those of ViT, and return whether they are such.
+
+        Transformers reads these names in `from_pretrained` alone. A resume would leave out what it does not find.
+        """
+        model = self.model
+        if self.args.disable_dp or not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
+            return False
+        written: set[str] = set()
+        for path in Path(folder).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                written.update(file.keys())
+        if written <= model.state_dict().keys():
+            return False
+        model.load_state_dict(type(model).from_pretrained(folder, config=model.config).state_dict())
+        return True
 
     @contextlib.contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:

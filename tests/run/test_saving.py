@@ -5,8 +5,17 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import (
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
 
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
@@ -285,3 +294,35 @@ def test_what_is_pushed_is_bound_and_the_card_has_its_head(tmp_path, monkeypatch
     assert verified(tmp_path / "out")
     assert not list(hub.folder.glob("*.lock"))
     assert "model.safetensors" in hashes(hub.folder)
+
+
+class Images:
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, row):
+        return {"pixel_values": torch.full((3, 8, 8), row / 24), "labels": row % 2}
+
+
+def of_images(tmp_path, **options):
+    size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+    images = dict(data=Images(), evaluated=Images(), collator=default_data_collator)
+    return trainer_of(tmp_path, model=ViTForImageClassification(ViTConfig(**size)), **images, **options)
+
+
+def test_weights_that_are_written_under_other_names_are_all_loaded(tmp_path):
+    """As ViT's, by a resume and as the best model: none is left as it was, or of another step."""
+    saves = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    scores = iter([0.0, 1.0, 0.5])  # of the rehearsal, and of steps 2 and 4
+    metrics = dict(compute_metrics=lambda _: {"score": next(scores)}, metric_for_best_model="score", greater_is_better=True)
+    best = trained(of_images(tmp_path, load_best_model_at_end=True, max_steps=4, **saves, **metrics))
+    folder = tmp_path / "out" / "checkpoint-2"
+    assert best.state.best_model_checkpoint == str(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert not {*file.keys()} <= best.model.state_dict().keys()
+    saved = ViTForImageClassification.from_pretrained(folder).state_dict()
+    resumed = of_images(tmp_path, max_steps=2, **saves)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for trainer in (best, resumed):
+        for name, value in trainer.model.state_dict().items():
+            assert torch.equal(value, saved[name]), name

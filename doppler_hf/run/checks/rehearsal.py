@@ -33,13 +33,17 @@ def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
     """Do once, small, what the training will do after its first steps, and leave the trainer as it was."""
     args, metrics = trainer.args, {}
     # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
-    if args.eval_strategy != "no" and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
+    evaluates = args.eval_strategy != "no"
+    # Who gives metrics calls `evaluate()` after the training, if not in it.
+    will_evaluate = evaluates or (trainer.compute_metrics is not None and trainer.eval_dataset is not None)
+    if will_evaluate and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
         given, has_own_loss = trainer.eval_dataset, trainer._has_own_loss
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
         for each in given.values() if isinstance(given, dict) else [given]:
             refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")
-        metrics = _metrics_of_few_rows(trainer, ignore_keys)
-        if (name := args.metric_for_best_model) is not None:
+        found = _metrics_of_few_rows(trainer, ignore_keys)
+        metrics = found if evaluates else {}
+        if evaluates and (name := args.metric_for_best_model) is not None:
             _refuse_without_best(metrics, name)
     on_process_0(lambda: _save_small(trainer, metrics))
 

@@ -65,6 +65,10 @@ FAILS = {
         dict(compute_metrics=missing("found"), **EVALUATES),
         r"compute_metrics, on up to 64 rows,.*AttributeError",
     ),
+    "a metric that raises in an evaluation after the training": (
+        dict(compute_metrics=missing("found")),
+        r"compute_metrics, on up to 64 rows,.*AttributeError",
+    ),
     "a metric that returns nothing": (
         dict(compute_metrics=lambda prediction: None, **EVALUATES),
         "compute_metrics,.*'NoneType'",
