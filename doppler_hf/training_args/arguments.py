@@ -93,8 +93,8 @@ class DopplerTrainingArguments(TrainingArguments):
     rehearse: bool = HfArg(
         default=True,
         help="Before any ε is spent, evaluate two rows of each evaluation set, if the training will or there are "
-        "compute_metrics, and save the model without weights; refuse a learning rate a hundredfold off the rule's. Errors then cost no "
-        "ε. Takes 0.3 s for RoBERTa-base.",
+        "compute_metrics, and save the model without weights; refuse a learning rate a hundredfold off the rule's. Errors "
+        "then cost no ε. Takes 0.3 s for RoBERTa-base.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
