@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters privacy", "transformers torch"),
     "run": ("filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
+    "run/merged_model": ("extras", "torch transformers peft"),
     "extras": ("", ""),
     "version": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers accelerate"),
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     "workloads": ("extras training_args privacy.losses", f"{ARRAYS} torch transformers peft datasets sklearn yaml"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
-        "extras version filters optim.update privacy trainer run.estimate audit workloads reports",
+        "extras version filters optim.update privacy trainer run.estimate run.merged_model audit workloads reports",
         "rich numpy",
     ),
     "__main__": ("cli", ""),

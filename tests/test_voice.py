@@ -125,9 +125,9 @@ def test_words_are_plain():
 
 
 def long_sentences(text: str) -> list[str]:
-    """Return the sentences of more than 30 words."""
+    """Return the sentences of more than 35 words."""
     sentences = re.split(r"(?<=[.!?])\s|\n\s*\n", text)
-    return [" ".join(words) for sentence in sentences if len(words := sentence.split()) > 30]
+    return [" ".join(words) for sentence in sentences if len(words := sentence.split()) > 35]
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())

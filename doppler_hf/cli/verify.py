@@ -9,7 +9,11 @@ The chain reveals every edit except two: a tail that was cut off, and a file tha
 keep the last hash (the head) in a place that cannot be changed, and give it as --head. No file can prove that the training
 did what the file says.
 
+A model that was made by merging an adapter into its base is checked against both: --adapter is the output folder of the
+private run, in which the ledger is, and --base the model that was adapted. The merge is computed again.
+
   doppler-hf verify out/
+  doppler-hf verify merged/ --base BASE --adapter out/
   doppler-hf verify out/checkpoint-500/privacy_ledger.json --head 5f1d… (64 digits)
 """
 
@@ -47,14 +51,23 @@ _ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting", "numpy")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf verify`."""
     parser.add_argument("path", type=Path, metavar="PATH", help=f"a folder with {LEDGER_NAME}, or the file itself")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="PATH is a model into which the adapter in this folder was merged"
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="with --adapter: the model into which it was merged, a folder or hub id"
+    )
     parser.add_argument("--head", metavar="HASH", help="the last hash, as published elsewhere: 64 hexadecimal digits")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the ledger, and print whether it holds."""
-    path = args.path / LEDGER_NAME if args.path.is_dir() else args.path
+    if (args.base is None) != (args.adapter is None):
+        raise ValueError("--base and --adapter belong together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.")
+    given = args.path if args.adapter is None else args.adapter
+    path = given / LEDGER_NAME if given.is_dir() else given
     if not path.exists():
-        raise ValueError(f"There is no {LEDGER_NAME} at {args.path}. Give the output folder of a private run.")
+        raise ValueError(f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
         # A ledger that matches fewer digits could be found by trial and error.
         raise ValueError(f"--head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
@@ -72,15 +85,30 @@ def run(args: argparse.Namespace) -> int:
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
     weights = weight_files(path.parent)
+    if args.adapter is not None:
+        if not weights:
+            mismatches.append(f"There is no adapter in {path.parent}. Give the folder in which the private run saved it.")
+        else:
+            from doppler_hf.run.merged_model import merge_mismatches  # which loads models
+
+            mismatches += merge_mismatches(args.path, base=args.base, adapter=path.parent)
     # The verdict first: who asks for it may read no further.
     if mismatches:
         console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
     else:
-        none = "no weights, since none lie beside it: copy them there to have them checked"
-        of_weights = f"the weights in {', '.join(weights)}" if weights else none
         terms, unit = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})", ledger.statement.unit_of_privacy
-        guarantee = f"{terms}-differential privacy for {unit} after {ledger.steps_run:,} steps."
-        console.print(f"VERIFIED: {guarantee} Of {of_weights}.", markup=False, soft_wrap=True)
+        guarantee = f"{terms}-differential privacy for {unit} after {ledger.steps_run:,} steps"
+        if ledger.earlier is not None:
+            total = f"({ledger.spent.epsilon:.4g}, {ledger.spent.delta:.3g})"
+            guarantee += f" of this training, and {total} with the earlier ones if all used the same data"
+        console.print(f"{verdict_on(weights)} {guarantee}.", markup=False, soft_wrap=True)
+        if weights:
+            console.print(f"The weights in {', '.join(weights)} are those that it saved.", markup=False, soft_wrap=True)
+        else:
+            console.print("No weight files were found next to the ledger. Copy them there to check them too.")
+        if args.adapter is not None:
+            said = f"The model in {args.path} is {args.base} with this adapter merged into it, up to rounding."
+            console.print(said, markup=False, soft_wrap=True)
     notes = filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
@@ -93,6 +121,11 @@ def run(args: argparse.Namespace) -> int:
     if args.head is None:
         console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
     return 1 if mismatches else 0
+
+
+def verdict_on(weights: Iterable[str]) -> str:
+    """Return the verdict on a ledger whose checks have passed, with or without weights beside it."""
+    return "VERIFIED:" if any(weights) else "LEDGER ONLY:"
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
@@ -163,10 +196,16 @@ def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
     unknown = ledger.unknown_weights(folder)
     if not unknown:
         return []
-    return [
+    line = (
         f"The ledger does not speak for {', '.join(unknown)} in {folder}: changed, or of another training. Put back the "
         "weights that were saved with the ledger, and move others away."
-    ]
+    )
+    if any(name.startswith("adapter_model.") for files in ledger.saved for name in files):
+        line += (
+            " If they are the adapter of this training merged into its base, run "
+            f"doppler-hf verify {folder} --base BASE --adapter FOLDER, where FOLDER is the output folder of the training."
+        )
+    return [line]
 
 
 def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:

@@ -17,6 +17,8 @@
 - checkpoints: which are complete, and what a run reads from one
 - ledger_callback: the ledger during training, and the guard of the budget
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
+- lineage: the private trainings that a model's weights carry
+- merged_model: whether a model is a base with an adapter merged into it
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
 - digests: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,21 @@ _WHOLE: Final = WeakIdKeyDictionary()
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """Return the digest of all parameters that a model computes with or is saved with, 64 hexadecimal digits.
+    """Return the digest of the parameters by which a ledger knows a model, 64 hexadecimal digits.
+
+    These are all parameters that a model computes with or is saved with. If PEFT saves its adapters alone, they are those of
+    the adapters and whatever else is trained: nobody reads the base from these files, and merging an adapter and taking it
+    out again leaves other last bits there.
+    """
+    if not is_saved_as_adapter(model):
+        return whole_digest(model)
+    held = _in_adapter_files(model)
+    used = {parameter: name for name, parameter in _named_parameters(model) if parameter in held or parameter.requires_grad}
+    return _digest((name, parameter) for parameter, name in used.items())
+
+
+def whole_digest(model: nn.Module) -> str:
+    """Return the digest of all parameters, also of an adapter's base, as ledgers before format 11 have it.
 
     If PEFT trains a copy of a layer, such as a new head, the layer itself is unused: its random weights differ each time the
     base is loaded. They are left out if the adapter is saved alone.
@@ -42,6 +56,35 @@ def parameters_digest(model: nn.Module) -> str:
         if not name.startswith(unused):
             used.setdefault(parameter, name)
     return _digest((name, parameter) for parameter, name in used.items())
+
+
+def is_saved_as_adapter(model: nn.Module) -> bool:
+    """Return whether saving this model writes PEFT's adapters without their base."""
+    peft = sys.modules.get("peft")
+    # Privacy: a model with injected adapters, or inside another module, is saved whole, whatever has become of its base.
+    return peft is not None and (isinstance(model, peft.PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False)))
+
+
+def _in_adapter_files(model: Any) -> set[Tensor]:
+    """Return the parameters that PEFT saves with a model's adapters: theirs, and embeddings that no adapter changes."""
+    peft = sys.modules["peft"]
+    kinds = peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper
+    parts: list[Any] = [getattr(model, "prompt_encoder", None)]
+    for module in model.modules():
+        if isinstance(module, kinds):
+            parts += [getattr(module, name, None) for name in module.adapter_layer_names]
+    parts += [embedding for embedding in _embeddings(model) if not isinstance(embedding, kinds[0])]
+    held: set[Tensor] = {part for part in parts if isinstance(part, nn.Parameter)}
+    return held.union(*(part.parameters() for part in parts if isinstance(part, nn.Module)))
+
+
+def _embeddings(model: Any) -> list[nn.Module]:
+    """Return a model's embeddings, which PEFT saves too, if the vocabulary has grown."""
+    found = []
+    for of_model in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            found.append(getattr(model, of_model)())
+    return [embedding for embedding in found if embedding is not None]
 
 
 def adapted_parameters(model: nn.Module) -> list[Tensor]:
@@ -60,14 +103,10 @@ def _named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> lis
 
 def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
     """Return the beginnings of the names of weights whose layers PEFT copies, trains and saves."""
-    peft = sys.modules.get("peft")
-    # Privacy: a model with injected adapters, or inside another module, is saved whole, with whatever has become of these.
-    if peft is None or not (isinstance(model, peft.PeftModel) or getattr(model, "_hf_peft_config_loaded", False)):
+    if not is_saved_as_adapter(model):
         return ()
-    copied, embeddings = peft.utils.other.ModulesToSaveWrapper, []
-    for of_model in ("get_input_embeddings", "get_output_embeddings"):  # which PEFT saves as they were too, if resized
-        with contextlib.suppress(AttributeError, NotImplementedError):
-            embeddings.append(getattr(model, of_model)())
+    peft = sys.modules["peft"]
+    copied, embeddings = peft.utils.other.ModulesToSaveWrapper, _embeddings(model)
     return tuple(
         f"{name}.original_module."
         for name, module in model.named_modules()
@@ -81,14 +120,31 @@ def replicas_digest(model: nn.Module) -> str:
 
 
 def untrained_digest(model: nn.Module) -> str:
-    """Return the digest of everything saved but not trained: frozen parameters, buffers and other state."""
-    frozen = ((name, value) for name, value in _named_parameters(model) if not value.requires_grad)
+    """Return the digest of everything saved but not trained: frozen parameters, buffers and other state.
+
+    The base of adapters that are saved alone is not among it.
+    """
+    held = _in_adapter_files(model) if is_saved_as_adapter(model) else None
+    frozen = (
+        (name, value)
+        for name, value in _named_parameters(model)
+        if not value.requires_grad and (held is None or value in held)
+    )
     return _digest((*frozen, *_state_besides_parameters(model)))
 
 
 def digests_of(model: nn.Module) -> ModelDigests:
     """Return the digests by which a ledger knows a model."""
     return ModelDigests(parameters_digest(model), _digest(_state_besides_parameters(model)))
+
+
+def is_known(model: nn.Module, models: Sequence[ModelDigests]) -> bool:
+    """Return whether these digests, of a ledger, are of the model as it is."""
+    digests = digests_of(model)
+    if digests in models:
+        return True
+    # A ledger before format 11 has the digest of an adapter together with its base.
+    return is_saved_as_adapter(model) and digests._replace(parameters=whole_digest(model)) in models
 
 
 def _state_besides_parameters(model: nn.Module) -> list[tuple[str, Any]]:

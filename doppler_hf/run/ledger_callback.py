@@ -18,11 +18,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
+from doppler_hf.privacy.ledger.record import ModelDigests
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.ledger.weights import hashes, stamps
-from doppler_hf.run.digests import digests_of, note_shards, untrained_digest
-from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model, note_spent_on, spent_on
+from doppler_hf.run.digests import digests_of, is_known, note_shards, untrained_digest
+from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model
 from doppler_hf.run.learning_rate import told_of_another_rate
+from doppler_hf.run.lineage import Lineage, adapters_trained_by_others
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -43,7 +45,8 @@ class PrivacyCallback(TrainerCallback):
         self._is_running = False
         self._untrained: str | None = None
         self._trained: weakref.ref[nn.Module] | None = None
-        self._begun_with: str | None = None  # the digest of its parameters
+        self._lineage: Lineage | None = None  # of the current run, or the last one
+        self._left: ModelDigests | None = None  # of the model when that run, or its user, last left it
 
     @property
     def steps(self) -> Steps:
@@ -62,7 +65,7 @@ class PrivacyCallback(TrainerCallback):
             # Privacy: the mechanism changes what is trained. What else changed, such as a buffer that a callback has filled
             # with class means, no noise covers.
             return untrained_digest(model) == self._untrained
-        return self.ledger is not None and digests_of(model) in self.ledger.models
+        return self.ledger is not None and is_known(model, self.ledger.models)
 
     def earlier_ledger(self, checkpoint: str | None, *, folder: str, model: nn.Module) -> PrivacyLedger | None:
         """Return the ledger that the next run continues, the same on every process, or None."""
@@ -87,8 +90,8 @@ class PrivacyCallback(TrainerCallback):
         # On every process: they may have to put the weights of a layer together. And first, as it may refuse.
         is_given = first_learning_rate(optimizer) == args.given_learning_rate
         rate_note = told_of_another_rate(args, run.statement, model=kwargs["model"]) if is_given else ""
-        digests = digests_of(kwargs["model"])
-        ledger = run.begin(step=step, others=spent_on(kwargs["model"], digests))
+        lineage = Lineage(kwargs["model"], output_dir=args.output_dir, continued=run.earlier.ledger)
+        ledger = run.begin(step=step, others=lineage.earlier)
         chosen = " (auto)" if args.low_pass_filter == "auto" else ""
         self._words = {
             "rate": learning_rate_in_words(args, optimizer),
@@ -100,19 +103,23 @@ class PrivacyCallback(TrainerCallback):
         self._is_running = True
         # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are no
         # part of what this one begins with. A checkpoint's weights are compared with its ledger, and a new model has none.
-        is_known = any(digests.parameters == known.parameters for known in ledger.models)
+        digests = digests_of(kwargs["model"])
+        is_trained = any(digests.parameters == known.parameters for known in ledger.models)
         is_same = self._trained is not None and self._trained() is kwargs["model"] and step == 0 and ledger.steps_run > 0
-        is_changed = (is_known or is_same) and digests not in ledger.models
+        is_changed = (is_trained or is_same) and not is_known(kwargs["model"], ledger.models)
         self._untrained = None if is_changed else untrained_digest(kwargs["model"])
-        self._trained, self._begun_with = weakref.ref(kwargs["model"]), digests.parameters
+        self._trained, self._lineage, self._left = weakref.ref(kwargs["model"]), lineage, None
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
             counted = ledger.runs[-1].steps_before
             remaining = run.statement.steps_planned - step
             add_up = "If it used the same data, its ε and that of this run add up."
+            unknown = [] if ledger.earlier or counted else adapters_trained_by_others(kwargs["model"])
             notes = {
                 rate_note: rate_note,
+                f"The adapter {', '.join(unknown)} was already trained (its B is not zero), and no ledger on this machine "
+                "speaks for it. If it was trained on the same data, its ε adds to that of this run.": unknown,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,
@@ -182,7 +189,8 @@ class PrivacyCallback(TrainerCallback):
                 return
             if checkpoint_step is not None:
                 ledger.checkpoint(checkpoint_step)
-            ledger.speak_for(weights, model=digests_of(model))
+            trained = frozenset() if self._lineage is None else self._lineage.marks_of_trained(model, together=False)
+            ledger.speak_for(weights, model=digests_of(model), trained=trained)
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
@@ -199,7 +207,7 @@ class PrivacyCallback(TrainerCallback):
         converts = (args.bf16_full_eval or args.fp16_full_eval) and not self._is_running and self.speaks_for(model)
         yield
         if converts:
-            self._leave(model)
+            self._leave(model, speaks=True, writes=args.process_index == 0)
 
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
         """Add ε to a log (in place), and leave out a loss that is not reported."""
@@ -233,8 +241,7 @@ class PrivacyCallback(TrainerCallback):
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the ledger beside the model, and print what was spent."""
         note_shards(kwargs["model"].parameters())
-        if self.speaks_for(kwargs["model"]):
-            self._leave(kwargs["model"])
+        self._leave(kwargs["model"], speaks=self.speaks_for(kwargs["model"]), writes=state.is_world_process_zero)
         if self.ledger is not None and state.is_world_process_zero:
             self.ledger.close()
             self.ledger.save(args.output_dir)
@@ -249,18 +256,30 @@ class PrivacyCallback(TrainerCallback):
         """Note, on disk too, the model as the training has left it, by its end or an interruption."""
         if self._is_running and self.ledger is not None:
             speaks, self._is_running = self.speaks_for(model), False
-            if speaks and self._leave(model) and state.is_world_process_zero:
+            # Of several processes one may have failed alone: nothing here waits for the others.
+            if self._leave(model, speaks=speaks, writes=state.is_world_process_zero, together=False):
                 self.ledger.save(args.output_dir)
             if not self.ledger.runs[-1].is_closed:
                 self.ledger = self.ledger.as_written()  # as the file counts: with the steps reserved
                 if state.is_world_process_zero:
                     print_interruption(self.ledger, args)
 
-    def _leave(self, model: nn.Module) -> bool:
-        # Before the first step they are the user's own, with which another training may begin.
-        if self.ledger is None or self.ledger.steps_run == 0:
+    def _leave(self, model: nn.Module, *, speaks: bool, writes: bool, together: bool = True) -> bool:
+        """Note the model as the run leaves it, and return whether this process has to save the ledger for it.
+
+        Args:
+            model: The trained model.
+            speaks: Whether the ledger speaks for it. What its weights have cost is remembered in any case.
+            writes: Whether this process writes files.
+            together: Whether all processes are here.
+        """
+        # Before the first step the weights are the user's own, with which another training may begin.
+        if self.ledger is None or self._lineage is None or self.ledger.steps_run == 0:
             return False
         digests = digests_of(model)
-        if digests.parameters != self._begun_with:  # nothing is known by weights that did not move
-            note_spent_on(digests, self.ledger.spent)
-        return self.ledger.leave(digests)
+        if digests == self._left:
+            return False
+        self._left = digests
+        marks = self._lineage.marks_of_trained(model, together=together)
+        self._lineage.remember(model, self.ledger, marks=marks, writes=writes)
+        return speaks and self.ledger.leave(digests, trained=marks) and writes

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Spent
+from doppler_hf.privacy.accounting.accounting import Trainings
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
@@ -215,10 +215,11 @@ class PrivateRun:
         """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
 
-    def begin(self, *, step: int, others: Spent | None = None) -> PrivacyLedger:
+    def begin(self, *, step: int, others: Trainings | None = None) -> PrivacyLedger:
         """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
 
-        What `others` have spent on the weights stands in a ledger that is opened. A refusal leaves the run without one.
+        The ledger also records what `others`, trainings under other ledgers, have spent on the weights. A refusal leaves the
+        run without one.
         """
         assert self.ledger is None, "a run begins once"
         assert self.steps is not None, "a run begins once its engine is attached"
@@ -238,7 +239,9 @@ class PrivateRun:
         if earlier is None:
             ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id)
         else:
-            ledger = earlier.resume(statement, from_step=step, continues_rounds=self._continues_rounds, run_id=run_id)
+            ledger = earlier.resume(
+                statement, from_step=step, continues_rounds=self._continues_rounds, earlier=others, run_id=run_id
+            )
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(remaining)
         target = self._args.target_epsilon

@@ -48,7 +48,7 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     output = said(capsys)
     # A run that was resumed begins a round of its own.
     epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 4)], delta=1e-5)
-    assert output.startswith(f"VERIFIED: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps.")
+    assert output.startswith(f"LEDGER ONLY: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps.")
     assert "NOT VERIFIED" not in output
     for shown in (
         head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one unit",
@@ -68,7 +68,7 @@ def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsy
     assert check(tmp_path) == 1
     output = said(capsys)
     assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 units could be published." in output
-    assert not re.search(r"(?<!NOT )VERIFIED|differential privacy", output)
+    assert not re.search(r"(?<!NOT )VERIFIED|LEDGER ONLY|differential privacy", output)
 
 
 def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, capsys):
@@ -80,7 +80,7 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     assert "4 (interrupted: at least 4 of them were run)" in output
     assert "after 4 steps" in output
     whole, beginning = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (1000, 4))
-    assert output.startswith(f"VERIFIED: ({whole:.4g}, 1e-05)")
+    assert output.startswith(f"LEDGER ONLY: ({whole:.4g}, 1e-05)")
     assert f"It would be {beginning:.4g}, had the length of 4 steps been fixed beforehand." in output
 
 
@@ -156,7 +156,7 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
     edits = 0
     for (*path, key), value in leaves(json.loads(written[1])):
         for replacement in replacements(value):
-            if (key, replacement) == ("format_version", 10.0):
+            if (key, replacement) == ("format_version", 11.0):
                 continue  # The same number to JSON, and no hash is over it.
             document = json.loads(written[1])
             functools.reduce(operator.getitem, path, document)[key] = replacement
@@ -269,9 +269,11 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
-        assert re.match(r"VERIFIED: .* steps\. Of the weights in model\.safetensors\. The ε of the whole", said(capsys))
+        words = r"VERIFIED: .* steps\. The weights in model\.safetensors are those that it saved\. The ε of the whole"
+        assert re.match(words, said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0
-    assert re.match(
-        r"VERIFIED: .* steps\. Of no weights, since none lie beside it: copy .*\. The ε of the whole", said(capsys)
+    words = (
+        r"LEDGER ONLY: .* steps\. No weight files were found next to the ledger\. Copy them there .*\. The ε of the whole"
     )
+    assert re.match(words, said(capsys))

@@ -19,7 +19,7 @@ https://arxiv.org/abs/1605.08294, for parameters that are chosen on the way).
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
@@ -173,6 +173,24 @@ class Spent(NamedTuple):
 
     epsilon: float
     delta: float
+
+
+# What trainings have spent, by the names of their ledgers.
+Trainings = Mapping[str, Spent]
+
+
+def all_trainings(found: Iterable[Trainings]) -> dict[str, Spent]:
+    """Return each training once, with the most that is known of it: what a ledger has spent only grows."""
+    largest: dict[str, Spent] = {}
+    for trainings in found:
+        for name, spent in trainings.items():
+            largest[name] = max(spent, largest.get(name, spent))
+    return largest
+
+
+def sum_of_trainings(trainings: Trainings) -> Spent:
+    """Return what trainings have spent together, if all used the same data: ε and δ add up."""
+    return Spent(sum(each.epsilon for each in trainings.values()), sum(each.delta for each in trainings.values()))
 
 
 def get_epsilon_of_plans(plans: Sequence[Plan], *, delta: float) -> float:

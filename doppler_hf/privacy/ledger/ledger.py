@@ -19,12 +19,20 @@ import hashlib
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
-from doppler_hf.privacy.accounting.accounting import Plan, Releases, Spent, get_epsilon_of_plans, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import (
+    Plan,
+    Releases,
+    Spent,
+    Trainings,
+    get_epsilon_of_plans,
+    get_total_epsilon,
+    sum_of_trainings,
+)
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
 from doppler_hf.privacy.ledger.file import Entry, is_earlier_state, package_versions, read_entries, write_entries
@@ -51,22 +59,35 @@ class PrivacyLedger:
     # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, statement: PrivacyStatement, *, earlier: Spent | None = None, run_id: str | None = None) -> Self:
-        """Return a new ledger, on which nothing has been spent, of weights that another training may have left.
+    def open(cls, statement: PrivacyStatement, *, earlier: Trainings | None = None, run_id: str | None = None) -> Self:
+        """Return a new ledger, on which nothing has been spent, of weights that `earlier` trainings may have left.
 
         Its run gets a name of its own. Processes that train together pass the same one.
         """
         ledger = cls(LedgerRecord())
-        spent = None if earlier is None else {"epsilon": _json_number(earlier.epsilon), "delta": earlier.delta}
-        ledger._begin("opened", statement, {"earlier": spent}, run_id)
+        ledger._begin("opened", statement, {"earlier": _entries_of(earlier or {})}, run_id)
         return ledger
 
     def resume(
-        self, statement: PrivacyStatement, *, from_step: int, continues_rounds: bool = False, run_id: str | None = None
+        self,
+        statement: PrivacyStatement,
+        *,
+        from_step: int,
+        continues_rounds: bool = False,
+        earlier: Trainings | None = None,
+        run_id: str | None = None,
     ) -> Self:
-        """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
+        """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ.
+
+        Another training may have gone on with the weights in between: `earlier` are those under other ledgers.
+        """
         ledger = self.as_written()
-        counted = {"from_step": from_step, "steps_run": ledger.steps_run, "continues_rounds": continues_rounds}
+        counted = {
+            "from_step": from_step,
+            "steps_run": ledger.steps_run,
+            "continues_rounds": continues_rounds,
+            "earlier": _entries_of(earlier or {}),
+        }
         ledger._begin("resumed", statement, counted, run_id)
         return ledger
 
@@ -104,18 +125,21 @@ class PrivacyLedger:
         self._record.add("closed", {"steps_run": self.steps_run, "planned_epsilon": _json_number(self.planned_epsilon)})
         self._is_training = False
 
-    def leave(self, model: ModelDigests) -> bool:
-        """Note the digests of the model as the run leaves it, and return whether they were new."""
+    def leave(self, model: ModelDigests, *, trained: Iterable[str] = ()) -> bool:
+        """Note the digests of the model as the run leaves it, and return whether they were new.
+
+        By the marks of its `trained` weights these are recognised in another model.
+        """
         is_new = model not in self.models
         if is_new:
-            self._record.add("left", model._asdict())
+            self._record.add("left", {**model._asdict(), "trained": "".join(sorted(trained))})
         return is_new
 
-    def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests) -> None:
-        """Note that the run has saved weight files of these SHA-256, by name."""
+    def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests, trained: Iterable[str] = ()) -> None:
+        """Note that the run has saved weight files of these SHA-256, by name, with these marks of trained weights."""
         # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
         if not self.has_saved(weights):
-            self._record.add("saved", {**model._asdict(), "weights": dict(weights)})
+            self._record.add("saved", {**model._asdict(), "trained": "".join(sorted(trained)), "weights": dict(weights)})
 
     # --- read ---------------------------------------------------------------------------------------------------------
 
@@ -171,18 +195,34 @@ class PrivacyLedger:
         return self._record.history(self.steps_run)
 
     @property
+    def name(self) -> str:
+        """The name of this ledger, by which others refer to its training: that of its first run."""
+        return str(self.entries[0]["run_id"])
+
+    @property
+    def trained_marks(self) -> frozenset[str]:
+        """The marks of the weights that were trained under this ledger, by which other trainings recognise them."""
+        return self._record.trained_marks
+
+    @property
+    def earlier_trainings(self) -> Trainings:
+        """What private trainings under other ledgers had spent on the weights with which this one's runs began."""
+        return {name: spent for name, spent in self._record.earlier.items() if name != self.name}
+
+    @property
     def earlier(self) -> Spent | None:
-        """What another private training had spent on the weights with which this one began; None if none is known."""
-        earlier = self.entries[0].get("earlier")
-        if earlier is None:
-            return None
-        return Spent(math.inf if earlier["epsilon"] is None else earlier["epsilon"], earlier["delta"])
+        """What all those trainings had spent together, if they used the same data; None if none is known."""
+        return sum_of_trainings(self.earlier_trainings) if self.earlier_trainings else None
+
+    @property
+    def trainings(self) -> Trainings:
+        """What this training and those have spent on the weights, by their ledgers."""
+        return {**self.earlier_trainings, self.name: Spent(self.epsilon(), self.statement.target_delta)}
 
     @property
     def spent(self) -> Spent:
-        """What has been spent on the weights, by that training and this one."""
-        earlier = self.earlier or Spent(0.0, 0.0)
-        return Spent(self.epsilon() + earlier.epsilon, self.statement.target_delta + earlier.delta)
+        """What they have spent together, if they used the same data."""
+        return sum_of_trainings(self.trainings)
 
     @property
     def plans(self) -> Sequence[Plan]:
@@ -306,6 +346,12 @@ def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) ->
     aside = path.with_name(f"{path.stem}.{name[:8]}{path.suffix}")
     os.replace(path, aside)
     return aside
+
+
+def _entries_of(trainings: Trainings) -> list[dict[str, Any]]:
+    return [
+        {"ledger": name, "epsilon": _json_number(spent.epsilon), "delta": spent.delta} for name, spent in trainings.items()
+    ]
 
 
 def _json_number(value: float) -> float | None:

@@ -8,11 +8,18 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from doppler_hf.privacy.accounting.accounting import Account, Releases
+from doppler_hf.privacy.accounting.accounting import Account, Releases, Spent, Trainings, all_trainings
 from doppler_hf.privacy.ledger.file import Entry, next_entry
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
+
+MARK_LENGTH: Final = 16  # hexadecimal digits by which a trained weight is recognised
+
+
+def split_marks(joined: str) -> frozenset[str]:
+    """Return the marks of trained weights, which a file holds as one text."""
+    return frozenset(joined[first : first + MARK_LENGTH] for first in range(0, len(joined), MARK_LENGTH))
 
 
 class ModelDigests(NamedTuple):
@@ -61,6 +68,8 @@ class LedgerRecord:
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
         self.models: list[ModelDigests] = []
+        self.trained_marks: frozenset[str] = frozenset()
+        self.earlier: Trainings = {}  # what other trainings had spent on the weights
         for entry in entries:
             self.take(entry)
 
@@ -79,6 +88,7 @@ class LedgerRecord:
             if event in ("left", "saved"):  # A model may be saved after the run too.
                 self.models.append(ModelDigests(entry["parameters"], entry["buffers"]))
                 self.saved += [entry["weights"]] if event == "saved" else []
+                self.trained_marks |= split_marks(entry.get("trained", ""))
             elif self.runs[-1].is_closed:
                 _refuse(entry, "the run is closed")
             elif event == "steps":
@@ -112,6 +122,7 @@ class LedgerRecord:
 
     def _begin(self, entry: Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
+        self.earlier = all_trainings([self.earlier, _earlier(entry)])
         if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
             _refuse(entry, f"its sample_rate {statement.sample_rate} is not expected_batch_size / num_units")
         if not self.runs:
@@ -163,6 +174,16 @@ class LedgerRecord:
             stated = stated[run.statement.accountant] if is_end else stated
         epsilon, is_private = math.inf if stated is None else stated, all(each.statement.private for each in self.runs)
         self.claims.append(Claim(entry["index"], epsilon, account, is_private, run.versions))
+
+
+def _earlier(entry: Entry) -> Trainings:
+    """Return what other trainings had spent on the weights with which a run began, by their ledgers."""
+    earlier = entry.get("earlier") or []
+    if isinstance(earlier, dict):  # the sum of them, before format 11
+        earlier = [{"ledger": f"before {entry['run_id']}", **earlier}]
+    return {
+        each["ledger"]: Spent(math.inf if each["epsilon"] is None else each["epsilon"], each["delta"]) for each in earlier
+    }
 
 
 def _to_its_end(plan: Sequence[Run], steps_counted: int) -> int:

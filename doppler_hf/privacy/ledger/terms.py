@@ -66,13 +66,15 @@ def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
 
 
 def earlier_in_words(ledger: PrivacyLedger) -> str:
-    """Return what other trainings had spent on the weights, if any is known."""
+    """Return what other trainings had spent on the weights, and the sum with this one; empty if none is known."""
     if ledger.earlier is None:
         return ""
-    own, epsilon = ledger.planned_epsilon, ledger.earlier.epsilon
+    before = [f"{spent.epsilon:.4g}" for spent in ledger.earlier_trainings.values()]
+    trainings = "one other private training" if len(before) == 1 else f"{len(before)} other private trainings"
+    total, terms = ledger.spent, " + ".join([*before, f"{ledger.planned_epsilon:.4g}"])
     return (
-        f"The model was trained privately before, under another ledger: ε = {epsilon:.4g}, δ = {ledger.earlier.delta:.3g}. "
-        f"If both used the same data, ε is {epsilon:.4g} + {own:.4g} = {epsilon + own:.4g}, and their δ add up, too."
+        f"These weights already went through {trainings}. If all of them used the same data, they cost ε = {terms} = "
+        f"{total.epsilon:.4g} together, at δ = {total.delta:.3g}."
     )
 
 

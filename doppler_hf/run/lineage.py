@@ -1,0 +1,326 @@
+"""Which private trainings a model's weights carry, so that a new ledger starts with the ε that they have already cost.
+
+Trained tensors are recognised one by one, whatever was added to the model, merged into it or put around it since:
+
+- by object, within the process;
+- by value: a *mark* of each trained tensor is kept in its ledger, and in a small register in the user's state folder. The
+  mark follows the tensor's values in bfloat16, so that it survives saving, loading, and a conversion to half precision;
+- by what a trained adapter makes of its base weights when it is merged. A merge rounds differently in each precision, so
+  the register keeps a *sketch* instead: sixteen numbers xᵢᵀ W yᵢ with random signs x and y. A weight counts as merged if
+  its sketch differs from the merged one by less than a tenth of what the merge changes.
+
+Weights that were averaged, quantized or scaled, or that came from another machine without their ledger, are not recognised;
+docs/trust/ledger.md says so. The register holds nothing but digests of weights that a private training has released, and
+what these cost.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from doppler_hf.linalg import sums_of_bytes
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings
+from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
+from doppler_hf.run.processes import on_process_0
+
+# A mark of fewer values could belong to another tensor by chance.
+_FEWEST_VALUES: Final = 32
+_SKETCH_LENGTH: Final = 16
+# Relative to what the merge changes. The sketch of another training's weights differs by as much as the merge, or more.
+_NEAR: Final = 0.1
+# Trainings in the register. One more removes the oldest.
+_MOST_TRAININGS: Final = 300
+
+
+class MergedWeight(NamedTuple):
+    """The sketches of a base weight after and before an adapter is merged into it."""
+
+    shape: tuple[int, ...]
+    after: tuple[float, ...]
+    before: tuple[float, ...]
+
+
+class Record(NamedTuple):
+    """What is known of one training's weights."""
+
+    trainings: Trainings  # what the weights have cost: by this training, and by those before it
+    marks: frozenset[str]
+    merged: tuple[MergedWeight, ...]
+
+
+class Past(NamedTuple):
+    """What a tensor of this process has gone through."""
+
+    trainings: Trainings  # what its last value has cost
+    begun: dict[str | None, Trainings]  # by the mark of each value with which a training began: what that had cost
+
+
+# The past of each trained tensor.
+_BY_OBJECT: Final = WeakIdKeyDictionary()
+# By ledger, for where the state folder cannot be written.
+_OF_PROCESS: Final[dict[str, Record]] = {}
+
+
+@final
+class Lineage:
+    """What a model carries from trainings before this run, and what it will carry from this one.
+
+    Every process must make one at the same moment: parts of a weight are put together to be recognised.
+
+    Attributes:
+        earlier: What other trainings have spent on the weights, by their ledgers.
+    """
+
+    def __init__(self, model: nn.Module, *, output_dir: str | Path, continued: PrivacyLedger | None = None) -> None:
+        own = None if continued is None else continued.name
+        records, source = on_process_0(lambda: _known(model, Path(output_dir)))
+        known: dict[str, list[Trainings]] = {}
+        for record in records:
+            for known_mark in record.marks:
+                known.setdefault(known_mark, []).append(record.trainings)
+        merged = [(weight, record.trainings) for record in records for weight in record.merged]
+        self._begun: dict[str, str | None] = {}
+        found: list[Trainings] = []
+        marks: set[str] = set()
+        for name, parameter in model.named_parameters():
+            # A model that nobody knows needs the marks of what this run trains, and no others.
+            mark = _mark(parameter) if known or source is not None or parameter.requires_grad else None
+            self._begun[name] = mark
+            if mark is not None and _is_telling(parameter):
+                marks.add(mark)
+                found += known.get(mark, [])
+            found += _by_object(parameter, mark)
+            found += [trainings for weight, trainings in merged if _is_merged(parameter, weight)]
+        if source is not None and on_process_0(lambda: _holds_any(source[0], marks)):
+            found.append(source[1])
+        self._at_start = all_trainings(found)
+        self.earlier: Trainings = {name: spent for name, spent in self._at_start.items() if name != own}
+
+    def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
+        """Return the marks of the weights that this run has trained so far.
+
+        Weights that have the value with which the run began are left out: another model may have the same.
+
+        Args:
+            model: The trained model.
+            together: Whether every process calls this at the same moment. If not, weights that are cut into parts are left
+                out, since no process can read a whole one alone.
+        """
+        found: set[str | None] = set()
+        for name, parameter in model.named_parameters():
+            if not together and isinstance(parameter, DTensor):
+                continue
+            if not (parameter.requires_grad and _is_telling(parameter)):
+                continue
+            if (mark := _mark(parameter)) != self._begun.get(name):
+                found |= {mark, _mark(parameter, torch.float16)}
+        return frozenset(mark for mark in found if mark is not None)
+
+    def remember(self, model: nn.Module, ledger: PrivacyLedger, *, marks: frozenset[str], writes: bool) -> None:
+        """Note what this run has made of the model, for trainings to come.
+
+        Args:
+            model: As the run leaves it.
+            ledger: The run's.
+            marks: Those of the trained weights, as they are and as they were saved.
+            writes: Whether to write the register, as one process of several does.
+        """
+        if ledger.steps_run == 0:
+            return
+        trainings = ledger.trainings
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                past = _BY_OBJECT.get(parameter, Past({}, {}))
+                _BY_OBJECT[parameter] = Past(trainings, past.begun | {self._begun.get(name): self._at_start})
+        before = _OF_PROCESS.get(ledger.name, Record({}, frozenset(), ()))
+        # What was saved under this ledger may be loaded again, too, so that its marks stay.
+        merged = (*before.merged, *(weight for weight in _merged_weights(model) if weight not in before.merged))
+        record = Record(trainings, before.marks | ledger.trained_marks | marks, merged)
+        _OF_PROCESS[ledger.name] = record
+        if writes:
+            _write(ledger.name, record)
+
+
+def adapters_trained_by_others(model: nn.Module) -> list[str]:
+    """Return the LoRA adapters whose output is not zero, as it is at the start of a training.
+
+    Adapters that are meant to start with another output, such as PiSSA's, are left out.
+    """
+    found = []
+    for name, config in getattr(model, "peft_config", {}).items():
+        starts_at_zero = getattr(config, "init_lora_weights", False) in (True, "gaussian", "eva", "orthogonal")
+        factors = [
+            parameter
+            for place, parameter in model.named_parameters()
+            if f"lora_B.{name}." in place or f"lora_embedding_B.{name}" in place
+        ]
+        if starts_at_zero and config.peft_type == "LORA" and any(bool(factor.detach().any()) for factor in factors):
+            found.append(name)
+    return found
+
+
+# --- recognising ------------------------------------------------------------------------------------------------------
+
+
+def _mark(value: Tensor, precision: torch.dtype | None = None) -> str | None:
+    """Return the mark of a tensor, or what it would be of a copy in this precision; None if its values are integers."""
+    if not value.is_floating_point() or value.is_meta:
+        return None
+    whole = value.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    halves = (whole if precision is None else whole.to(precision)).to(torch.bfloat16)
+    said = json.dumps([list(value.shape), sums_of_bytes(halves).tolist()])
+    return hashlib.sha256(said.encode("utf-8")).hexdigest()[:MARK_LENGTH]
+
+
+def _is_telling(value: Tensor) -> bool:
+    """Return whether a tensor has so many values that no other has the same by chance."""
+    return value.numel() >= _FEWEST_VALUES
+
+
+def _by_object(parameter: Tensor, mark: str | None) -> list[Trainings]:
+    past = _BY_OBJECT.get(parameter)
+    if past is None:
+        return []
+    # It may have been put back to what it was before a training, as a notebook does for another trial.
+    return [past.trainings if mark is None else past.begun.get(mark, past.trainings)]
+
+
+def _is_merged(parameter: Tensor, weight: MergedWeight) -> bool:
+    if tuple(parameter.shape) != weight.shape or isinstance(parameter, DTensor) or not parameter.is_floating_point():
+        return False
+    change = np.subtract(weight.after, weight.before)
+    return bool(np.linalg.norm(_sketch(parameter) - weight.after) < _NEAR * np.linalg.norm(change))
+
+
+def _sketch(weight: Tensor) -> Float64[np.ndarray, " sketch"]:
+    """Return xᵢᵀ W yᵢ for random signs that follow from the shape alone. Dimensions after the first are joined."""
+    matrix = weight.detach().reshape(len(weight), -1)
+    left, right = (_signs(size).to(matrix.device) for size in matrix.shape)
+    found = ((left @ matrix.float()) * right).sum(dim=1, dtype=torch.float64)
+    return found.cpu().numpy()
+
+
+def _signs(size: int) -> Float[Tensor, "sketch size"]:
+    # Of a hash, which no version of a library changes.
+    words = hashlib.shake_256(str(size).encode("ascii")).digest(-(-_SKETCH_LENGTH * size // 8))
+    bits = np.unpackbits(np.frombuffer(words, dtype=np.uint8))[: _SKETCH_LENGTH * size]
+    return torch.from_numpy(bits.astype(np.float32).reshape(_SKETCH_LENGTH, size) * 2.0 - 1.0)
+
+
+def _merged_weights(model: nn.Module) -> Iterator[MergedWeight]:
+    """Merge each adapted layer, in a copy of this layer alone, and describe the weight that comes out."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return
+    for module in model.modules():
+        if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            continue
+        weight = getattr(module.get_base_layer(), "weight", None)
+        # A quantized weight is merged into another format, and parts of a weight are on other processes.
+        if (
+            not isinstance(weight, Tensor)
+            or isinstance(weight, DTensor)
+            or not weight.is_floating_point()
+            or weight.ndim < 2
+        ):
+            continue
+        with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+            before, merged = _sketch(weight), _copy_without_hooks(module)
+            merged.merge()
+            after = _sketch(merged.get_base_layer().weight)
+            if not np.array_equal(after, before):
+                yield MergedWeight(tuple(weight.shape), tuple(after.tolist()), tuple(before.tolist()))
+
+
+def _copy_without_hooks(module: nn.Module) -> Any:
+    # Hooks may belong to the engine of per-sample gradients, or to a user: neither is copied, nor called.
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = OrderedDict()
+            elif name == "forward":
+                memo[id(value)] = None
+    return copy.deepcopy(module, memo)
+
+
+# --- what is known ----------------------------------------------------------------------------------------------------
+
+
+def _known(model: nn.Module, output_dir: Path) -> tuple[list[Record], tuple[Path, Trainings] | None]:
+    """Return the trainings that left weights on this machine, and the folder of the model if a ledger is in it."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    source = Path(name) if name else None  # of a model that was made from a configuration it is ""
+    folders = {output_dir, Path(), *([] if source is None else [source])}
+    with contextlib.suppress(OSError):
+        folders |= {path.parent for near in (output_dir.parent, Path()) for path in near.glob(f"*/{LEDGER_NAME}")}
+    ledgers = [ledger for folder in folders for ledger in ledgers_in(folder).values()]
+    records = [Record(ledger.trainings, ledger.trained_marks, ()) for ledger in ledgers if ledger.steps_run]
+    found = None
+    if source is not None:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is no ledger
+            found = source, PrivacyLedger.load(source).trainings
+    return [*records, *_OF_PROCESS.values(), *_read()], found
+
+
+def _holds_any(folder: Path, marks: Iterable[str]) -> bool:
+    """Return whether a weight file of a folder holds a tensor with one of these marks; True if no file can be read."""
+    paths, sought = [*folder.glob("*.safetensors")], set(marks)
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                if any(_is_telling(value := file.get_tensor(name)) and _mark(value) in sought for name in file.keys()):  # noqa: SIM118 - it is no dict
+                    return True
+    except (OSError, SafetensorError):
+        return True
+    return not paths
+
+
+def _register() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "doppler_hf" / "trainings"
+
+
+def _write(ledger: str, record: Record) -> None:
+    """Write a record into the register, if there is a place for it, and remove the oldest ones of many."""
+    trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
+    said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merged": record.merged}
+    with contextlib.suppress(OSError):
+        register = _register()
+        register.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = register / f".{ledger}.{secrets.token_hex(4)}"
+        temporary.write_text(json.dumps(said), "utf-8")
+        os.replace(temporary, register / f"{ledger}.json")
+        by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in by_age[:-_MOST_TRAININGS]:
+            path.unlink(missing_ok=True)
+
+
+def _read() -> list[Record]:
+    found = []
+    for path in _register().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or cut off
+            said = json.loads(path.read_text("utf-8"))
+            trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
+            merged = tuple(MergedWeight(tuple(shape), tuple(a), tuple(b)) for shape, a, b in said["merged"])
+            found.append(Record(trainings, split_marks(said["marks"]), merged))
+    return found

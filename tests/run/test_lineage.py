@@ -1,0 +1,268 @@
+"""A model that was trained privately keeps its ε, whatever is added to it, merged into it or put around it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.run import lineage
+from tests.support.tiers import thorough
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import On, at, interrupt, trained, trainer_of
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path, monkeypatch):
+    """No training of another test is known."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    forget_this_process()
+
+
+def forget_this_process():
+    lineage._OF_PROCESS.clear()
+    lineage._BY_OBJECT.clear()
+
+
+def forget_the_register(tmp_path):
+    for path in (tmp_path / "state/doppler_hf/trainings").glob("*"):
+        path.unlink()
+
+
+def lora(**options):
+    return LoraConfig(**dict(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]) | options)
+
+
+def adapted(config=None, model=None):
+    torch.manual_seed(1)
+    return get_peft_model(tiny_bert() if model is None else model, config or lora())
+
+
+def train(tmp_path, name, model, **options):
+    trainer = trained(trainer_of(tmp_path / name, model=model, **options))
+    trainer.save_model()
+    return trainer
+
+
+def assert_carries(trainer, *earlier):
+    """Of each of these trainings, and of no other, the ε is in the trainer's ledger."""
+    ledger, theirs = PrivacyLedger.load(trainer.args.output_dir), [other.privacy.ledger for other in earlier]
+    assert set(ledger.earlier_trainings) == {other.name for other in theirs}
+    total = sum(other.epsilon() for other in theirs) + ledger.epsilon()
+    assert math.isclose(ledger.spent.epsilon, total, rel_tol=1e-12)
+    assert math.isclose(ledger.spent.delta, (1 + len(theirs)) * ledger.statement.target_delta, rel_tol=1e-12)
+
+
+def new_head(model):
+    model.classifier = nn.Linear(16, 2)
+    return model
+
+
+def first_layers(model):
+    del model.bert.encoder.layer[1:]
+    return model
+
+
+def with_copied_encoder(model):
+    other = tiny_bert(num_labels=3)
+    other.bert.load_state_dict(model.bert.state_dict())
+    return other
+
+
+def another_adapter(model):
+    model.add_adapter("second", lora())
+    model.set_adapter("second")
+    return model
+
+
+def in_half_precision(precision):
+    """Saved in half precision, and read again."""
+    return lambda model: copy.deepcopy(model).to(precision).float()
+
+
+def trained_on_public_data(model):
+    """Every weight has moved since, without privacy."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "then"),
+    [
+        (adapted, lambda model: adapted(model=model.merge_and_unload())),
+        (adapted, another_adapter),
+        (tiny_bert, lambda model: adapted(model=model)),
+        (tiny_bert, new_head),
+        (tiny_bert, with_copied_encoder),
+        (tiny_bert, in_half_precision(torch.bfloat16)),
+        *thorough(
+            (tiny_bert, in_half_precision(torch.float16)),
+            (adapted, copy.deepcopy),
+            (lambda: tiny_bert(num_hidden_layers=2), first_layers),
+            (adapted, lambda model: adapted(lora(r=4), model=copy.deepcopy(model).merge_and_unload())),
+            (lambda: adapted(lora(use_dora=True)), lambda model: adapted(model=copy.deepcopy(model).merge_and_unload())),
+            (
+                lambda: adapted(IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[])),
+                lambda model: adapted(model=copy.deepcopy(model).merge_and_unload()),
+            ),
+            (
+                lambda: adapted(OFTConfig(task_type="SEQ_CLS", oft_block_size=4, target_modules=["query"])),
+                lambda model: adapted(model=copy.deepcopy(model).merge_and_unload()),
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("same_process", [True, False], ids=["one process", "two processes"])
+def test_a_chain_of_two(tmp_path, make, then, same_process):
+    first = train(tmp_path, "first", make())
+    model = then(first.model)
+    if not same_process:
+        model = copy.deepcopy(model)  # another process has other objects
+        forget_this_process()
+        (tmp_path / "first/out" / LEDGER_NAME).rename(tmp_path / "elsewhere.json")
+    assert_carries(train(tmp_path, "second", model), first)
+
+
+def test_a_model_that_was_trained_on_public_data_in_between(tmp_path):
+    first = train(tmp_path, "first", tiny_bert())
+    assert_carries(train(tmp_path, "second", trained_on_public_data(first.model)), first)
+
+
+def test_an_adapter_read_from_a_folder(tmp_path):
+    first = train(tmp_path, "first", adapted())
+    forget_this_process()
+    again = PeftModel.from_pretrained(tiny_bert(), first.args.output_dir, is_trainable=True)
+    assert_carries(train(tmp_path, "second", again), first)
+
+
+def test_an_adapter_that_is_merged_in_another_precision(tmp_path):
+    first = train(tmp_path, "first", adapted(), learning_rate=0.1)
+    forget_this_process()
+    base = PeftModel.from_pretrained(tiny_bert().bfloat16(), first.args.output_dir)
+    assert_carries(train(tmp_path, "second", adapted(model=base.merge_and_unload().float())), first)
+
+
+def test_a_ledger_beside_the_output_folder_says_what_the_register_does_not(tmp_path):
+    """As on another machine, to which the folders of both trainings were brought."""
+    first = train(tmp_path, "first", adapted())
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "first/out").rename(tmp_path / "runs/first")
+    forget_this_process()
+    forget_the_register(tmp_path)
+    again = PeftModel.from_pretrained(tiny_bert(), tmp_path / "runs/first", is_trainable=True)
+    second = trained(trainer_of(tmp_path, model=again, output_dir=str(tmp_path / "runs/second")))
+    assert_carries(second, first)
+
+
+def test_one_model_in_trainers_a_b_a_c(tmp_path):
+    model = tiny_bert()
+    a, b, c = (trainer_of(tmp_path / name, model=model) for name in "abc")
+    a.train()
+    once = a.privacy.epsilon()
+    b.train()
+    assert_carries(b, a)
+    a.train()
+    assert a.privacy.epsilon() > once
+    assert_carries(a, b)
+    c.train()
+    assert_carries(c, a, b)
+
+
+def test_each_training_of_a_chain_counts_once(tmp_path):
+    model, done = tiny_bert(), []
+    for name in ("first", "second", "third"):
+        done.append(train(tmp_path, name, model))
+        model = BertForSequenceClassification.from_pretrained(done[-1].args.output_dir)
+        assert_carries(done[-1], *done[:-1])
+
+
+def test_what_an_interrupted_training_left_is_known(tmp_path):
+    first = trainer_of(tmp_path / "first", callbacks=[On(step_end=at(2, interrupt))])
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert_carries(train(tmp_path, "second", new_head(first.model)), first)
+
+
+def another_base(model):
+    torch.manual_seed(7)
+    return adapted(model=BertForSequenceClassification(model.config))
+
+
+@pytest.mark.parametrize(
+    ("make", "then"),
+    [
+        (tiny_bert, lambda _: tiny_bert()),
+        (adapted, lambda model: adapted(model=new_head(model.unload()))),  # whose head was trained
+        (adapted, another_base),
+        (tiny_bert, lambda model: model.load_state_dict(tiny_bert().state_dict()) and model),
+        # Its configuration names the folder, and its weights are its own.
+        (tiny_bert, lambda model: BertForSequenceClassification(model.config)),
+    ],
+    ids=["a new model", "the adapter taken out", "another base", "put back", "from its configuration"],
+)
+def test_a_model_that_carries_nothing(tmp_path, make, then, capsys):
+    first = train(tmp_path, "first", make())
+    if make is tiny_bert:
+        first.model.config._name_or_path = first.args.output_dir
+    torch.manual_seed(3)
+    second = train(tmp_path, "second", then(first.model))
+    assert second.privacy.ledger.earlier is None
+    assert "already" not in capsys.readouterr().out
+
+
+def test_a_model_from_a_configuration_does_not_take_the_ledger_of_the_working_folder(tmp_path, monkeypatch):
+    first = train(tmp_path, "first", tiny_bert())
+    monkeypatch.chdir(first.args.output_dir)
+    torch.manual_seed(3)
+    assert train(tmp_path, "second", BertForSequenceClassification(first.model.config)).privacy.ledger.earlier is None
+
+
+def test_weights_that_did_not_move_are_not_recognised(tmp_path):
+    """Another model may have the same: here, the embeddings and layers under a head that was trained alone."""
+    model = tiny_bert()
+    model.bert.requires_grad_(False)
+    train(tmp_path, "first", model)
+    forget_this_process()
+    assert train(tmp_path, "second", new_head(tiny_bert())).privacy.ledger.earlier is None
+
+
+def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys):
+    first = train(tmp_path, "first", adapted())
+    capsys.readouterr()
+    forget_this_process()
+    forget_the_register(tmp_path)
+    (tmp_path / "first/out" / LEDGER_NAME).unlink()
+    again = PeftModel.from_pretrained(tiny_bert(), first.args.output_dir, is_trainable=True)
+    assert train(tmp_path, "second", again).privacy.ledger.earlier is None
+    words = "The adapter default was already trained (its B is not zero), and no ledger on this machine speaks for it."
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("config", [lora(), *thorough(lora(init_lora_weights="pissa"), lora(init_lora_weights="gaussian"))])
+def test_a_new_adapter_is_not_pointed_out(tmp_path, capsys, config):
+    train(tmp_path, "first", adapted(config))
+    assert "already trained" not in capsys.readouterr().out
+
+
+def test_the_register_keeps_the_latest_trainings(tmp_path, monkeypatch):
+    monkeypatch.setattr(lineage, "_MOST_TRAININGS", 2)
+    for name in ("first", "second", "third"):
+        train(tmp_path, name, tiny_bert())
+    assert len([*(tmp_path / "state/doppler_hf/trainings").glob("*.json")]) == 2
+
+
+def test_a_register_that_cannot_be_written_or_read_stops_nothing(tmp_path):
+    (tmp_path / "state").write_text("no folder")
+    first = train(tmp_path, "first", adapted())
+    assert_carries(train(tmp_path, "second", adapted(model=first.model.merge_and_unload())), first)
+    (tmp_path / "state").unlink()
+    (tmp_path / "state/doppler_hf/trainings").mkdir(parents=True)
+    (tmp_path / "state/doppler_hf/trainings/ffff.json").write_text('{"trainings": ')
+    train(tmp_path, "third", tiny_bert())
