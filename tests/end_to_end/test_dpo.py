@@ -12,10 +12,12 @@ from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
+from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, lengths_of_answers, log_ratios, references_of, side_by_side
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
+from tests.support.ledgers import said
 from tests.support.tiers import further, thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import assert_trained_alike, checked_trainer_of, trained
@@ -26,7 +28,7 @@ from trl import DPOConfig, DPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, S
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer
+from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer, DopplerSFTConfig, DopplerSFTTrainer
 
 # A data set, the adapters, and what the model reads before and in the answers, without the end of the text.
 FORMATS = {
@@ -53,6 +55,26 @@ def trainer_of(folder, name="prompt", *, cls=DopplerDPOTrainer, model=None, data
         processing_class=chat_tokenizer(),
         peft_config=adapters,
     )
+
+
+@pytest.mark.parametrize("adapters", [LORA, *thorough(None)])
+def test_a_chain_of_sft_dpo_and_sft_costs_all_three(tmp_path, adapters, capsys):
+    """TRL adds a reference adapter between the first two."""
+    sft = dict(processing_class=chat_tokenizer(), train_dataset=chat.prompts())
+    common = dict(bf16=False, target_epsilon=2.0)
+    first = DopplerSFTTrainer(
+        model=tiny_llama(), args=arguments(tmp_path / "1", cls=DopplerSFTConfig, **common), peft_config=adapters, **sft
+    )
+    second = trainer_of(tmp_path / "2", model=trained(first).model, **common)
+    trained(second)
+    third = DopplerSFTTrainer(model=second.model, args=arguments(tmp_path / "3", cls=DopplerSFTConfig, **common), **sft)
+    trained(third).save_model()
+    ledgers = [trainer.privacy.ledger for trainer in (first, second, third)]
+    assert [len(ledger.earlier_trainings) for ledger in ledgers] == [0, 1, 2]
+    assert ledgers[2].spent.epsilon == pytest.approx(sum(ledger.epsilon() for ledger in ledgers), rel=1e-12)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "3")]) == 0
+    assert f"({ledgers[2].spent.epsilon:.4g}, " in said(capsys).partition("The weights in")[0]
 
 
 def in_double(folder, name="prompt", **options):

@@ -62,6 +62,32 @@ def double(path):
     save_file({name: 2.0 * value for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("change", ["merged", *thorough("merged once more after the end")])
+def test_an_adapter_that_is_merged_and_taken_out_again_keeps_its_ledger(tmp_path, change):
+    """As to generate text, or to send weights to a server. It moves the last bits of the base, which no file holds."""
+
+    def merge_and_take_out(model, **_):
+        model.merge_adapter()
+        model.unmerge_adapter()
+
+    model = adapted()
+    frozen = {name: value.clone() for name, value in model.named_parameters() if "base_layer" in name}
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.add_(0.1)  # so that there is something to merge
+    trainer = trained(trainer_of(tmp_path, model=model, callbacks=[On(step_end=at(1, merge_and_take_out))], **CHECKPOINTS))
+    if change != "merged":
+        merge_and_take_out(trainer.model)
+    assert not all(torch.equal(value, model.get_parameter(name)) for name, value in frozen.items())
+    trainer.save_model()
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2", tmp_path / "out" / "checkpoint-4"):
+        assert verified(folder)
+    resumed = trainer_of(tmp_path, model=adapted(), **CHECKPOINTS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert resumed.privacy.ledger.restarts == [2]
+
+
 def asides(folder):
     return sorted(folder.glob("privacy_ledger.*.json"))
 
