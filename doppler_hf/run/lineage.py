@@ -37,12 +37,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings
-from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
 from doppler_hf.run.processes import on_process_0
 
 # A mark of fewer values could belong to another tensor by chance.
 _FEWEST_VALUES: Final = 32
+# A mark takes about so many values of a tensor, evenly spread: noise reaches every coordinate of what is trained.
+_MOST_VALUES: Final = 2**16
 _SKETCH_LENGTH: Final = 16
 # Relative to what the merge changes. The sketch of another training's weights differs by as much as the merge, or more.
 _NEAR: Final = 0.1
@@ -90,28 +92,13 @@ class Lineage:
     """
 
     def __init__(self, model: nn.Module, *, output_dir: str | Path, continued: PrivacyLedger | None = None) -> None:
-        own = None if continued is None else continued.name
-        records, source = on_process_0(lambda: _known(model, Path(output_dir)))
-        known: dict[str, list[Trainings]] = {}
-        for record in records:
-            for known_mark in record.marks:
-                known.setdefault(known_mark, []).append(record.trainings)
-        merged = [(weight, record.trainings) for record in records for weight in record.merged]
-        self._begun: dict[str, str | None] = {}
-        found: list[Trainings] = []
-        marks: set[str] = set()
-        for name, parameter in model.named_parameters():
-            # A model that nobody knows needs the marks of what this run trains, and no others.
-            mark = _mark(parameter) if known or source is not None or parameter.requires_grad else None
-            self._begun[name] = mark
-            if mark is not None and _is_telling(parameter):
-                marks.add(mark)
-                found += known.get(mark, [])
-            found += _by_object(parameter, mark)
-            found += [trainings for weight, trainings in merged if _is_merged(parameter, weight)]
-        if source is not None and on_process_0(lambda: _holds_any(source[0], marks)):
-            found.append(source[1])
+        named = dict(model.named_parameters())
+        self._begun = {name: _mark(parameter) for name, parameter in named.items()}
+        marks = frozenset(mark for name, mark in self._begun.items() if mark is not None and _is_telling(named[name]))
+        found = on_process_0(lambda: _by_value(model, marks, Path(output_dir)))
+        found += [trainings for name, parameter in named.items() for trainings in _by_object(parameter, self._begun[name])]
         self._at_start = all_trainings(found)
+        own = None if continued is None else continued.name
         self.earlier: Trainings = {name: spent for name, spent in self._at_start.items() if name != own}
 
     def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
@@ -186,7 +173,8 @@ def _mark(value: Tensor, precision: torch.dtype | None = None) -> str | None:
         return None
     whole = value.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    halves = (whole if precision is None else whole.to(precision)).to(torch.bfloat16)
+    values = whole.reshape(-1)[:: max(1, whole.numel() // _MOST_VALUES)]
+    halves = (values if precision is None else values.to(precision)).to(torch.bfloat16)
     said = json.dumps([list(value.shape), sums_of_bytes(halves).tolist()])
     return hashlib.sha256(said.encode("utf-8")).hexdigest()[:MARK_LENGTH]
 
@@ -204,11 +192,21 @@ def _by_object(parameter: Tensor, mark: str | None) -> list[Trainings]:
     return [past.trainings if mark is None else past.begun.get(mark, past.trainings)]
 
 
-def _is_merged(parameter: Tensor, weight: MergedWeight) -> bool:
-    if tuple(parameter.shape) != weight.shape or isinstance(parameter, DTensor) or not parameter.is_floating_point():
-        return False
-    change = np.subtract(weight.after, weight.before)
-    return bool(np.linalg.norm(_sketch(parameter) - weight.after) < _NEAR * np.linalg.norm(change))
+def _is_merged(model: nn.Module, merged: Iterable[MergedWeight]) -> bool:
+    """Return whether a weight of the model is what one of these merges makes of it."""
+    by_shape: dict[tuple[int, ...], list[MergedWeight]] = {}
+    for weight in merged:
+        by_shape.setdefault(weight.shape, []).append(weight)
+    for parameter in model.parameters():
+        candidates = by_shape.get(tuple(parameter.shape), [])
+        if not candidates or isinstance(parameter, DTensor) or not parameter.is_floating_point():
+            continue
+        sketch = _sketch(parameter)
+        for weight in candidates:
+            change = np.subtract(weight.after, weight.before)
+            if np.linalg.norm(sketch - weight.after) < _NEAR * np.linalg.norm(change):
+                return True
+    return False
 
 
 def _sketch(weight: Tensor) -> Float64[np.ndarray, " sketch"]:
@@ -266,20 +264,31 @@ def _copy_without_hooks(module: nn.Module) -> Any:
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
-def _known(model: nn.Module, output_dir: Path) -> tuple[list[Record], tuple[Path, Trainings] | None]:
-    """Return the trainings that left weights on this machine, and the folder of the model if a ledger is in it."""
+def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list[Trainings]:
+    """Return what trainings have spent whose weights the model holds, by its marks and what was merged into it."""
+    records = [*_OF_PROCESS.values(), *_read()]
+    found = [
+        record.trainings for record in records if not marks.isdisjoint(record.marks) or _is_merged(model, record.merged)
+    ]
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     source = Path(name) if name else None  # of a model that was made from a configuration it is ""
     folders = {output_dir, Path(), *([] if source is None else [source])}
     with contextlib.suppress(OSError):
         folders |= {path.parent for near in (output_dir.parent, Path()) for path in near.glob(f"*/{LEDGER_NAME}")}
-    ledgers = [ledger for folder in folders for ledger in ledgers_in(folder).values()]
-    records = [Record(ledger.trainings, ledger.trained_marks, ()) for ledger in ledgers if ledger.steps_run]
-    found = None
-    if source is not None:
-        with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is no ledger
-            found = source, PrivacyLedger.load(source).trainings
-    return [*records, *_OF_PROCESS.values(), *_read()], found
+    for folder in folders:
+        # Checking a whole ledger takes as long as reading hundreds, so only those are checked that matter.
+        paths = [path for path in ledger_files(folder) if not marks.isdisjoint(marks_in(path))]
+        found += [ledger.trainings for ledger in map(_ledger, paths) if ledger is not None]
+    # A model that was merged before it was saved, or an older ledger, which holds no marks.
+    if source is not None and (ledger := _ledger(source)) is not None and _holds_any(source, marks):
+        found.append(ledger.trainings)
+    return found
+
+
+def _ledger(path: Path) -> PrivacyLedger | None:
+    with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is no ledger
+        return PrivacyLedger.load(path)
+    return None
 
 
 def _holds_any(folder: Path, marks: Iterable[str]) -> bool:

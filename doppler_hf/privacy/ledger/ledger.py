@@ -16,6 +16,7 @@ Privacy: ε is that of the plan, wherever a run ends, since results may have cho
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import secrets
@@ -36,7 +37,7 @@ from doppler_hf.privacy.accounting.accounting import (
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
 from doppler_hf.privacy.ledger.file import Entry, is_earlier_state, package_versions, read_entries, write_entries
-from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run
+from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run, split_marks
 from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
@@ -320,14 +321,28 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
     return longest
 
 
+def ledger_files(folder: str | Path) -> list[Path]:
+    """Return the files of the ledger of a folder, if there is one, and of those that were set aside there."""
+    path = Path(folder) / LEDGER_NAME
+    return [*([path] if path.exists() else []), *sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))]
+
+
 def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
     """Return the ledger of a folder, and those that were set aside there. What cannot be read is not among them."""
-    path = Path(folder) / LEDGER_NAME
     found = {}
-    for candidate in (path, *sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))):
+    for candidate in ledger_files(folder):
         with contextlib.suppress(FileNotFoundError, ValueError):
             found[candidate] = PrivacyLedger.load(candidate)
     return found
+
+
+def marks_in(path: Path) -> frozenset[str]:
+    """Return the marks of trained weights in a file, which may be no ledger at all; unlike `load` it checks nothing."""
+    try:
+        entries = json.loads(path.read_text("utf-8"))["entries"]
+        return frozenset().union(*(split_marks(entry.get("trained", "")) for entry in entries))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
