@@ -33,6 +33,7 @@ from doppler_hf.privacy.ledger.terms import (
     earlier_in_words,
     meaning_in_words,
     of_fixed_length_in_words,
+    older_rule_in_words,
     terms_in_words,
 )
 from doppler_hf.privacy.ledger.weights import weight_files
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         terms, unit = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})", ledger.statement.unit_of_privacy
         guarantee = f"{terms}-differential privacy for {unit} after {ledger.steps_run:,} steps."
         console.print(f"VERIFIED: {guarantee} Of {of_weights}.", markup=False, soft_wrap=True)
-    notes = filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
+    notes = filter(None, (older_rule_in_words(ledger), of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]

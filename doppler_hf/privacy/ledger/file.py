@@ -1,6 +1,6 @@
 """The file of a privacy ledger: a chain of entries as JSON, written whole or not at all by one run at a time.
 
-    {"$schema": "urn:doppler-hf:privacy-ledger:10", "format_version": 10, "entries": […]}
+    {"$schema": "urn:doppler-hf:privacy-ledger:11", "format_version": 11, "entries": […]}
     hash_i = SHA-256(canonical JSON of entry i without its hash),    previous_hash_i = hash_{i−1}
 
 Reading refuses content outside the schema. The chain reveals an edited,
@@ -29,7 +29,8 @@ from doppler_hf.version import VERSION
 
 Entry = dict[str, Any]
 
-FORMAT: Final = 10  # and 9, which has ε of the steps so far, can be read
+# It also reads 10, which does not say whether a run goes on with the plan, and 9, which has ε of the steps so far.
+FORMAT: Final = 11
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"

@@ -66,9 +66,14 @@ class PrivacyLedger:
     ) -> Self:
         """Return a ledger that continues this one at an optimizer step, for the same data, unit of privacy and δ."""
         ledger = self.as_written()
+        allowed = ledger.steps_allowed_to(statement, from_step=from_step, keeps_rounds=continues_rounds)
         counted = {"from_step": from_step, "steps_run": ledger.steps_run, "continues_rounds": continues_rounds}
-        ledger._begin("resumed", statement, counted, run_id)
+        ledger._begin("resumed", statement, counted | {"continues_plan": allowed is not None}, run_id)
         return ledger
+
+    def steps_allowed_to(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
+        """Return how many steps a run may make that goes on with the last plan; None if it begins a new one: see `record`."""
+        return self._record.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
 
     def as_written(self) -> Self:
         """Return the ledger as its entries are read: an interrupted run counts the steps that it had reserved."""
@@ -199,6 +204,12 @@ class PrivacyLedger:
     def epsilon(self) -> float:
         """Return the ε that holds from the first step on, wherever a run ends: the planned one."""
         return 0.0 if self.steps_run == 0 and self.private else self.planned_epsilon
+
+    @property
+    def stated_epsilon(self) -> float | None:
+        """The ε of the plan that its entries state last; None if they state none, as those of format 9."""
+        claim = self.claims[-1] if self.claims else None
+        return claim.epsilon if claim is not None and "planned_epsilon" in self.entries[claim.entry] else None
 
     def epsilon_of_fixed_length(self) -> float:
         """Return the ε that would hold if the steps so far, and all terms, had been fixed before the first result."""
