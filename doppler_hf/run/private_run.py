@@ -19,9 +19,9 @@ from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedge
 from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
+from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.sampling import digest_of_data
 from doppler_hf.privacy.losses import has_one_label, without_adapters
 from doppler_hf.privacy.randomness import fill_in_worker, filled_generators

@@ -1,15 +1,15 @@
 """The secret of a run's rounds, kept for whoever resumes it on this machine.
 
 A run that is resumed within a round goes on with the turns that were drawn. Otherwise its units could take part once more,
-which would cost as much as a further round. Turns are by the numbers of rows. With other rows, or with the same rows in another
-order, a unit that has had its turn could have another one. So a digest of the data is kept beside the secret, and with other
-data a new round begins.
+which would cost as much as a further round. Turns are by the numbers of rows. With other rows, or with the same rows in
+another order, a unit that has had its turn could have another one. So a digest of the data is kept beside the secret, and
+with other data a new round begins.
 
-Privacy: who has the secret knows when a unit takes part, and the digest tells whether some rows are the training data. So both
-lie where the data lie, and not where results do: in the user's own folder of states (XDG_STATE_HOME), readable by the user
-alone, and no part of any checkpoint. The file is removed when its run has made the last step of its plan, or has been
-resumed. A run that was stopped early may go on, and a run that was killed may be resumed: their files are removed by another
-private run, half a year later.
+Privacy: who has the secret knows when a unit takes part, and the digest tells whether some rows are the training data. So
+both lie where the data lie, and not where results do: in the user's own folder of states (XDG_STATE_HOME), readable by the
+user alone, and no part of any checkpoint. The file is removed when its run has made the last step of its plan, or has been
+resumed. A run that was stopped early may go on, and a run that was killed may be resumed: their files are removed by
+another private run, half a year later.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class RoundSecret(NamedTuple):
         return None
 
     def _remove_old_ones(self) -> None:
-        """Remove the secrets of runs that nobody has gone on with for long: a round that begins once more costs ε at most."""
+        """Remove the secrets of runs that nobody has resumed for long. Who resumes one all the same begins a new round."""
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):
                 if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - _KEPT_FOR:

@@ -4,15 +4,16 @@ Units are drawn by the numbers of their rows. If a round goes on with other rows
 unit that has had its turn may have another one. The digest must therefore differ for other data. For the same data it must
 not differ, in another process or launch either: a round that begins once more costs ε.
 
-- Tables of `datasets` are read as they are stored, whatever format or transform is set. How their columns are cut into chunks,
-  and whether rows are reached through indices, makes no difference. Images and sounds are not decoded.
+- Tables of `datasets` are read as they are stored, whatever format or transform is set. How their columns are cut into
+  chunks, and whether rows are reached through indices, makes no difference. Images and sounds are not decoded.
 - Lists and tuples of rows, and `TensorDataset`, are read as they are.
 - Other data sets make their rows when they are asked for them, perhaps with random numbers. Some rows are asked for twice.
   Fields that differ in any of them are left out. So the order of rows that are random in all their fields goes unseen.
 
-Reading stops after half a second. Rows are read in an order in which any number of the first ones is spread over all, and the
-digest is noted after 1, 2, 4, 8, … parts. Two digests are compared where both were noted last, so that a slow disk raises no
-false alarm. What is read of a larger data set is a sample: it reveals every shuffle, but maybe not two rows that changed places.
+Reading stops after half a second. Rows are read in an order in which any number of the first ones is spread over all, and
+the digest is noted after 1, 2, 4, 8, … parts. Two digests are compared where both were noted last, so that a slow disk
+raises no false alarm. What is read of a larger data set is a sample: it reveals every shuffle, but maybe not two rows that
+changed places.
 
 Privacy: a digest is as private as the data. It is kept beside the secret of a round, and compared between processes.
 """
@@ -68,7 +69,9 @@ class DataDigest:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the digest of these values, as they are read from a file."""
-        return cls(values["whole"], {name: {int(n): x for n, x in noted.items()} for name, noted in values["fields"].items()})
+        return cls(
+            values["whole"], {name: {int(n): x for n, x in noted.items()} for name, noted in values["fields"].items()}
+        )
 
 
 def _agree(first: Noted, second: Noted) -> bool:
@@ -77,7 +80,7 @@ def _agree(first: Noted, second: Noted) -> bool:
 
 
 def digests_of_fields(dataset: Any) -> dict[str, Noted]:
-    """Return digests of the rows of a data set: of whole rows if it stores them, or else of each field that is not random."""
+    """Return digests of the rows of a data set: of whole rows if it stores them, else of each field that is not random."""
     read = _reader_of_stored(dataset)
     if read is not None:
         parts = -(-len(dataset) // _ROWS_OF_PART)
@@ -157,7 +160,9 @@ def _bytes_of_array(array: Any) -> Iterator[Any]:
     elif types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
         large = array.cast(pyarrow.large_binary())
         _, of_starts, content = large.buffers()
-        starts = np.frombuffer(of_starts, dtype=np.int64)[large.offset : large.offset + len(large) + 1] if len(large) else [0]
+        starts = (
+            np.frombuffer(of_starts, dtype=np.int64)[large.offset : large.offset + len(large) + 1] if len(large) else [0]
+        )
         yield np.diff(starts).tobytes()
         yield memoryview(content)[starts[0] : starts[-1]] if starts[0] < starts[-1] else b""
     elif types.is_boolean(kind):

@@ -21,7 +21,7 @@ from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.batching.columns import is_stored, labels_of
+from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
@@ -284,13 +284,12 @@ class AllocationSampler(Sampler[list[int]]):
 
 
 def digest_of_data(dataset: Any, sampler: AllocationSampler) -> DataDigest:
-    """Return a digest of the rows of a data set in their order, with their number, lengths, units and labels.
+    """Return a digest of the rows of a data set in their order, with their number, units and labels.
 
     Shares of processes, turns of shaped noise and units of privacy are by the numbers of examples. One that has one number
     here and another there is drawn more often than is accounted for.
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
-    # The lengths of rows that a transform makes may be random.
-    for values in (sampler.lengths if is_stored(dataset) else None, sampler.units, labels_of(dataset)):
+    for values in (sampler.units, labels_of(dataset)):
         digest.update(b"none" if values is None else np.ascontiguousarray(values).data)
     return DataDigest(digest.hexdigest()[:16], digests_of_fields(dataset))

@@ -72,7 +72,7 @@ class PrivacyLedger:
         return ledger
 
     def steps_allowed_to(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
-        """Return how many steps a run may make that goes on with the last plan; None if it begins a new one: see `record`."""
+        """Return how many steps a run may make as a part of the last plan; None if it begins a new one: see `record`."""
         return self._record.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
 
     def as_written(self) -> Self:

@@ -3,10 +3,10 @@
 A run that ended cleanly counts the steps that it released. Any other counts the steps that it had reserved, since it is
 unknown how many of them were computed.
 
-Runs of the same terms make one plan, as long as what they release is a part of what was fixed before the first result. A plan
-is a sequence of steps, in rounds, with a length. Each step may use what was released before: whether a further step starts
-from the last weights, from those of an earlier checkpoint, or is not made at all, is post-processing of the same sequence,
-and ε of the whole sequence covers it. So results may end a run, and its plan goes on later where it was left.
+Runs of the same terms make one plan, as long as what they release is a part of what was fixed before the first result. A
+plan is a sequence of steps, in rounds, with a length. Each step may use what was released before: whether a further step
+starts from the last weights, from those of an earlier checkpoint, or is not made at all, is post-processing of the same
+sequence, and ε of the whole sequence covers it. So results may end a run, and its plan goes on later where it was left.
 
 They may not make the sequence longer, nor choose where a round is cut. Hence a run that follows a clean end, which results
 may have led to, begins a new plan if it makes steps again without a target, or if it cannot go on with the rounds in the

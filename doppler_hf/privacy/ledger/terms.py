@@ -71,8 +71,8 @@ def older_rule_in_words(ledger: PrivacyLedger) -> str:
     if stated is None or not stated < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
     return (
-        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a run that had ended, and was trained "
-        "again from a checkpoint, as one plan. Results may have led to the repetition, so each is now a plan of its own, and "
+        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a run that had ended and was trained "
+        "again from a checkpoint as one plan. Results may have led to the repetition, so each is now a plan of its own, and "
         f"ε is {ledger.epsilon():.4g}."
     )
 

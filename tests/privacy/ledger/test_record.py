@@ -57,7 +57,7 @@ def test_a_finished_run_that_is_trained_again_from_a_checkpoint_begins_a_new_pla
 @pytest.mark.parametrize("terms", [TERMS, TARGET, POISSON])
 @pytest.mark.parametrize("stopped_at", [20, 12])
 def test_a_run_that_was_stopped_early_goes_on_where_it_was_left_if_its_rounds_do(terms, stopped_at, keeps_rounds):
-    """At 20 its round is over, and a step of Poisson sampling is a round of its own: the next ones are what they would be."""
+    """At 20 its round is over, and a step of Poisson sampling is a round of its own, so that any new one will do."""
     if terms is POISSON and keeps_rounds:
         return
     ledger = opened(terms, stopped_at)
@@ -190,7 +190,7 @@ def losses_of_rounds(rng, count, steps, rate, sigma=1.0):
 
 
 def test_results_that_choose_where_a_plan_ends_find_no_more_than_is_stated():
-    """An attacker who stops as soon as the loss is large, and goes on with the plan otherwise, against the δ that is stated."""
+    """An attacker who stops as soon as the loss is large, and goes on otherwise, against the δ that is stated."""
     q, delta = 5 / 60, 60**-1.1
     rng = np.random.default_rng(0)
     terms = dict(num_units=60, expected_batch_size=5, sample_rate=q, target_delta=delta, steps_planned=10)
@@ -251,5 +251,7 @@ def test_a_run_that_says_it_goes_on_where_it_does_not_is_refused():
         entries = [dict(entry) for entry in ledger.entries]
         entry = next(entry for entry in entries if entry["event"] == "resumed")
         entry["continues_plan"] = not entry["continues_plan"]
-        with pytest.raises(ValueError, match=r"\('resumed'.* cannot stand here: .* (begins a new plan|goes on with the plan)"):
+        with pytest.raises(
+            ValueError, match=r"\('resumed'.* cannot stand here: .* (begins a new plan|goes on with the plan)"
+        ):
             LedgerRecord(rehashed(entries))
