@@ -171,6 +171,15 @@ class PrivacyLedger:
         return run.steps_released if self._is_training else run.steps_counted
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether the last run has the terms of the run before, and is a plan of its own all the same: see `record`."""
+        if len(self.runs) < 2:
+            return False
+        before, run = self.runs[-2:]
+        has_its_terms = run.statement.continues(before.statement, from_step=run.from_step or 0)
+        return has_its_terms and before.is_closed and len(self._record.plans[-1]) == 1
+
+    @property
     def history(self) -> list[Releases]:
         """The releases so far, by rounds."""
         return self._record.history(self.steps_run)
