@@ -41,6 +41,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.arguments import used_by_a_private_trainer
 
 
 class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
@@ -97,7 +98,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             )
         self._disable_dp = args.disable_dp
         trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
-        super().__init__(model, args, data_collator, train_dataset, *others, **options)
+        with used_by_a_private_trainer(args):
+            super().__init__(model, args, data_collator, train_dataset, *others, **options)
         self._run: PrivateRun | None = None
         self._losses_of_class: Callable[[], Tensor | None] = lambda: None
         self._ignore_keys: list[str] | None = None

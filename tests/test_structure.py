@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "optim/fused_update": ("kernels optim", "numpy jaxtyping torch triton"),
     "privacy": ("kernels linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
+    "privacy/batching/data_digest": ("privacy.batching.columns", "numpy torch pyarrow"),
     "privacy/clipping/kernels": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/noise/chacha": ("kernels", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),

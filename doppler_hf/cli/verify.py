@@ -37,6 +37,7 @@ from doppler_hf.privacy.ledger.terms import (
     earlier_in_words,
     meaning_in_words,
     of_fixed_length_in_words,
+    older_rule_in_words,
     terms_in_words,
 )
 from doppler_hf.privacy.ledger.weights import weight_files
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         if args.adapter is not None:
             said = f"The model in {args.path} is {args.base} with this adapter merged into it, up to rounding."
             console.print(said, markup=False, soft_wrap=True)
-    notes = filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
+    notes = filter(None, (older_rule_in_words(ledger), of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]

@@ -124,6 +124,9 @@ class PrivacyCallback(TrainerCallback):
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
+                "The run before had ended, and results may have led to this one. It is a plan of its own: its ε is added.": (
+                    ledger.is_repeated and remaining > 0
+                ),
                 f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
                 f"The budget allows {self.steps.affordable} of the {remaining} steps left, since earlier ones count. "

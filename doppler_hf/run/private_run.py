@@ -19,6 +19,7 @@ from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedge
 from doppler_hf.privacy.accounting.accounting import Trainings
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
+from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.sampling import digest_of_data
@@ -99,22 +100,27 @@ class PrivateRun:
         """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         earlier = self.earlier.ledger
         # A step of Poisson sampling is a round of its own, with coins of its own.
-        is_poisson = self.sampler.sampling == "poisson"
-        if is_poisson or earlier is None or not self.statement.continues(earlier.statement, from_step=self._first_step):
+        if self.sampler.sampling == "poisson" or earlier is None:
             return False
-        if self._round_secret(earlier).is_of_other_data():
+        allowed_to = functools.partial(earlier.steps_allowed_to, self.statement, from_step=self._first_step)
+        if not allowed_to(keeps_rounds=True):
+            return False
+        kept = self._round_secret(earlier)
+        is_of_other_data = kept.is_of_other_data()
+        if is_of_other_data:
             warnings.warn(
                 "train_dataset has other rows than before, or another order, so that its round begins anew and costs ε. "
                 "Resume with the same data, and give shuffle() and splits a seed.",
                 stacklevel=2,
             )
-        secret = self._round_secret(earlier).kept()
+        secret = kept.secret()
         if not on_all_processes(secret is not None):
-            is_cut_short = self.statement.private and not earlier.runs[-1].is_closed
-            if is_cut_short and not self._round_secret(earlier).is_of_other_data():
+            # After a clean end between two rounds a new one is what would have followed anyway.
+            costs = not (earlier.runs[-1].is_closed and allowed_to(keeps_rounds=False))
+            if self.statement.private and costs and not is_of_other_data:
                 warnings.warn(
-                    f"The earlier run's round begins anew and costs ε: its secret is not in "
-                    f"{self._round_secret(earlier).path.parent}. Resume each checkpoint once, where it was written.",
+                    f"The earlier run's round begins anew and costs ε: its secret is not in {kept.path.parent}. Resume each "
+                    "checkpoint once, where it was written.",
                     stacklevel=2,
                 )
             return False
@@ -127,8 +133,10 @@ class PrivateRun:
         return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size, self._digest_of_data)
 
     @functools.cached_property
-    def _digest_of_data(self) -> str:
-        return digest_of_data(self.train_dataset, self.sampler)
+    def _digest_of_data(self) -> DataDigest:
+        # Privacy: rows may be made with random numbers, which must not come from a public seed, nor move those of the user.
+        with filled_generators(self._args.noise_seed, rank=self._args.process_index):
+            return digest_of_data(self.train_dataset, self.sampler)
 
     def __enter__(self) -> Self:
         # After the initialization, which the user's seed fixes; before anything random touches an example.
@@ -172,7 +180,7 @@ class PrivateRun:
             )
         refuse_processes_that_draw_alone(args.world_size)
         if args.world_size > 1:
-            compare_terms(statement, args, model, data=digest_of_data(loader.examples, self.sampler))
+            compare_terms(statement, args, model, data=self._digest_of_data)
             give_all_the_weights_of_process_0(model)
         probe = Probe(loader)
         if not loss.is_own:
@@ -243,7 +251,7 @@ class PrivateRun:
                 statement, from_step=step, continues_rounds=self._continues_rounds, earlier=others, run_id=run_id
             )
         remaining = max(0, statement.steps_planned - step)
-        affordable = ledger.affordable_steps(remaining)
+        affordable = ledger.affordable_steps(min(remaining, ledger.runs[-1].steps_allowed))
         target = self._args.target_epsilon
         # A finished run that is resumed spends nothing more, but its ledger would speak for a target that it has overrun.
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
@@ -252,7 +260,7 @@ class PrivateRun:
         if statement.private and statement.sampling == "allocation":
             self._round_secret(ledger).keep(self.sampler.secret)
         if earlier is not None:
-            self._round_secret(earlier).forget()
+            self._round_secret(earlier).forget()  # whose rounds this run goes on with, or nobody can
         self.ledger = self.steps.ledger = ledger
         self.steps.affordable = affordable
         return ledger

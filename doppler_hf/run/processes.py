@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run.digests import replicas_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -96,7 +97,9 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         )
 
 
-def compare_terms(statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: str) -> None:
+def compare_terms(
+    statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: DataDigest
+) -> None:
     """Refuse, on every process, processes with other terms of drawing, clipping, noise or steps, or other data."""
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
@@ -113,8 +116,13 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
     """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
     for rank, name in itertools.product(range(1, len(terms)), terms[0]):
         first, other = terms[0][name], terms[rank][name]
-        is_solved = name.endswith("noise_multiplier") and None not in (first, other)
-        if not math.isclose(first, other, rel_tol=_ROUNDING) if is_solved else first != other:
+        if name == OF_EXAMPLES:
+            is_same = first.is_of_same_rows(other)
+        elif name.endswith("noise_multiplier") and None not in (first, other):
+            is_same = math.isclose(first, other, rel_tol=_ROUNDING)
+        else:
+            is_same = first == other
+        if not is_same:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
             # Not what is computed of the examples: messages end in logs.

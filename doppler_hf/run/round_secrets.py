@@ -1,20 +1,30 @@
 """The secret of a run's rounds, kept for whoever resumes it on this machine.
 
 A run that is resumed within a round goes on with the turns that were drawn. Otherwise its units could take part once more,
-which would cost as much as a further round. Turns are by the numbers of rows: of other rows, or in another order, one that
-has had its turn could have another, so that a new round begins.
+which would cost as much as a further round. Turns are by the numbers of rows. With other rows, or with the same rows in
+another order, a unit that has had its turn could have another one. So a digest of the data is kept beside the secret, and
+with other data a new round begins.
 
-Privacy: who has the secret knows when a unit takes part, so it lies where the data lie, and not where results do: in the
-user's own folder of states (XDG_STATE_HOME), readable by the user alone, and no part of any checkpoint. It is removed once
-its run has made its last step.
+Privacy: who has the secret knows when a unit takes part, and the digest tells whether some rows are the training data. So
+both lie where the data lie, and not where results do: in the user's own folder of states (XDG_STATE_HOME), readable by the
+user alone, and no part of any checkpoint. The file is removed when its run has made the last step of its plan, or has been
+resumed. A run that was stopped early may go on, and a run that was killed may be resumed: their files are removed by
+another private run, half a year later.
 """
 
 import contextlib
+import json
 import os
+import re
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
-_LENGTH = 32
+from doppler_hf.privacy.batching.data_digest import DataDigest
+
+_LENGTH: Final = 32
+_KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
+_NAME: Final = re.compile(r"[0-9a-f]{16}-\d+-of-\d+(-[0-9a-f]{8})?")  # version 0.3 added a digest
 
 
 class RoundSecret(NamedTuple):
@@ -23,37 +33,51 @@ class RoundSecret(NamedTuple):
     run_id: str
     rank: int
     world_size: int  # with another number the units are divided otherwise
-    data: str  # a digest of the rows' lengths, units and labels, which is as private as they are
+    data: DataDigest  # which is as private as the data
 
     @property
     def path(self) -> Path:
         """The file."""
         home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        return Path(home) / "doppler_hf" / f"{self.run_id}-{self.rank}-of-{self.world_size}-{self.data}"
+        return Path(home) / "doppler_hf" / f"{self.run_id}-{self.rank}-of-{self.world_size}"
 
     def keep(self, secret: bytes) -> None:
         """Write the secret, if there is a place for it. Without it a resumed run begins a new round."""
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(secret)
+            with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                json.dump({"secret": secret.hex(), "data": self.data.to_json()}, file)
+            self._remove_old_ones()
 
-    def kept(self) -> bytes | None:
-        """Return the secret; None if it is not here."""
-        with contextlib.suppress(OSError):
-            if len(secret := self.path.read_bytes()) == _LENGTH:
-                return secret
-        return None
+    def secret(self) -> bytes | None:
+        """Return the secret; None if it is not here, or was drawn for other rows."""
+        kept = self._kept()
+        if kept is None or not kept[1].is_of_same_rows(self.data):
+            return None
+        return kept[0]
 
     def is_of_other_data(self) -> bool:
         """Return whether the run's secret is here, but was drawn for other rows."""
-        return not self.path.exists() and any(self._of_any_data())
+        kept = self._kept()
+        return kept is not None and not kept[1].is_of_same_rows(self.data)
 
     def forget(self) -> None:
-        """Remove the secret."""
+        """Remove the secrets of the run, of all its processes on this machine."""
         with contextlib.suppress(OSError):
-            for path in self._of_any_data():
+            for path in self.path.parent.glob(f"{self.run_id}-*"):
                 path.unlink(missing_ok=True)
 
-    def _of_any_data(self) -> list[Path]:
-        return [*self.path.parent.glob(self._replace(data="*").path.name)]
+    def _kept(self) -> tuple[bytes, DataDigest] | None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # not here, or damaged
+            kept: dict[str, Any] = json.loads(self.path.read_text("utf-8"))
+            secret = bytes.fromhex(kept["secret"])
+            if len(secret) == _LENGTH:
+                return secret, DataDigest.from_json(kept["data"])
+        return None
+
+    def _remove_old_ones(self) -> None:
+        """Remove the secrets of runs that nobody has resumed for long. Who resumes one all the same begins a new round."""
+        for path in self.path.parent.iterdir():
+            with contextlib.suppress(OSError):
+                if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - _KEPT_FOR:
+                    path.unlink()

@@ -4,9 +4,12 @@ Names for privacy follow Opacus and dp-transformers; others follow torch and Tra
 would break the guarantee or have no effect.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -18,6 +21,19 @@ from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.privacy.clipping.norms import Clipping
 from doppler_hf.training_args import checks, galore
+
+# The arguments with which a `DopplerTrainer` is being made. Not a field of the arguments, which copies would take along.
+_BEING_USED: Final = ContextVar[object]("_BEING_USED", default=None)
+
+
+@contextlib.contextmanager
+def used_by_a_private_trainer(args: object) -> Iterator[None]:
+    """Let a trainer be made with private arguments in the block; outside of it they refuse that."""
+    token = _BEING_USED.set(args)
+    try:
+        yield
+    finally:
+        _BEING_USED.reset(token)
 
 
 @dataclass
@@ -183,6 +199,20 @@ class DopplerTrainingArguments(TrainingArguments):
     def forget_run(self) -> None:
         """Remove the terms of a run that has ended."""
         self.__dict__.pop("_run", None)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """As in `TrainingArguments`; refuses a trainer that is made with private arguments, but would not train privately.
+
+        `Trainer` reads this property when it is made, and nothing else does: it is there to be overridden.
+        """
+        if not self.disable_dp and _BEING_USED.get() is not self:
+            raise ValueError(
+                f"{type(self).__name__} was passed to a trainer that trains without privacy, such as Trainer or SFTTrainer. "
+                "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy set disable_dp=True, "
+                "and leave out target_epsilon and noise_multiplier."
+            )
+        return super().place_model_on_device
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments for trackers, during a run with its terms."""

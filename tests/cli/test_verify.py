@@ -187,7 +187,11 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
         (lambda e: e[13].update(planned_epsilon=None), "Entry 13 (closed) states ε = inf,"),
         (lambda e: e[7].update(planned_epsilon=0.0), "Entry 7 (checkpoint) states ε = 0,"),
         (lambda e: [entry["statement"].update(noise_multiplier=2.0) for entry in (e[0], e[9])], "Entry 7 (checkpoint)"),
-        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "The target was ε = 0.5, but what was released costs"),
+        (
+            lambda e: [entry["statement"].update(target_epsilon=0.5) for entry in (e[0], e[9])],
+            "The target was ε = 0.5, but what was released costs",
+        ),
+        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "Entry 9 ('resumed'"),
         (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
         (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
         (
@@ -242,6 +246,32 @@ def test_ledgers_of_the_format_before_are_verified(path, capsys):
     # A claim that is too small is found.
     document = json.loads(path.read_text("utf-8"))
     next(entry for entry in document["entries"] if entry["event"] == "checkpoint")["epsilon"] *= 0.8
+    ledger = PrivacyLedger(LedgerRecord(rehashed(document["entries"])))
+    assert len(verify.epsilon_mismatches(ledger)) == 1
+
+
+OF_FORMAT_10 = sorted(Path(__file__).parent.glob("ledgers_of_format_10/*.json"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    further(OF_FORMAT_10, quick=[path for path in OF_FORMAT_10 if path.stem in ("white-repeated", "white-stopped")]),
+    ids=lambda path: path.stem,
+)
+def test_ledgers_of_version_0_3_are_verified_by_the_rule_of_their_time(path, capsys):
+    """Runs of 10 steps: a clean one, one that was interrupted, one stopped early, and one that was trained again twice."""
+    assert main(["verify", str(path)]) == 0
+    output = said(capsys)
+    ledger = PrivacyLedger.load(path)
+    assert output.startswith(f"VERIFIED: ({ledger.epsilon():.4g}, ")
+    lengths = [[each.steps for each in plan] for plan in ledger.plans]
+    plans = {"clean": [[10]], "resumed": [[13]], "stopped": [[10]], "repeated": [[10], [5], [5]]}
+    assert lengths == plans[path.stem.split("-")[1]]
+    assert ("The ledger itself states ε = " in output) == ("repeated" in path.stem)
+    if "repeated" in path.stem:
+        assert ledger.stated_epsilon == ledger.entries[-3]["planned_epsilon"] < 0.7 * ledger.epsilon()
+    document = json.loads(path.read_text("utf-8"))
+    next(entry for entry in document["entries"] if entry["event"] == "closed")["planned_epsilon"] *= 0.8
     ledger = PrivacyLedger(LedgerRecord(rehashed(document["entries"])))
     assert len(verify.epsilon_mismatches(ledger)) == 1
 

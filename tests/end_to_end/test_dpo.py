@@ -346,3 +346,10 @@ def test_a_model_of_rewards_trains_on_pairs_of_rows(tmp_path):
     pairs = Dataset.from_list([{"input_ids": [[5 + row, 6, 7], [8, 9, 5 + row]]} for row in range(24)])
     options = dict(cls=OfRewards, model=tiny_bert(num_labels=1), data=pairs, collator=default_data_collator, max_steps=1)
     assert trained(checked_trainer_of(tmp_path, **options)).state.global_step == 1
+
+
+def test_private_arguments_are_refused_by_trls_own_trainer(tmp_path):
+    data = dict(train_dataset=chat.preferences(), processing_class=chat_tokenizer())
+    with pytest.raises(ValueError, match=r"^DopplerDPOConfig was passed to a trainer that trains without privacy"):
+        DPOTrainer(model=tiny_llama(), ref_model=tiny_llama(), args=arguments(tmp_path), **data)
+    DPOTrainer(model=tiny_llama(), ref_model=tiny_llama(), args=arguments(tmp_path, disable_dp=True), **data)

@@ -5,16 +5,18 @@ import re
 import stat
 
 import pytest
+from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
+from doppler_hf.run.plan import Earlier
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.tiers import thorough
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import Rows, text_data, tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
 
 PLANNED = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=9)
@@ -101,6 +103,46 @@ def test_another_length_within_the_same_target_is_refused_with_what_to_do(tmp_pa
     # Both mends.
     trainer_of(tmp_path, **PLANNED).train(resume_from_checkpoint=True)
     trainer_of(tmp_path, **options | dict(max_steps=11, target_epsilon=8.0)).train(resume_from_checkpoint=True)
+
+
+# --- steps that are made again --------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_that_is_trained_again_from_a_checkpoint_adds_its_epsilon_each_time(tmp_path, capsys):
+    """Results may have chosen whether, and how often."""
+    options = dict(noise_multiplier=1.5, max_steps=6, save_strategy="steps", save_steps=3)
+    trained(trainer_of(tmp_path, **options))
+    assert "results may have led" not in said(capsys)
+    for times in (1, 2):
+        again = trainer_of(tmp_path, **options)
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+        assert "The run before had ended, and results may have led to this one. It is a plan of its own" in said(capsys)
+        terms = dict(noise_multiplier=1.5, sample_rate=1 / 3, delta=24**-1.1 / (1 + times))
+        assert again.privacy.epsilon() == get_epsilon(**terms, steps=6) + times * get_epsilon(**terms, steps=3)
+        assert main(["verify", str(tmp_path / "out")]) == 0
+        assert f"VERIFIED: ({again.privacy.epsilon():.4g}, " in said(capsys)
+
+
+@pytest.mark.parametrize("callback", [stop, *thorough(interrupt)])
+def test_who_resumes_from_an_earlier_checkpoint_pays_or_ends_earlier(tmp_path, callback):
+    """What chance has lost is made again, within the plan. After a clean end only a target allows it, at the plan's end."""
+    for terms, plans, ends_at in (
+        (dict(noise_multiplier=1.5), [[6], [4]] if callback is stop else [[8]], 6),
+        (dict(noise_multiplier=None, target_epsilon=6.0), [[6]] if callback is stop else [[8]], 4),
+    ):
+        options = dict(max_steps=6, save_strategy="steps", save_steps=2, data=text_data(48)) | terms
+        folder = tmp_path / str(ends_at)
+        first = trainer_of(folder, callbacks=[On(step_end=at(4, callback))], **options)
+        with pytest.raises(KeyboardInterrupt) if callback is interrupt else contextlib.nullcontext():
+            first.train()
+        again = trainer_of(folder, **options)
+        again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+        ledger = again.privacy.ledger
+        assert [[each.steps for each in plan] for plan in ledger.plans] == plans
+        assert again.state.global_step == ends_at
+        assert ledger.epsilon() <= (terms.get("target_epsilon") or 99)
+        assert ledger.epsilon() >= first.privacy.epsilon()
+        assert main(["verify", str(folder / "out")]) == 0
 
 
 # --- one model, several trainers ----------------------------------------------------------------------------------------
@@ -216,6 +258,22 @@ def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path,
     again.train(resume_from_checkpoint=True)  # with the same rows, as the message has it
     assert again.state.global_step == 6
     assert not [*secrets_of(first).path.parent.glob(f"{secrets_of(first).run_id}*")]
+
+
+def test_rows_of_one_length_with_other_labels_than_classes_are_known_by_their_content(tmp_path):
+    """As blocks of a language model: nothing but the content says that their order is another one."""
+    rows = [{"input_ids": [5 + i % 45, 7, 9], "attention_mask": [1] * 3, "labels": i / 7} for i in range(48)]
+    options = dict(noise_multiplier=1.5, max_steps=6, save_strategy="steps", save_steps=2)
+    for number, kind in enumerate((Dataset.from_list, Rows, list)):
+        folder = tmp_path / str(number)
+        stopped = dict(callbacks=[On(step_begin=at(4, interrupt))])
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of(folder, model=tiny_bert(num_labels=1), data=kind(rows), **options, **stopped).train()
+        for data, is_the_same in ((kind(rows[1:] + rows[:1]), False), (kind(rows), True)):
+            again = trainer_of(folder, model=tiny_bert(num_labels=1), data=data, **options)
+            with contextlib.nullcontext() if is_the_same else pytest.warns(match="other rows than before, or another order"):
+                run = again._new_run(earlier=Earlier(str(folder), 4, PrivacyLedger.load(folder / "out")))
+            assert run._continues_rounds == is_the_same
 
 
 @pytest.mark.parametrize("change", [dict(target_epsilon=20.0), *thorough(dict(max_steps=8, target_epsilon=20.0))])

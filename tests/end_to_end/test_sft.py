@@ -170,3 +170,9 @@ def test_without_the_float32_copies_of_peft_gradients_are_the_same_to_the_last_b
             found.append([losses.detach(), norms, *clipped.sums.values()])
     assert all(map(torch.equal, *found))
     assert float(found[0][1].min()) > 0.0
+
+
+def test_private_arguments_are_refused_by_trls_own_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"^DopplerSFTConfig was passed to a trainer that trains without privacy"):
+        trainer_of(tmp_path, cls=SFTTrainer)
+    trainer_of(tmp_path, cls=SFTTrainer, disable_dp=True)

@@ -1,6 +1,7 @@
 """One run: the sampler that draws is the one that is accounted, and its parts begin and end together."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import types
@@ -17,11 +18,13 @@ from transformers import Trainer
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import AllocationSampler, GaussianMechanism
+from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger
 from doppler_hf.privacy.noise import PrivateLoss
 from doppler_hf.run import processes
+from doppler_hf.run.plan import Earlier
 from doppler_hf.run.private_run import PrivateRun
-from tests.support.ledgers import said
+from doppler_hf.run.round_secrets import RoundSecret
+from tests.support.ledgers import after, said
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, Recorder, arguments, interrupt, trained, trainer_of
 
@@ -62,6 +65,22 @@ def test_what_is_accounted_is_what_sampler_and_mechanisms_do(part, tmp_path):
     vars(run).update(part)
     with pytest.raises(AssertionError) if part else contextlib.nullcontext():
         run.begin(step=0)
+
+
+@pytest.mark.parametrize(("clean", "allowed"), [(True, 7), (False, 8)])
+def test_a_run_makes_no_more_steps_than_its_plan_has_left_whatever_its_target_would_allow(tmp_path, clean, allowed):
+    """It is resumed at step 2 of 10, and 3 were made: the third one was lost by chance, or results may have led to it."""
+    args = arguments(tmp_path, max_steps=10, noise_multiplier=None, target_epsilon=6.0, noise_shape="white")
+    statement = PrivateRun(args, text_data(240), num_trained=1).statement
+    noisier = dataclasses.replace(statement, noise_multiplier=2.0 * statement.noise_multiplier)
+    ledger = after(PrivacyLedger.open(noisier), 3)
+    RoundSecret(ledger.run_id, 0, 1, PrivateRun(args, text_data(240), num_trained=1)._digest_of_data).keep(bytes(32))
+    if clean:
+        ledger.close()
+    run = PrivateRun(args, text_data(240), num_trained=1, earlier=Earlier("checkpoint-2", 2, ledger))
+    run.steps = types.SimpleNamespace()
+    assert run.begin(step=2).runs[-1].continues_rounds
+    assert run.steps.affordable == allowed
 
 
 def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run import processes
 from doppler_hf.run.processes import SharedError, one_line_if_a_process_ends
 
@@ -47,3 +48,14 @@ def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_ar
         raise RuntimeError("shapes differ")
     with pytest.raises(SharedError, match="in the same order"), one_line_if_a_process_ends():
         raise SharedError("gloo: in the same order")
+
+
+def test_processes_compare_as_much_of_the_data_as_both_have_read():
+    """A process on a busy machine reads less, and none shows what it has read."""
+    whole, part = (DataDigest("60 rows", {"": noted}) for noted in ({1: "a", 2: "b", 3: "c"}, {1: "a", 2: "b"}))
+    processes.refuse_different_terms([{processes.OF_EXAMPLES: each} for each in (whole, part, whole)])
+    for other in (DataDigest("60 rows", {"": {1: "a", 2: "x"}}), DataDigest("61 rows", whole.fields)):
+        with pytest.raises(
+            ValueError, match="train_dataset must be the same on all processes, got one on process 0 and another"
+        ):
+            processes.refuse_different_terms([{processes.OF_EXAMPLES: each} for each in (whole, other)])

@@ -2,6 +2,7 @@
 
 - sampling: the draw, and its rate
 - columns: lengths, units of privacy and labels of all examples, read off their table
+- data_digest: a digest of the rows in their order, by which a resumed run recognises its data
 - repeats: whether a row stands in the data more than once
 - probe: a few examples for the check before the first step
 - collators: batches of them, from which no example is read off for all

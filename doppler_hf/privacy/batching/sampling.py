@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.batching.columns import labels_of
+from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
 _AT_ONCE = 1 << 20  # units whose words are in memory together
@@ -282,14 +283,13 @@ class AllocationSampler(Sampler[list[int]]):
         return self.steps_per_epoch * self.micro_batches
 
 
-def digest_of_data(dataset: Any, sampler: AllocationSampler) -> str:
-    """Return a digest of the number of examples, their lengths, units and labels, 8 hexadecimal digits.
+def digest_of_data(dataset: Any, sampler: AllocationSampler) -> DataDigest:
+    """Return a digest of the rows of a data set in their order, with their number, units and labels.
 
     Shares of processes, turns of shaped noise and units of privacy are by the numbers of examples. One that has one number
     here and another there is drawn more often than is accounted for.
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
-    for values in (sampler.lengths, sampler.units, labels_of(dataset)):
-        if values is not None:
-            digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()[:8]
+    for values in (sampler.units, labels_of(dataset)):
+        digest.update(b"none" if values is None else np.ascontiguousarray(values).data)
+    return DataDigest(digest.hexdigest()[:16], digests_of_fields(dataset))

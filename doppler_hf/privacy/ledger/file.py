@@ -29,8 +29,9 @@ from doppler_hf.version import VERSION
 
 Entry = dict[str, Any]
 
+# It also reads 10, which does not say whether a run goes on with the plan and has no marks of trained weights, and 9, which
+# has ε of the steps so far.
 FORMAT: Final = 11
-# Formats 9, which has ε of the steps so far, and 10, which has no marks of trained weights, can be read.
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"

@@ -83,14 +83,20 @@ class PrivacyLedger:
         Another training may have gone on with the weights in between: `earlier` are those under other ledgers.
         """
         ledger = self.as_written()
+        allowed = ledger.steps_allowed_to(statement, from_step=from_step, keeps_rounds=continues_rounds)
         counted = {
             "from_step": from_step,
             "steps_run": ledger.steps_run,
             "continues_rounds": continues_rounds,
+            "continues_plan": allowed is not None,
             "earlier": _entries_of(earlier or {}),
         }
         ledger._begin("resumed", statement, counted, run_id)
         return ledger
+
+    def steps_allowed_to(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
+        """Return how many steps a run may make as a part of the last plan; None if it begins a new one: see `record`."""
+        return self._record.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
 
     def as_written(self) -> Self:
         """Return the ledger as its entries are read: an interrupted run counts the steps that it had reserved."""
@@ -191,6 +197,15 @@ class PrivacyLedger:
         return run.steps_released if self._is_training else run.steps_counted
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether the last run has the terms of the run before, and is a plan of its own all the same: see `record`."""
+        if len(self.runs) < 2:
+            return False
+        before, run = self.runs[-2:]
+        has_its_terms = run.statement.continues(before.statement, from_step=run.from_step or 0)
+        return has_its_terms and before.is_closed and len(self._record.plans[-1]) == 1
+
+    @property
     def history(self) -> list[Releases]:
         """The releases so far, by rounds."""
         return self._record.history(self.steps_run)
@@ -240,6 +255,12 @@ class PrivacyLedger:
     def epsilon(self) -> float:
         """Return the ε that holds from the first step on, wherever a run ends: the planned one."""
         return 0.0 if self.steps_run == 0 and self.private else self.planned_epsilon
+
+    @property
+    def stated_epsilon(self) -> float | None:
+        """The ε of the plan that its entries state last; None if they state none, as those of format 9."""
+        claim = self.claims[-1] if self.claims else None
+        return claim.epsilon if claim is not None and "planned_epsilon" in self.entries[claim.entry] else None
 
     def epsilon_of_fixed_length(self) -> float:
         """Return the ε that would hold if the steps so far, and all terms, had been fixed before the first result."""

@@ -1,12 +1,23 @@
 """The content of a privacy ledger, read entry by entry: runs, steps counted, and every ε that was stated.
 
 A run that ended cleanly counts the steps that it released. Any other counts the steps that it had reserved, since it is
-unknown how many of them were computed. Runs that go on under the same terms, within the same target, make one plan.
+unknown how many of them were computed.
+
+Runs of the same terms make one plan, as long as what they release is a part of what was fixed before the first result. A
+plan is a sequence of steps, in rounds, with a length. Each step may use what was released before: whether a further step
+starts from the last weights, from those of an earlier checkpoint, or is not made at all, is post-processing of the same
+sequence, and ε of the whole sequence covers it. So results may end a run, and its plan goes on later where it was left.
+
+They may not make the sequence longer, nor choose where a round is cut. Hence a run that follows a clean end, which results
+may have led to, begins a new plan if it makes steps again without a target, or if it cannot go on with the rounds in the
+middle of one. With a target, steps that are made again are missing at the end of the plan. A run that was killed, failed or
+was interrupted has not ended cleanly. It is taken to have been ended by chance: the steps that it lost are made again, and
+lengthen the plan by as many.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -49,13 +60,26 @@ class Run:
     steps_before: int
     steps_reserved: int
     steps_released: int
+    steps_allowed: int  # how many it may make: what its plan has left
+    made_anew_from: int = 0  # the step at which its plan began or, after a clean end, was taken up again
     continues_rounds: bool = False  # whether units keep the turns that they had drawn in the run before
     is_closed: bool = False  # whether it ended cleanly
+    is_by_the_rule_before: bool = False  # whether version 0.3.0 wrote it, to which all clean ends were alike
 
     @property
     def steps_counted(self) -> int:
         """Steps counted at its end: those released if that is known, or else those reserved."""
         return self.steps_released if self.is_closed else self.steps_reserved
+
+    @property
+    def steps_made(self) -> int:
+        """Steps counted for this run alone."""
+        return self.steps_counted - self.steps_before
+
+    @property
+    def ended_at(self) -> int:
+        """The optimizer step at which it ended."""
+        return (self.from_step or 0) + self.steps_made
 
 
 class LedgerRecord:
@@ -65,6 +89,7 @@ class LedgerRecord:
         self.entries: list[Entry] = []
         self.runs: list[Run] = []
         self.plans: list[list[Run]] = []  # all runs: those that go on with a plan follow the one that began it
+        self._plans_before: list[list[Run]] = []  # the same by the rule of version 0.3.0, for what its entries state
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
         self.models: list[ModelDigests] = []
@@ -101,24 +126,36 @@ class LedgerRecord:
 
     def account(self, steps_run: int) -> Account:
         """Return what all plans release to their end, and with the last one after `steps_run` steps of all runs."""
-        *earlier, plan = self.plans
-        begun = [each for each in earlier if each[-1].steps_counted > each[0].steps_before]
-        done = [_rounds(each, _to_its_end(each, each[-1].steps_counted)) for each in begun]
-        planned, counted = (
-            [each for each in (*done, _rounds(plan, steps)) if each]
-            for steps in (_to_its_end(plan, steps_run), steps_run - plan[-1].steps_before)
-        )
-        return Account(planned, counted, target=plan[-1].statement.target_epsilon)
+        return _account(self.plans, steps_run, to_its_end=_to_its_end)
 
     def history(self, steps_run: int) -> list[Releases]:
         """Return what the first `steps_run` steps of all runs have released, by rounds."""
-        plans = zip(self.plans, [*(plan[-1].steps_counted for plan in self.plans[:-1]), steps_run], strict=True)
-        return [each for plan, count in plans for each in _rounds(plan, count - plan[-1].steps_before)]
+        return _rounds(self.runs, steps_run - self.runs[-1].steps_before)
+
+    def steps_allowed(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
+        """Return how many steps a run may make as a part of the last plan; None if it begins a new one."""
+        last = next((run for run in reversed(self.plans[-1]) if run.steps_made), None)
+        if last is None or not statement.continues(last.statement, from_step=from_step):
+            return None
+        left = last.steps_allowed - last.steps_made
+        if not last.is_closed:
+            # Privacy: chance has led here. What it has lost are the steps since the checkpoint, and not those before the
+            # step at which the training was taken up by choice.
+            is_lost = from_step >= last.made_anew_from or statement.target_epsilon is not None
+            return left + max(0, last.ended_at - max(from_step, last.made_anew_from)) if is_lost else None
+        # Privacy: results may have led here. The steps must be those that the plan has left.
+        goes_on = keeps_rounds or self._is_between_rounds(last)
+        return left if goes_on and (from_step >= last.ended_at or statement.target_epsilon is not None) else None
 
     def steps_of_rounds(self, steps_run: int) -> int:
         """Return the steps since the rounds of the last run began, in an earlier run perhaps."""
         first = next(run for run in reversed(self.runs) if not run.continues_rounds)
         return steps_run - first.steps_before
+
+    def _is_between_rounds(self, last: Run) -> bool:
+        """Return whether the steps counted are whole rounds, so that new ones are what would have followed anyway."""
+        turns, groups = last.statement.releases(1).turns, last.statement.groups
+        return groups == 1 and self.steps_of_rounds(self.runs[-1].steps_counted) % turns == 0  # groups stay over rounds
 
     def _begin(self, entry: Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
@@ -128,8 +165,9 @@ class LedgerRecord:
         if not self.runs:
             if entry["event"] != "opened":
                 _refuse(entry, "a ledger begins with 'opened'")
-            self.runs.append(Run(statement, versions, None, 0, 0, 0))
+            self.runs.append(Run(statement, versions, None, 0, 0, 0, statement.steps_planned))
             self.plans.append([self.runs[-1]])
+            self._plans_before.append([self.runs[-1]])
             return
         if entry["event"] == "opened":
             _refuse(entry, "the ledger is open")
@@ -151,15 +189,36 @@ class LedgerRecord:
                 f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
                 "another checkpoint. Put back the ledger that was saved with it."
             )
-        goes_on = statement.continues(earlier, from_step=entry["from_step"])
-        keeps_rounds = entry.get("continues_rounds", False)
-        if keeps_rounds and not goes_on:
+        from_step, keeps_rounds = entry["from_step"], entry.get("continues_rounds", False)
+        went_on = statement.continues_by_the_rule_before(earlier, from_step=from_step)
+        allowed = self.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
+        stated = entry.get("continues_plan")
+        if stated not in (None, allowed is not None):
+            _refuse(entry, f"by what came before it {'begins a new plan' if stated else 'goes on with the plan'}")
+        if keeps_rounds and not (went_on if stated is None else stated):
             _refuse(entry, "rounds go on under the same terms only")
-        run = Run(statement, versions, entry["from_step"], counted, counted, counted, keeps_rounds)
+        is_taken_up = allowed is None or self._last_made().is_closed
+        run = Run(
+            statement=statement,
+            versions=versions,
+            from_step=from_step,
+            steps_before=counted,
+            steps_reserved=counted,
+            steps_released=counted,
+            steps_allowed=max(0, statement.steps_planned - from_step) if allowed is None else allowed,
+            made_anew_from=from_step if is_taken_up else self._last_made().made_anew_from,
+            continues_rounds=keeps_rounds,
+            is_by_the_rule_before=stated is None,
+        )
         self.runs.append(run)
-        if not goes_on:
-            self.plans.append([])
-        self.plans[-1].append(run)
+        for plans, is_same in ((self.plans, allowed is not None), (self._plans_before, went_on)):
+            if not is_same:
+                plans.append([])
+            plans[-1].append(run)
+
+    def _last_made(self) -> Run:
+        """Return the last run that has made a step, or the first one."""
+        return next((run for run in reversed(self.runs) if run.steps_made), self.runs[0])
 
     def _release(self, entry: Entry) -> None:
         run, steps_run, is_end = self.runs[-1], entry["steps_run"], entry["event"] == "closed"
@@ -168,6 +227,8 @@ class LedgerRecord:
         run.steps_released, run.is_closed = steps_run, is_end
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
+            if run.is_by_the_rule_before:
+                account = _account(self._plans_before, steps_run, to_its_end=_to_its_end_before)
         else:  # format 9 stated ε of the steps so far
             history = self.history(steps_run)
             stated, account = entry["epsilon"], Account([history], [history], target=None)
@@ -186,20 +247,33 @@ def _earlier(entry: Entry) -> Trainings:
     }
 
 
-def _to_its_end(plan: Sequence[Run], steps_counted: int) -> int:
-    """Return the steps of a plan's last run if it makes all that it planned."""
-    run = plan[-1]
-    return max(steps_counted - run.steps_before, run.statement.steps_planned - (run.from_step or 0))
+def _account(plans: Sequence[Sequence[Run]], steps_run: int, *, to_its_end: Callable[[Run, int], int]) -> Account:
+    """Return `LedgerRecord.account` of these plans; `to_its_end` has the steps of a plan's last run if it makes all."""
+    *earlier, plan = plans
+    begun = [each for each in earlier if each[-1].steps_counted > each[0].steps_before]
+    done = [_rounds(each, to_its_end(each[-1], each[-1].steps_made)) for each in begun]
+    last = steps_run - plan[-1].steps_before
+    planned, counted = (
+        [each for each in (*done, _rounds(plan, steps)) if each] for steps in (to_its_end(plan[-1], last), last)
+    )
+    return Account(planned, counted, target=plan[-1].statement.target_epsilon)
 
 
-def _rounds(plan: Sequence[Run], last_steps: int) -> list[Releases]:
-    """Return what a plan releases, by rounds, if its last run makes so many steps."""
-    counts = [0]
-    for run, steps in zip(plan, [*(run.steps_counted - run.steps_before for run in plan[:-1]), last_steps], strict=True):
-        if not run.continues_rounds:
-            counts.append(0)
-        counts[-1] += steps
-    return [plan[-1].statement.releases(steps) for steps in counts if steps]
+def _to_its_end(run: Run, steps_made: int) -> int:
+    return max(steps_made, run.steps_allowed)
+
+
+def _to_its_end_before(run: Run, steps_made: int) -> int:
+    return max(steps_made, run.statement.steps_planned - (run.from_step or 0))
+
+
+def _rounds(runs: Sequence[Run], last_steps: int) -> list[Releases]:
+    """Return what runs release, by rounds, if the last one makes so many steps."""
+    found: list[tuple[PrivacyStatement, int]] = []
+    for run, steps in zip(runs, [*(run.steps_made for run in runs[:-1]), last_steps], strict=True):
+        before = found.pop()[1] if run.continues_rounds and found else 0
+        found.append((run.statement, before + steps))
+    return [statement.releases(steps) for statement, steps in found if steps]
 
 
 def _refuse(entry: Entry, reason: str) -> None:

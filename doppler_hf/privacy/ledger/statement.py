@@ -99,11 +99,16 @@ class PrivacyStatement:
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
 
     def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
-        """Return whether a run of these terms, from this step on, goes on with the plan of an earlier one.
+        """Return whether the terms of a run from this step on are those of an earlier one.
 
-        Privacy: then what is run is known before its results are. A target ends it at the same number of steps whatever
-        happens. Without one only steps that were lost are made again, from a checkpoint.
+        Whether the run then goes on with the earlier one's plan also depends on how that one ended: see `record`. Without a
+        target and from step 0 it does not: all steps are made once more, and not just those that were lost.
         """
+        is_of_one_length = self.steps_planned == earlier.steps_planned and (from_step > 0 or self.target_epsilon is not None)
+        return is_of_one_length and self.target_epsilon == earlier.target_epsilon and self.releases(1) == earlier.releases(1)
+
+    def continues_by_the_rule_before(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
+        """Return whether a run went on with the plan of an earlier one for version 0.3.0, however that one had ended."""
         is_same_length = (from_step > 0 and self.steps_planned == earlier.steps_planned) or self.target_epsilon is not None
         return is_same_length and self.target_epsilon == earlier.target_epsilon and self.releases(1) == earlier.releases(1)
 

@@ -65,6 +65,18 @@ def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
     )
 
 
+def older_rule_in_words(ledger: PrivacyLedger) -> str:
+    """Return why ε is larger than a ledger of version 0.3.0 states, if it is."""
+    stated = ledger.stated_epsilon
+    if stated is None or not stated < (1.0 - _NEARLY) * ledger.epsilon():
+        return ""
+    return (
+        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a run that had ended and was trained "
+        "again from a checkpoint as one plan. Results may have led to the repetition, so each is now a plan of its own, and "
+        f"ε is {ledger.epsilon():.4g}."
+    )
+
+
 def earlier_in_words(ledger: PrivacyLedger) -> str:
     """Return what other trainings had spent on the weights, and the sum with this one; empty if none is known."""
     if ledger.earlier is None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from doppler_hf.privacy.accounting.accounting import (
+    Account,
     Releases,
     get_epsilon,
+    get_epsilon_of_plans,
     get_total_epsilon,
     joint_noise_multiplier,
     steps_of_whole_turns,
@@ -143,6 +145,19 @@ def test_runs_add_up_and_each_begins_a_round():
     # Stopped within a round: whoever took part in the first half of it may take part again.
     assert total(Releases(1.0, 0.01, 150), Releases(1.0, 0.01, 150)) > whole * 1.001
     assert total(Releases(1.0, 0.01, 300), Releases(2.0, 0.01, 300)) > whole
+
+
+def test_an_account_states_what_is_planned_or_its_target_but_never_less_than_what_was_counted():
+    """A target hides no step that was counted beyond it, as those of a run that was killed."""
+    few, many = ([[Releases(1.0, 0.05, steps)]] for steps in (20, 100))
+    of_few, of_many = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (20, 100))
+    between = (of_few + of_many) / 2
+    assert Account(many, few, target=None).epsilon(delta=1e-5) == of_many
+    assert Account(few, few, target=between).epsilon(delta=1e-5) == of_few
+    assert Account(many, few, target=between).epsilon(delta=1e-5) == between
+    assert Account(many, many, target=between).epsilon(delta=1e-5) == of_many
+    both = [*few, *many]
+    assert Account(both, both, target=between).epsilon(delta=1e-5) == get_epsilon_of_plans(both, delta=1e-5) > of_many
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""The secret of a round is the user's alone, serves the same rows alone, and does not stay for ever."""
+
+import os
+import re
+import stat
+import time
+
+import pytest
+
+from doppler_hf.privacy.batching.data_digest import DataDigest
+from doppler_hf.run.round_secrets import RoundSecret
+from tests.support.tiers import thorough
+from tests.support.tiny import text_data
+from tests.support.trainers import On, at, interrupt, trainer_of
+
+ROWS, OTHERS = (DataDigest("24 rows", {"": {1: first, 2: "b"}}) for first in "ab")
+OTHERS.fields[""][2] = "c"
+SECRET = bytes(range(32))
+
+
+@pytest.fixture(autouse=True)
+def states(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "doppler_hf"
+
+
+def secret(number=1, *, rank=0, world_size=1, data=ROWS):
+    return RoundSecret(f"{number:016x}", rank, world_size, data)
+
+
+def test_it_is_read_back_for_the_same_rows_alone():
+    assert secret().secret() is None
+    secret().keep(SECRET)
+    assert secret().secret() == SECRET
+    assert not secret().is_of_other_data()
+    assert secret(data=OTHERS).secret() is None
+    assert secret(data=OTHERS).is_of_other_data()
+    for other in (secret(2), secret(rank=1, world_size=2), secret(world_size=2)):
+        assert other.secret() is None
+        assert not other.is_of_other_data()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have no such permissions")
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_nobody_else_can_read_it_or_see_its_name(states, umask):
+    before = os.umask(umask)
+    try:
+        secret().keep(SECRET)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(secret().path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(states.stat().st_mode) == 0o700
+    # The digest is as private as the data: it is in the file, and not in its name.
+    assert re.fullmatch(r"[0-9a-f]{16}-0-of-1", secret().path.name)
+
+
+def test_all_processes_of_a_run_are_forgotten_and_no_other_run(states):
+    for each in (secret(), secret(rank=0, world_size=2), secret(rank=1, world_size=2), secret(2)):
+        each.keep(SECRET)
+    (states / f"{1:016x}-0-of-1-89abcdef").write_bytes(SECRET)  # as version 0.3 named it
+    secret(data=OTHERS).forget()
+    assert [path.name for path in states.iterdir()] == [secret(2).path.name]
+    secret().forget()
+
+
+def test_those_that_nobody_has_resumed_for_half_a_year_are_removed(states):
+    secret(1).keep(SECRET)
+    secret(2).keep(SECRET)
+    (states / f"{3:016x}-0-of-1-89abcdef").write_bytes(SECRET)
+    (states / "something-else").write_text("not ours to remove")
+    now = time.time()
+    for path in states.iterdir():
+        days = 100 if path == secret(2).path else 200
+        os.utime(path, (now, now - days * 24 * 3600))
+    secret(4).keep(SECRET)
+    assert {path.name for path in states.iterdir()} == {secret(2).path.name, secret(4).path.name, "something-else"}
+
+
+def test_what_is_damaged_or_cannot_be_written_costs_a_round_at_most(states, monkeypatch):
+    secret().keep(SECRET)
+    for content in ("", "[]", "{}", '{"secret": "00", "data": {}}', '{"secret": 1, "data": 2}', '{"secret": "zz"}'):
+        secret().path.write_text(content)
+        assert secret().secret() is None
+        assert not secret().is_of_other_data()
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    secret().keep(SECRET)
+    assert secret().secret() is None
+    secret().forget()
+
+
+# --- of a run -------------------------------------------------------------------------------------------------------------
+
+
+def stop(control, **_):
+    control.should_training_stop = True
+
+
+def kept(states):
+    return [*states.iterdir()] if states.exists() else []
+
+
+@pytest.mark.parametrize("terms", [dict(), *thorough(dict(noise_multiplier=None, target_epsilon=6.0))])
+def test_a_run_that_has_made_all_its_steps_keeps_nothing(tmp_path, states, terms):
+    found = []
+    trainer_of(tmp_path, callbacks=[On(step_end=lambda **_: found.append(len(kept(states))))], **terms).train()
+    assert found == [1] * 4
+    assert kept(states) == []
+
+
+@pytest.mark.parametrize(("callback", "error"), [(stop, None), *thorough((interrupt, KeyboardInterrupt))])
+def test_a_run_that_can_go_on_keeps_its_secret_until_it_has(tmp_path, states, callback, error):
+    saving = dict(save_strategy="steps", save_steps=2)
+    # 48 rows and batches of 8: a round has 6 steps.
+    first = trainer_of(tmp_path, data=text_data(48), callbacks=[On(step_end=at(2, callback))], **saving)
+    if error is None:
+        first.train()
+    else:
+        with pytest.raises(error):
+            first.train()
+    (file,) = kept(states)
+    assert file.name.startswith(first.privacy.ledger.run_id)
+    second = trainer_of(tmp_path, data=text_data(48), **saving)
+    second.train(resume_from_checkpoint=True)
+    assert second.privacy.ledger.runs[-1].continues_rounds
+    assert [[each.steps for each in plan] for plan in second.privacy.ledger.plans] == [[4]]
+    assert kept(states) == []
+
+
+def test_a_run_that_begins_another_plan_forgets_the_round_of_the_one_before(tmp_path, states):
+    saving = dict(save_strategy="steps", save_steps=2)
+    trainer_of(tmp_path, data=text_data(48), callbacks=[On(step_end=at(3, stop))], **saving).train()
+    (before,) = kept(states)
+    second = trainer_of(tmp_path, data=text_data(48), callbacks=[On(step_end=at(3, stop))], **saving)
+    second.train(resume_from_checkpoint=True)  # from step 2: a step after a clean end is made again
+    assert [[each.steps for each in plan] for plan in second.privacy.ledger.plans] == [[4], [2]]
+    (after,) = kept(states)
+    assert after != before
