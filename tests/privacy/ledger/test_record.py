@@ -134,6 +134,10 @@ def test_a_clean_end_is_remembered_whatever_is_interrupted_after_it():
     for ledger, at in ((nothing, 29), (some, 11)):
         assert ledger.steps_allowed_to(terms, from_step=at, keeps_rounds=True) is None
     assert some.steps_allowed_to(terms, from_step=12, keeps_rounds=True) == 18
+    # Nor does a run without a step make chance of what had cut a round.
+    nothing = resumed(opened(TERMS, 12), TERMS, 12, 0, keeps_rounds=True, clean=False)
+    assert nothing.steps_allowed_to(terms, from_step=12, keeps_rounds=True) == 18
+    assert nothing.steps_allowed_to(terms, from_step=12, keeps_rounds=False) is None
     assert some.steps_allowed_to(terms, from_step=14, keeps_rounds=True) == 16
     # The same for a plan that began at a checkpoint.
     again = resumed(opened(TERMS, 30), TERMS, 15, 3, clean=False)
