@@ -2,6 +2,19 @@
 
 They are written in Triton, which CUDA's and ROCm's builds of torch bring, and are interpreted where TRITON_INTERPRET=1 is
 set, as on a CPU in tests. Elsewhere torch's own operators do the same.
+
+The interpreter of Triton 3.9 does not compute what the compiler lets a GPU compute. Our kernels are written so that both do:
+
+    x·y + z            rounded once if compiled, twice if interpreted      every launch has `enable_fp_fusion=False`
+    sqrt, rsqrt, x/y   approximate if compiled, exact if interpreted       `sqrt_rn` and `div_rn`, no `rsqrt`
+    sums of bfloat16   interpreted as sums of the 16-bit patterns          numbers become float32 first
+    dot of bfloat16    interpreted as a product of these patterns          they become float32 if INTERPRETED
+    to bfloat16        rounded if compiled, cut off if interpreted         tests repair the interpreter, look for `cvt.rn`
+    from bfloat16      interpreted wrongly below 1e-38                     likewise
+    order of a sum     in pairs by both, but in another order              tests allow for rounding
+    log, cos, sin      in float64, by CUDA's library or NumPy's            tests allow for some units in the last place
+
+`tests/test_kernels.py` compiles every kernel for an H100, and lists the instructions that may occur in it.
 """
 
 import contextlib
@@ -47,12 +60,14 @@ def launch(
 ) -> None:
     """Launch a kernel of Triton's on a device, with words for it moved there without a wait; not on tensors without memory.
 
-    Triton's own choice of a device would be the current one. `options` are the kernel's constants, and Triton's own.
+    Triton's own choice of a device would be the current one. `options` are the kernel's constants, and Triton's own. A
+    product and a sum are rounded one after the other, as torch rounds them; the products of `dot` are fused all the same.
     """
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*(_moved(each, device) if isinstance(each, np.ndarray) else each for each in arguments), **options)
+        moved = (_moved(each, device) if isinstance(each, np.ndarray) else each for each in arguments)
+        kernel[grid](*moved, **options, enable_fp_fusion=False)
 
 
 def address_of(values: Shaped[Tensor, "..."]) -> int:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "linalg": ("", "torch jaxtyping"),
     "kernels": ("", "numpy jaxtyping torch triton"),
     "shards": ("", "torch"),
-    "optim": ("filters kernels shards", "jaxtyping torch"),
+    "optim": ("filters kernels linalg shards", "jaxtyping torch"),
     "optim/fused_update": ("kernels optim", "numpy jaxtyping torch triton"),
     "privacy": ("kernels linalg shards filters.noise_shape", "numpy jaxtyping torch opacus cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
@@ -154,6 +154,70 @@ def test_types_of_arrays_are_checked_wherever_they_are_annotated():
     assert {name for name in annotating if not is_in(name, CHECKED)} == set(TOO_BUSY)
     idle = [name for name in CHECKED if not any(is_in(module, [name]) for module in annotating)]
     assert not idle, f"nothing in {', '.join(idle)} annotates arrays"
+
+
+NORMS = {"norm", "vector_norm", "matrix_norm", "_foreach_norm", "get_total_norm", "clip_grad_norm_", "renorm", "normalize",
+         "cosine_similarity", "pairwise_distance", "cdist", "pdist", "dist"}  # fmt: skip
+# A product of vectors may be added up one number after another as well, and a cumulative sum has no other order.
+PRODUCTS_OF_VECTORS = {"dot", "vdot", "inner", "einsum", "tensordot", "cumsum", "logcumsumexp"}
+SUMS = {"sum", "nansum", "mean", "nanmean", "var", "std", "var_mean", "std_mean", "prod", "logsumexp", "trace", "row_sums",
+        "row_norms", "mm", "bmm", "mv", "matmul", "addmm", "addmm_", "addbmm", "addbmm_", "baddbmm", "baddbmm_", "addmv",
+        "addmv_", "product_in_float32", "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce",
+        "scatter_reduce_", "segment_reduce", "all_reduce", "reduce_scatter", "added_up", "dot", "@"}  # fmt: skip
+
+
+def uses_in(path):
+    """Yield the attributes, calls and products of a file: name, whole, and the outermost function in which it stands."""
+
+    def within(node, function):
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.Attribute(attr=name) | ast.Call(func=ast.Name(id=name)):
+                    yield name, ast.unparse(child).partition("(")[0], function
+                case ast.BinOp(op=ast.MatMult()):
+                    yield "@", ast.unparse(child), function
+            yield from within(child, function or (child.name if isinstance(child, ast.FunctionDef) else ""))
+
+    yield from within(ast.parse((PACKAGE / path).read_text()), "")
+
+
+TORCHS = [path for path in MODULES if any(is_in(name, ["torch"]) for name in imported(path))]
+
+
+def test_norms_are_taken_in_one_file_which_adds_up_in_any_layout():
+    """Torch's own are wrong by some percent for millions of numbers: docs/method/sums.md."""
+    taken = {(path.as_posix(), said) for path in TORCHS for name, said, _ in uses_in(path) if name in NORMS}
+    # The norm of a noise shape is that of a few floats of Python, and what is called `norm` alone is imported.
+    others = {each for each in taken if each[1] not in ("norm", "shape.norm", "mechanism.shape.norm")}
+    assert others == {("linalg.py", "torch.linalg.vector_norm")}
+    assert {name for path in TORCHS for name in imported(path) if name.rpartition(".")[2] in NORMS} == {
+        "doppler_hf.linalg.norm"
+    }
+
+
+def test_no_vectors_are_multiplied_where_privacy_depends_on_it():
+    found = {said for path in TORCHS if path.parts[0] == "privacy" for name, said, _ in uses_in(path)
+             if name in PRODUCTS_OF_VECTORS}  # fmt: skip
+    # Of tiles of 64 × 64, of our own function that adds in runs, and of NumPy's whole numbers.
+    assert found == {"tl.dot", "dot", "np.cumsum"}
+
+
+def test_every_sum_over_private_numbers_is_in_the_table_of_sums():
+    """By file and function: whoever adds one says how large it may become, and why rounding does no harm."""
+    listed = set()
+    for row in re.findall(r"^\| (`.*?`) \|", (PACKAGE.parent / "docs/method/sums.md").read_text(), re.MULTILINE):
+        for name in re.findall(r"`(.*?)`", row):
+            path, function = name.split(": ") if ": " in name else (path, name)
+            listed.add((path, function))
+    found = set()
+    for path in TORCHS:
+        if path.parts[0] != "privacy" or path.parts[1] in {"accounting", "batching", "ledger"}:
+            continue
+        for name, said, function in uses_in(path):
+            # The sum of Python is of sizes, as is that of programs; the others are a noise shape's and a pair's own numbers.
+            if name in SUMS and said not in ("sum", "programs.sum", "self.shape.std", "p.mean"):
+                found.add((path.relative_to("privacy").as_posix(), function))
+    assert found == listed
 
 
 @pytest.mark.parametrize(

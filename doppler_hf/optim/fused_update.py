@@ -55,6 +55,12 @@ def _number(place, S: tl.constexpr):
 
 
 @triton.jit
+def _over_root(x, y, S: tl.constexpr):
+    # Rounded to the nearest number: what Triton takes for float32 by itself is approximate.
+    return x / tl.sqrt(y) if tl.float64 == S else tl.div_rn(x, tl.sqrt_rn(y))
+
+
+@triton.jit
 def _update_block(
     table, row, start, count, BLOCK: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, HAS_V: tl.constexpr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
@@ -70,7 +76,7 @@ def _update_block(
         v = _read(row, 8 + K, start, lanes, count, WHOLE, S, S) * _number(table, S) + g * g * _number(table + 1, S)
         # As torch's clamp, it keeps what is no number.
         corrected = tl.maximum(v - _number(row + 4, S), _number(row + 5, S), propagate_nan=tl.PropagateNan.ALL)
-        change *= tl.rsqrt(corrected)
+        change = _over_root(change, corrected, S)
         _write(row, 8 + K, start, lanes, count, v, WHOLE, S)
     _write(row, 6, start, lanes, count, x * _number(row + 3, S) - change * _number(row + 2, S), WHOLE, X)
     for i in tl.static_range(1, K + 1):

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from doppler_hf.linalg import norm
+
 
 def orthogonalized(updates: Sequence[Float[Tensor, "_ ..."]]) -> list[Float[Tensor, "_ ..."]]:
     """Return each update as a new tensor; those of convolutions are matrices with a row for each output.
@@ -27,5 +29,5 @@ def orthogonalized(updates: Sequence[Float[Tensor, "_ ..."]]) -> list[Float[Tens
     # torch's optimizer without a momentum makes its own step of each zero: -O, by a factor of its own.
     torch.optim.Muon(zeros, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
     # Of an update of zeros O is zero, too.
-    sizes = [d.norm() / step.norm().clamp(min=torch.finfo(step.dtype).tiny) for step, d in zip(zeros, updates, strict=True)]
+    sizes = [norm(d) / norm(step).clamp(min=torch.finfo(step.dtype).tiny) for step, d in zip(zeros, updates, strict=True)]
     return [step.mul_(-size).view_as(d) for step, size, d in zip(zeros, sizes, updates, strict=True)]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf.filters import NoiseShape
+from doppler_hf.linalg import norm
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.filter_and_noise import learning_rates_of
@@ -139,7 +140,7 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
             weight = weight.full_tensor()
         if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
             continue
-        size = float(weight.detach().float().norm()) / math.sqrt(weight.numel())
+        size = float(norm(weight.detach())) / math.sqrt(weight.numel())
         for name, factor in layer.lora_B.items():
             if factor.weight.requires_grad and layer.scaling[name]:
                 yield math.sqrt(size / (abs(layer.scaling[name]) * math.sqrt(layer.r[name])))

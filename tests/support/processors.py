@@ -1,5 +1,6 @@
-"""Products of matrices as another processor may round them, whatever this one does."""
+"""Products of matrices and sums as another processor may round them, whatever this one does."""
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,3 +39,34 @@ class OfAnotherProcessor(TorchDispatchMode):
         generator = torch.Generator().manual_seed(self.seed + found.numel())
         coins = torch.rand(found.shape, generator=generator).to(found.device)
         return (found + lost * (2 * coins - 1)).to(args[first].dtype)
+
+
+SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.linalg_vector_norm.default}
+
+
+class OneAfterAnother(TorchDispatchMode):
+    """Adds up numbers of float32 one after another, as a processor may: a sum that is large swallows what comes then.
+
+    Some of torch's own kernels on a CPU do so for some layouts.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sums = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs, values = kwargs or {}, args[0] if args else None
+        if operator not in SUMS or (kwargs.get("dtype") or values.dtype) != torch.float32 or not values.numel():
+            return operator(*args, **kwargs)
+        self.sums += 1
+        is_norm = operator is aten.linalg_vector_norm.default
+        order = (args[1] if len(args) > 1 else 2) if is_norm else 1
+        assert order == 2 or not is_norm
+        place = 2 if is_norm else 1
+        dims, keep = (args[place] if len(args) > place else None), (args[place + 1] if len(args) > place + 1 else False)
+        dims = sorted(dim % values.ndim for dim in (range(values.ndim) if dims is None or dims == [] else dims))
+        kept = [dim for dim in range(values.ndim) if dim not in dims]
+        terms = values.float().permute(*kept, *dims).reshape(*(values.shape[dim] for dim in kept), -1).numpy()
+        found = np.add.accumulate(terms * terms if is_norm else terms, axis=-1, dtype=np.float32)[..., -1]
+        found = torch.from_numpy(np.array(np.sqrt(found) if is_norm else found))
+        return found.view([1 if dim in dims else values.shape[dim] for dim in range(values.ndim)]) if keep else found

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from doppler_hf.linalg import norm
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.shards import gathered
 
@@ -62,9 +63,8 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
 
 
 def norm_of(tensors: Collection[Tensor]) -> float:
-    """Return the joint norm, each row's in its own precision and the whole in float64."""
-    rows = [torch.linalg.vector_norm(tensor, dim=-1) if tensor.ndim else tensor for tensor in tensors]
-    return math.hypot(*(float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows))
+    """Return the joint norm, that of each tensor in float32 or better and the whole in float64."""
+    return math.hypot(*(float(norm(tensor)) for tensor in tensors))
 
 
 def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from doppler_hf import kernels
-from doppler_hf.linalg import highest_matmul_precision
+from doppler_hf.linalg import highest_matmul_precision, row_norms
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.norms import RAISED_BY, Clipping, Squares, clip_factors, shares_of_error
 from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS, Notes
@@ -264,7 +264,7 @@ class ClippedGradients:
         for names, gradient in found.items():
             squares.add(self._group_of[names[0]], gradient)
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
-        norms = torch.linalg.vector_norm(torch.stack([*norms_of.values()]), dim=0)
+        norms = row_norms(torch.stack([*norms_of.values()], dim=1))
         self._add_sums(found, self._weights(norms_of, squares.roundings(), norms.isfinite(), weights))
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
         self.num_non_finite = self.num_non_finite + left_out.sum()

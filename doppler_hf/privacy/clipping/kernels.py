@@ -73,7 +73,7 @@ def _gram(
 @triton.jit
 def _tiles_of(pair):
     """Return the tiles i and j of a pair, with j ≤ i; pairs are counted row by row, from i = 0."""
-    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int64)
+    i = ((tl.sqrt_rn(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64)
     # The root is rounded, by less than one.
     i -= (i * (i + 1) // 2 > pair).to(tl.int64)
     i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int64)
@@ -121,7 +121,7 @@ def _compare(
         tl.store(out, times * tl.sum(tl.sum(terms, 1), 0))
         tl.store(out + 1, times * tl.sum(tl.sum(tl.abs(terms), 1), 0))
         is_own = (s[:, None] == t[None, :]) & (s < time)[:, None]
-        sizes = tl.sqrt(tl.where(is_own, (of_left + VANISHED) * (of_right + VANISHED), 0.0))
+        sizes = tl.sqrt_rn(tl.where(is_own, (of_left + VANISHED) * (of_right + VANISHED), 0.0))
         tl.store(out + 2, tl.sum(tl.sum(sizes, 1), 0))
 
 

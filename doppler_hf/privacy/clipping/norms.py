@@ -30,8 +30,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf.linalg import in_float32, product_in_float32
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product, squares_in_full
+from doppler_hf.linalg import in_float32, product_in_float32, row_norms, row_sums
+from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Lookup, PerSampleGradient, Product
 
 Clipping = Literal["automatic", "vanilla"]
 
@@ -69,7 +69,7 @@ class Squares:
         """Add ‖g_i‖² of one gradient."""
         for use in gradient:
             if isinstance(use, Dense):
-                self._found[group].append(squares_in_full(use.values) if use.squares is None else use.squares)
+                self._found[group].append(row_norms(use.values).square() if use.squares is None else use.squares)
             elif isinstance(use, Product) and not self._in_kernels:
                 self._add_pair(group, self._gram(in_float32(use.left)), self._gram(in_float32(use.right)))
             elif isinstance(use, Product):
@@ -94,7 +94,7 @@ class Squares:
             self._compare(self._pairs.pop(kind))
         if self._for_kernels:
             self._compare_in_kernels()
-        return {group: torch.stack(found).sum(dim=0).clamp(min=0.0) for group, found in self._found.items()}
+        return {group: row_sums(torch.stack(found, dim=1)).clamp(min=0.0) for group, found in self._found.items()}
 
     def roundings(self) -> dict[str, Float[Tensor, " examples"]]:
         """Return by how much rounding may raise the norm of f·g_i, over the clip factor f, by group.
@@ -104,7 +104,7 @@ class Squares:
         sum of squares. Numbers below bfloat16's range, 1e-38, have another error, which nothing notices.
         """
         half = HALF * torch.finfo(torch.bfloat16).eps
-        return {group: half * torch.linalg.vector_norm(torch.stack(sizes), dim=0) for group, sizes in self._rounded.items()}
+        return {group: half * row_norms(torch.stack(sizes, dim=1)) for group, sizes in self._rounded.items()}
 
     def _compare_in_kernels(self) -> None:
         from doppler_hf.privacy.clipping.kernels import compare  # imports Triton
@@ -130,7 +130,7 @@ class Squares:
         groups, lefts, rights = zip(*pairs, strict=True)
         left, right = (each[0] if len(each) == 1 else torch.cat(each) for each in (lefts, rights))
         of_left, of_right = (gram.diagonal(dim1=1, dim2=2) + VANISHED for gram in (left, right))
-        sizes = (of_left * of_right).sqrt_().sum(dim=1)
+        sizes = row_sums((of_left * of_right).sqrt_())
         squares = dot(left, right)
         if self._is_halved(left.shape[1]):
             blocks = (gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)) for gram in (left, right))
@@ -158,13 +158,9 @@ class Squares:
 
 
 def dot(first: Float[Tensor, "rows m *n"], second: Float[Tensor, "rows m *n"]) -> Float[Tensor, " rows"]:
-    """Return Σ first ∘ second of every row, raised by TERMS·eps of its terms' sizes.
-
-    Added pairwise, as `sum` does; a product of vectors loses up to 100 times more.
-    """
+    """Return Σ first ∘ second of every row, raised by TERMS·eps of its terms' sizes; a product of vectors loses far more."""
     terms = (first * second).flatten(1)
-    sizes = torch.linalg.vector_norm(terms, ord=1, dim=1)
-    return torch.add(terms.sum(dim=1), sizes, alpha=TERMS * torch.finfo(terms.dtype).eps)
+    return torch.add(row_sums(terms), row_sums(terms.abs_()), alpha=TERMS * torch.finfo(terms.dtype).eps)
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:

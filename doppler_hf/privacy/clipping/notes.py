@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from doppler_hf.linalg import in_float32
+from doppler_hf.linalg import in_float32, row_norms
 from doppler_hf.privacy.clipping.per_sample_gradient import (
     Dense,
     Lookup,
@@ -19,7 +19,6 @@ from doppler_hf.privacy.clipping.per_sample_gradient import (
     has_terms,
     in_full,
     is_formed,
-    squares_in_full,
     summed,
 )
 
@@ -153,7 +152,7 @@ class Notes:
         # Large ones now, while they are in the cache; of small ones there is one norm together.
         self.note(
             parameter,
-            Dense(values, squares_in_full(values) if values.numel() >= self.small else None),
+            Dense(values, row_norms(values).square() if values.numel() >= self.small else None),
         )
 
     def _joined(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "batch views*time *rest"]:

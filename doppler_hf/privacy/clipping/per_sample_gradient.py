@@ -29,8 +29,6 @@ NormRule = Literal["auto", "ghost", "direct"]
 # The cost of writing one number to memory and reading it twice, in multiply-adds. Fitted on two x86-64 cores; any value
 # between 25 and 400 makes the same choices for a RoBERTa of 384 with 64 tokens and for ViT-tiny with 197.
 MEMORY_COST = 50
-# Numbers whose squares are added up at a time: millions in one go lose up to 0.3 % in float32 on a CPU.
-RUN = 256
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,6 @@ def has_terms(gradient: Use) -> Bool[Tensor, " examples"]:
     factors = (gradient.left, gradient.right) if isinstance(gradient, Product) else (gradient.values,)
     found = [((factor != 0) & factor.isfinite()).flatten(1).any(dim=1) for factor in factors]
     return torch.stack(found).all(dim=0)
-
-
-def squares_in_full(values: Float[Tensor, "examples n"]) -> Float[Tensor, " examples"]:
-    """Return the sum of each example's squared numbers."""
-    whole = values.shape[1] // RUN * RUN
-    if whole < RUN * RUN:
-        return torch.linalg.vector_norm(values, dim=1).square()
-    runs = torch.linalg.vector_norm(values[:, :whole].unflatten(1, (-1, RUN)), dim=2).square().sum(dim=1)
-    return runs if whole == values.shape[1] else runs + torch.linalg.vector_norm(values[:, whole:], dim=1).square()
 
 
 def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:

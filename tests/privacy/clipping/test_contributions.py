@@ -1,5 +1,6 @@
 """One example contributes at most C to the clipped sum where rounding is hard on it, and padding changes no contribution."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,15 +8,20 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from doppler_hf.privacy.clipping.per_sample_gradient import RUN, squares_in_full
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import CLIPPINGS, GRANULARITIES, NORM_RULES, book_keeping, norm_of
+from tests.support.processors import OneAfterAnother
+from tests.support.tiers import further, thorough
 
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
 MODELS = ["roberta", "gpt2-lm", "t5-lm", "resnet", "vit-dora"]
 C, SLACK = 0.1, 1e-6  # a few roundings of float32, of relative size 6e-8 each
+
+
+def normal(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def contribution(model, losses, **options):
@@ -79,10 +85,6 @@ def test_a_text_contributes_c_whatever_the_vocabulary():
     assert 1 - 2e-3 <= contribution(model, losses, max_grad_norm=1e-3).norm() / 1e-3 <= 1 + SLACK
 
 
-def normal(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def twice(layer, inputs, weights, kappa):
     """Each token twice, with opposite gradients of the output but for 1/κ of their size."""
     return layer, inputs.repeat(1, 2, *(1 for _ in inputs.shape[2:])), torch.cat([weights, weights / kappa - weights], dim=1)
@@ -114,11 +116,61 @@ def test_no_large_number_that_cancels_hides_many_small_ones(width, small):
     assert contribution(layer, losses, norm_rule="ghost", max_grad_norm=bound).norm() <= bound * (1 + SLACK)
 
 
-def test_squares_of_millions_are_added_up_in_runs():
-    numbers = torch.full((1, 2**22 + 7), 0.1)
-    # Whatever the order within a run, and pairwise over all of them.
-    exact = numbers.double().square().sum(dim=1)
-    torch.testing.assert_close(squares_in_full(numbers).double(), exact, atol=0.0, rtol=RUN * torch.finfo(torch.float32).eps)
+TOKENS, WORDS, PIXELS = 8_192, 151_936, "pixels of one channel"
+
+
+class Scale(nn.Module):
+    """A layer's own vector, one number for each of its inputs."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, input):
+        return input * self.weight
+
+
+def equal(*shape):
+    return torch.full(shape, 1 / 3)
+
+
+# A layer, its inputs, and the gradients of its outputs, whose terms all point the same way: none cancels another's rounding.
+LARGEST = {
+    "tokens of a linear layer": (lambda: nn.Linear(64, 48), equal(1, TOKENS, 64), equal(1, TOKENS, 48)),
+    "one word, again and again": (lambda: nn.Embedding(WORDS, 8), torch.full((1, TOKENS), 7), equal(1, TOKENS, 8)),
+    "words and hidden states": (lambda: nn.Linear(128, WORDS), equal(1, 2, 128), equal(1, 2, WORDS)),
+    "hidden states and words": (lambda: nn.Linear(WORDS, 16, bias=False), equal(1, 2, WORDS), equal(1, 2, 16)),
+    "tokens of a vector": (lambda: Scale(512), equal(1, TOKENS, 512), equal(1, 1, 1).expand(1, TOKENS, 512)),
+    "a vector of many numbers": (lambda: Scale(65_535), equal(1, 2, 65_535), equal(1, 1, 1).expand(1, 2, 65_535)),
+    PIXELS: (lambda: nn.Conv2d(1, 1, 1), equal(1, 1, 512, 512), equal(1, 1, 512, 512)),
+    "tokens of a normalization": (lambda: nn.LayerNorm(512), normal(1, TOKENS, 512), equal(1, TOKENS, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("processor", [contextlib.nullcontext, *thorough(OneAfterAnother)])
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough(torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "norm_rule"),
+    further(
+        [(name, rule) for name in LARGEST for rule in ("ghost", "direct") if (name, rule) != (PIXELS, "ghost")],
+        quick=[*((name, "ghost") for name in LARGEST), (PIXELS, "direct")],
+    ),
+)
+def test_an_example_contributes_c_at_the_largest_sizes(name, norm_rule, dtype, processor):
+    """Neither more, which no noise would cover, nor much less, whichever way a processor adds up its norm."""
+    make, inputs, weights = LARGEST[name]
+    with torch.device("meta"):
+        layer = make()
+    layer = layer.to_empty(device="cpu").to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(0.25)
+    inputs, weights = (each.to(dtype) if each.is_floating_point() else each for each in (inputs, weights))
+    with processor():
+        found = contribution(
+            layer, lambda: ((layer(inputs) * weights).flatten(1)).sum(dim=1), max_grad_norm=C, norm_rule=norm_rule
+        )
+    assert (1 - 2e-3) * C <= found.norm() <= C * (1 + SLACK)
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)

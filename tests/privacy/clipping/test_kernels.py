@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import nn
 from torch.torch_version import TorchVersion
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from doppler_hf import kernels as launching
 from doppler_hf.privacy.clipping import kernels
+from tests.support.interpreter import repair_casts
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.per_example import book_keeping
 from tests.support.tiers import thorough
@@ -34,15 +34,7 @@ SHAPES = [(1, 5, 3), (70, 33, 48), (64, 16, 1040), (129, 17, 2)]
 
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch):
-    """The interpreter cuts numbers off to bfloat16, where a GPU rounds them."""
-    cast = InterpreterBuilder.cast_impl
-
-    def cast_impl(self, source, dtype):
-        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, source, dtype)
-        return TensorHandle(torch.from_numpy(source.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
-
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+    repair_casts(monkeypatch)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
