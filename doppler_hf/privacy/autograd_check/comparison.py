@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import in_float32
+from doppler_hf.privacy.autograd_check.exact_sums import sums_in_float32
 from doppler_hf.privacy.autograd_check.trial import (
     Trial,
     gradients_of,
@@ -58,13 +59,13 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     reached: set[str] = set()
     norms_alone: list[float] = []
     losses_alone: list[Tensor] = []
-    with clipped.unwatched():
+    with clipped.unwatched(), sums_in_float32(model):
         for inputs, weight in zip(alone, weights, strict=True):
             losses = losses_of(dict(inputs))
             refuse_number_of_losses(losses, 1)
             losses_alone.append(losses.detach())
             gradients = gradients_of(-weight * losses, trained)
-            norms = {name: norm_of([gradient]) for name, gradient in gradients.items()}
+            norms = {name: norm_of([in_float32(gradient)]) for name, gradient in gradients.items()}
             norms_alone.append(math.hypot(*norms.values()) / weight)
             reached |= {*gradients}
             if not math.isfinite(norms_alone[-1]):  # it contributes nothing
@@ -89,18 +90,26 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     if not wrong and of_norms <= tolerance * largest:
         return reached
     with clipped.unwatched():
-        rounding = _rounding(trial, weights, trained)
+        with sums_in_float32(model):
+            rounding = _rounding(trial, weights, trained)
         if of_norms <= OF_ROUNDING * norm_of([torch.tensor([*rounding.values()])]) and all(
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
             return reached
         reason = why_gradients_change(trial)
+    if reason is not None:
+        raise ValueError(reason)
     # Neither norms nor differences: they are about private examples, and messages end in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
+    of_place, mend = "", ""
+    if place is not None:
+        of_place = f" of {place!r}"
+        mend = f"Freeze it before train(): trainer.model.get_parameter({place!r}).requires_grad_(False). "
+        if trained[place].itemsize == 2:
+            mend = "Load the model with dtype=torch.float32, or f" + mend[1:]
     raise ValueError(
-        reason
-        or f"The per-sample gradients{f' of {place!r}' if place else ''} are wrong: engine={clipped.engine_name!r} "
-        "disagrees with autograd, so clipping bounds nothing. Freeze that parameter, or try the other engine."
+        f"The per-sample gradients{of_place} are wrong: engine={clipped.engine_name!r} disagrees with autograd, so clipping "
+        f"bounds nothing. {mend}Please report the model's class as a defect of doppler_hf."
     )
 
 
@@ -111,7 +120,7 @@ def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.P
         with _rounded_at_random() if is_drawn else contextlib.nullcontext():
             losses = trial.losses_of(dict(trial.together))
             found.append(gradients_of(losses * torch.tensor(weights, device=losses.device), trained))
-    return {name: norm_of([gradient - found[1][name]]) for name, gradient in found[0].items()}
+    return {name: norm_of([in_float32(gradient) - found[1][name]]) for name, gradient in found[0].items()}
 
 
 @contextlib.contextmanager
