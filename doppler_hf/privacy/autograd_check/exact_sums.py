@@ -5,8 +5,8 @@ CPU. Such a sum stops growing at 256 equal contributions, since 256 + 1 rounds t
 rows, where the engine, which adds up in float32, is right. For the reference pass each trained layer computes in float32
 instead, between inputs and outputs in its own precision. Autograd then rounds the finished gradient once.
 
-The float32 copies are of trained weights only, and live as long as the pass. A training step keeps a sum of the same size for
-each of them, so that this needs no more memory than a step.
+The float32 copies are of trained weights only, and live as long as the pass. A training step keeps a sum of the same size
+for each of them, so that this needs no more memory than a step.
 """
 
 import contextlib

@@ -138,7 +138,9 @@ def test_gradients_of_equal_norm_that_change_places_are_found_although_norms_and
     options = dict(alone=[{"x": x[:1]}, {"x": x[1:]}], together={"x": x}, norm_rule=norm_rule)
     losses = lambda inputs: model(inputs["x"])  # noqa: E731
     compare_with_autograd(model, losses, **options)
-    flipped = (lambda g: Product(g.left.flip(0), g.right.flip(0))) if norm_rule == "ghost" else lambda g: Dense(g.values.flip(0))
+    flipped = (
+        (lambda g: Product(g.left.flip(0), g.right.flip(0))) if norm_rule == "ghost" else lambda g: Dense(g.values.flip(0))
+    )
     planted(monkeypatch, flipped, form=Product if norm_rule == "ghost" else Dense)
     with pytest.raises(ValueError, match=r"The per-sample gradients of 'weight.weight' are wrong"):
         compare_with_autograd(model, losses, **options)
@@ -181,7 +183,9 @@ def test_long_rows_in_bfloat16_pass_where_autograd_itself_stops_adding(kind, eng
 
 def test_a_layer_whose_engine_adds_in_bfloat16_is_refused_with_a_mend_that_works():
     """Such a layer has no rule, so that its gradients are torch's own."""
-    with pytest.raises(ValueError, match=r"'layer.table' are wrong: .* Load the model with dtype=torch.float32, or freeze it"):
+    with pytest.raises(
+        ValueError, match=r"'layer.table' are wrong: .* Load the model with dtype=torch.float32, or freeze it"
+    ):
         long_rows(Looked, torch.bfloat16)
     long_rows(Looked, torch.float32)
 
