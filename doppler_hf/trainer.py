@@ -170,7 +170,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             # Which may be a few less, where only some groups would have a turn in the last ones.
             values = (*values[:-1], run.statement.steps_planned)
-            loss = TrainedLoss(self._losses, self._check_loss, self._is_of_class, self._has_own_loss, self.rows_per_loss)
+            is_users = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
+            loss = TrainedLoss(
+                self._losses, self._check_loss, self._is_of_class, self._has_own_loss, is_users, self.rows_per_loss
+            )
             run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
         return values
 

@@ -19,7 +19,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -158,6 +158,19 @@ def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
 def next_numbers() -> tuple[float, float, float]:
     """Return the next number of each global generator: after the same fillings others, if one was drawn from."""
     return random.random(), np.random.random(), torch.rand(()).item()
+
+
+def states_of_generators() -> dict[str, Any]:
+    """Return the states of the global generators, by the names of what owns them."""
+    kind, words, *rest = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "NumPy": (kind, words.tobytes() if isinstance(words, np.ndarray) else words, *rest),
+        "Python": random.getstate(),
+    }
+    if torch.accelerator.is_available():
+        states["torch's device"] = torch.get_device_module().get_rng_state().numpy(force=True).tobytes()
+    return states
 
 
 @contextlib.contextmanager

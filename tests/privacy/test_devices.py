@@ -113,7 +113,9 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
         run, batch = trainer.private_run, dict(inputs, labels=labels)
         trainer.privacy.run = run
         batches = [MicroBatch(move(batch, device="cpu"), len(labels), weight) for weight in (1.0, 0.5)]
-        loss = TrainedLoss(trainer._losses, trainer._check_loss, trainer._is_of_class, is_own=False, rows_each=1)
+        loss = TrainedLoss(
+            trainer._losses, trainer._check_loss, trainer._is_of_class, is_own=False, is_users=False, rows_each=1
+        )
         run.steps = Steps(
             args=trainer.args, sampler=run.sampler, clipped=clipped, loss=loss, has_odds=False, sharding=trainer._sharding,
             mechanism=run.mechanism, private_loss=run.private_loss, dummy=None,

@@ -67,6 +67,9 @@ SITUATIONS = {
     "adapters of random scale": dict(model=lambda: adapted(target_modules=["query"], init_lora_weights=False)),
     "adapters with dropout": dict(model=lambda: adapted(target_modules=["query"], lora_dropout=0.3)),
     "weights in bfloat16": dict(model=lambda: in_half(tiny_bert())),
+    "long rows in bfloat16": dict(
+        model=lambda: in_half(tiny_bert(max_position_embeddings=700)), data=rows(ids=lambda row: [5 + row, *[7] * 650])
+    ),
     "a head alone": dict(model=lambda: with_head(lambda head: None), freeze="bert."),
     "a seed of the user's": dict(seed=7),
 }

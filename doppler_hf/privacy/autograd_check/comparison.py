@@ -6,14 +6,15 @@ change all the others.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import in_float32
+from doppler_hf.privacy.autograd_check.exact_sums import sums_in_float32
+from doppler_hf.privacy.autograd_check.rounding import OF_ROUNDING, rounded_at_random
 from doppler_hf.privacy.autograd_check.trial import (
     Trial,
     gradients_of,
@@ -27,10 +28,6 @@ from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 # The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE: Final = 1e-2
-# So many times what rounding changes is no error: what layers do inside is rounded too, and that several times.
-OF_ROUNDING: Final = 25.0
-# Units in the last place by which rounding changes a sum of some hundred numbers in its own precision.
-OF_A_SUM: Final = 16.0
 # Below this, which is far below any clip norm, the squares that a norm is made of vanish in float32.
 NEXT_TO_NOTHING: Final = 1e-12
 
@@ -58,13 +55,13 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     reached: set[str] = set()
     norms_alone: list[float] = []
     losses_alone: list[Tensor] = []
-    with clipped.unwatched():
+    with clipped.unwatched(), sums_in_float32(model):
         for inputs, weight in zip(alone, weights, strict=True):
             losses = losses_of(dict(inputs))
             refuse_number_of_losses(losses, 1)
             losses_alone.append(losses.detach())
             gradients = gradients_of(-weight * losses, trained)
-            norms = {name: norm_of([gradient]) for name, gradient in gradients.items()}
+            norms = {name: norm_of([in_float32(gradient)]) for name, gradient in gradients.items()}
             norms_alone.append(math.hypot(*norms.values()) / weight)
             reached |= {*gradients}
             if not math.isfinite(norms_alone[-1]):  # it contributes nothing
@@ -89,18 +86,26 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     if not wrong and of_norms <= tolerance * largest:
         return reached
     with clipped.unwatched():
-        rounding = _rounding(trial, weights, trained)
+        with sums_in_float32(model):
+            rounding = _rounding(trial, weights, trained)
         if of_norms <= OF_ROUNDING * norm_of([torch.tensor([*rounding.values()])]) and all(
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
             return reached
         reason = why_gradients_change(trial)
+    if reason is not None:
+        raise ValueError(reason)
     # Neither norms nor differences: they are about private examples, and messages end in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
+    of_place, mend = "", ""
+    if place is not None:
+        of_place = f" of {place!r}"
+        mend = f"Freeze it before train(): trainer.model.get_parameter({place!r}).requires_grad_(False). "
+        if trained[place].itemsize == 2:
+            mend = "Load the model with dtype=torch.float32, or f" + mend[1:]
     raise ValueError(
-        reason
-        or f"The per-sample gradients{f' of {place!r}' if place else ''} are wrong: engine={clipped.engine_name!r} "
-        "disagrees with autograd, so clipping bounds nothing. Freeze that parameter, or try the other engine."
+        f"The per-sample gradients{of_place} are wrong: engine={clipped.engine_name!r} disagrees with autograd, so clipping "
+        f"bounds nothing. {mend}Please report the model's class as a defect of doppler_hf."
     )
 
 
@@ -108,29 +113,7 @@ def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.P
     """Return by how much rounding alone changes each gradient: that of all layers, drawn at random."""
     found = []
     for is_drawn in (False, True):
-        with _rounded_at_random() if is_drawn else contextlib.nullcontext():
+        with rounded_at_random() if is_drawn else contextlib.nullcontext():
             losses = trial.losses_of(dict(trial.together))
             found.append(gradients_of(losses * torch.tensor(weights, device=losses.device), trained))
-    return {name: norm_of([gradient - found[1][name]]) for name, gradient in found[0].items()}
-
-
-@contextlib.contextmanager
-def _rounded_at_random() -> Iterator[None]:
-    """Change each number of the gradients of layers' outputs as the rounding of its sum may; losses stay as they are.
-
-    Processors add up in orders of their own, which may follow from the shape of a batch and the place of a row. What cancels
-    between two rows to the last bit on one of them is rounding on another.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def rounded(gradient: Tensor) -> Tensor:
-        # In half precision sums are of float32, and rounded once.
-        most = (1.0 if gradient.itemsize < 4 else OF_A_SUM) * torch.finfo(gradient.dtype).eps
-        return gradient + gradient * (most * (2 * torch.rand(gradient.shape, generator=generator) - 1)).to(gradient)
-
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(rounded)
-
-    with register_module_forward_hook(watch):
-        yield
+    return {name: norm_of([in_float32(gradient) - found[1][name]]) for name, gradient in found[0].items()}

@@ -74,7 +74,12 @@ def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise ValueError(_why(trial, "loss", first_changing_layer(trial, trial.together) or "the loss"))
+    raise ValueError(why_losses_change(trial))
+
+
+def why_losses_change(trial: Trial) -> str:
+    """Return what makes losses change with the batch, as a sentence."""
+    return _why(trial, "loss", first_changing_layer(trial, trial.together) or "the loss")
 
 
 def why_gradients_change(trial: Trial) -> str | None:
@@ -90,9 +95,12 @@ def _why(trial: Trial, what: str, layer: str) -> str:
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
     if first_changing_layer(trial, padded) is None:
-        reason = (
-            "the other examples, as a mean over the batch does. Let each loss depend on its example alone, and replace the "
-            "layer."
+        reason = "the other examples, as a mean over the batch does, or a rank, a threshold, a count or a shared capacity. "
+        reason += (
+            "Compute each loss from its own row. Weights of single examples are fine, as in focal loss. A choice of the "
+            "hardest examples of a batch, or a count of its classes, is not possible with privacy: take constants."
+            if layer == "the loss"
+            else "Let each loss depend on its example alone, and replace the layer."
         )
     elif isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
         reason = "the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
@@ -116,8 +124,9 @@ def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
         found = output[tuple(map(slice, expected.shape))]
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+        most = max(1e-3, 16 * torch.finfo(found.dtype).eps)
         if found.shape == expected.shape and not torch.allclose(
-            found, expected, rtol=1e-3, atol=1e-4 * size, equal_nan=True
+            found, expected, rtol=most, atol=0.1 * most * size, equal_nan=True
         ):
             return f"the output of the {f'layer {name!r}' if name else 'model'} ({classes[name]})"
     return None

@@ -1,6 +1,7 @@
 """A few real examples for the check before the first step: alone, and together in one batch."""
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -11,6 +12,7 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
+from doppler_hf.privacy.known_numbers import refuse_known_numbers
 from doppler_hf.privacy.randomness import filled_generators, next_numbers
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
@@ -46,8 +48,9 @@ class Probe:
 
     def __init__(self, loader: PrivateLoader) -> None:
         self._loader, self._collator = loader, loader.collator
+        self._candidates = candidates(loader)
         with filled_generators(0):
-            found = fetch(loader.examples, candidates(loader), numbers=loader.numbers)
+            found = fetch(loader.examples, self._candidates, numbers=loader.numbers)
         if loader.lengths is None:
             found.sort(
                 key=lambda row: sum(value.numel() for value in self.collated([row]).values() if isinstance(value, Tensor))
@@ -62,6 +65,7 @@ class Probe:
             shapes[0] == shapes[1] if loader.lengths is None else int(loader.lengths.min()) == self.longest_length
         )
         rows = [*self.short[: SHORT // 2], self.longest, *self.short[SHORT // 2 :]]
+        refuse_known_numbers(lambda: self._collator(copy.deepcopy(rows)), "data_collator", is_same=_are_same)
         first, second = self.collated(rows), self.collated(rows, seed=1)
         stable = [name for name in first if isinstance(first[name], Tensor) and same(first[name], second[name])]
         self._is_random = not all(name in stable for name in first if isinstance(first[name], Tensor))
@@ -84,6 +88,15 @@ class Probe:
                 f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
             )
         return dict(batch)
+
+    def distinct(self, number: int) -> list[Any]:
+        """Return the short examples and further ones, `number` in all; they come again if there are fewer."""
+        loader = self._loader
+        known, more = {*self._candidates}, max(0, number - len(self.short))
+        others = [index for index in candidates(loader, count=more + len(known))[:-1] if index not in known]
+        with filled_generators(0):
+            found = fetch(loader.examples, others[:more], numbers=loader.numbers) if more else []
+        return [*itertools.islice(itertools.cycle([*self.short, *found]), number)]
 
     def further(self) -> Iterator[Inputs]:
         """Make batches of further examples, 64 in all, spread over the data set."""
@@ -136,23 +149,31 @@ class Probe:
                 raise ValueError(_MIXED_ROWS)
 
 
+def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two batches have the same tensors."""
+    if not isinstance(first, Mapping):
+        return True  # which is refused for that
+    tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
+    return all(isinstance(second[name], Tensor) and same(value, second[name]) for name, value in tensors.items())
+
+
 def _are_ignored(batch: Inputs) -> bool:
     labels = batch.get("labels")
     return isinstance(labels, Tensor) and bool((labels == IGNORED_LABEL).all())
 
 
-def candidates(loader: PrivateLoader) -> list[int]:
+def candidates(loader: PrivateLoader, *, count: int = _LOOKED_AT) -> list[int]:
     """Return some indices: of the rarest label, short ones and last the longest; evenly spaced if lengths are unknown."""
     number = len(loader.examples)
     if loader.lengths is None:
-        return evenly(np.arange(number), count=_LOOKED_AT)
+        return evenly(np.arange(number), count=count)
     indices = np.array(evenly(np.arange(number), count=_SORTED))
     ascending = indices[np.argsort(loader.lengths[indices], kind="stable")]
     shorter = ascending[loader.lengths[ascending] < loader.lengths.max()]
     shorter = shorter if len(shorter) else ascending
     # Not the shortest: of a text of one token there may be no loss.
-    short = shorter[len(shorter) // 20 :][: max(_LOOKED_AT, len(shorter) // 20)]
-    chosen = [*evenly(short, count=_LOOKED_AT), int(np.argmax(loader.lengths))]
+    short = shorter[len(shorter) // 20 :][: max(count, len(shorter) // 20)]
+    chosen = [*evenly(short, count=count), int(np.argmax(loader.lengths))]
     if (labels := labels_of(loader.examples)) is None:
         return chosen
     values, first, counts = np.unique(labels[ascending], return_index=True, return_counts=True)

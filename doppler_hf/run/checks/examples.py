@@ -1,25 +1,33 @@
-"""The check before the first step: nine examples of the training set, through the user's own model, loss and collator.
+"""The check before the first step: some examples of the training set, through the user's own model, loss and collator.
 
-Of short examples, eight or for a loss of the user's own as many as a micro-batch has, no loss may have a gradient in
-others' rows. Losses and the engine's gradients of a short and the longest example are compared with plain autograd on each
-alone. This finds what couples examples (norms and means over the batch or its tokens, padding, collators that mix rows),
-statistics that a forward pass keeps, and a wrong rule of the engine.
+- Three passes of two examples in training mode, dropout included: no layer and no loss has random numbers of its own.
+- Short examples in one batch, eight or as many as a micro-batch has if that is affordable: no loss has a gradient in others'
+  rows, and none changes with the examples beside it. The second is looked at with moved weights too, since the first ones
+  may hide what a layer does.
+- A short and the longest example: losses and the engine's gradients are compared with plain autograd on each alone.
+
+This finds what couples examples (norms and means over the batch or its tokens, ranks, counts and capacities, padding,
+collators that mix rows), statistics that a forward pass keeps, seeded noise, and a wrong rule of the engine.
 
 Nothing about the examples is released: the outcome depends on model, loss, data set and collator.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.autograd_check.beside import Batches
 from doppler_hf.privacy.autograd_check.comparison import compare
 from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
+from doppler_hf.privacy.autograd_check.moved_weights import moved_weights
 from doppler_hf.privacy.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.privacy.autograd_check.without_randomness import (
     away_from_zero,
@@ -29,6 +37,7 @@ from doppler_hf.privacy.autograd_check.without_randomness import (
 )
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.layers import listed
+from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_passes
 from doppler_hf.run.checks.loss import TrainedLoss
 from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.digests import adapted_parameters
@@ -37,18 +46,23 @@ from doppler_hf.training_args import DopplerTrainingArguments
 # Relative, of losses and gradients: batches of one and of several are rounded differently.
 ROUNDING: Final = 1e-3
 ROUNDING_BF16: Final = 0.1
+# Multiplications of a batch of short examples: a fraction of a second. As many examples as a micro-batch has take more if
+# the model is large.
+_MOST_ON_CPU: Final = 6e9
+_MOST_ON_ACCELERATOR: Final = 6e11
+_MOST_ROWS: Final = 256
+# With more weights than these, outside of tables, a pass of a single example takes too long on a CPU to look at many.
+_FEW_WEIGHTS: Final = 1 << 24
 
 
 def check_examples(
     clipped: ClippedGradients, model: nn.Module, loss: TrainedLoss, probe: Probe, args: DopplerTrainingArguments
 ) -> None:
     """Check the attached engine, the loss and what is trained; refusals name the layer or tensor at fault."""
-    tolerance = ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
+    tolerance = rounding_of(model, args)
     if args.grad_sample_self_check:
-        # A loss of the user's own may read only batches of the run's size.
-        number = min(max(SHORT, args.per_device_train_batch_size), 4 * SHORT) if loss.is_own else SHORT
-        whole = probe.collated([*itertools.islice(itertools.cycle(probe.short), number)])
-        reached = _Comparison(clipped, model, loss.of_examples, probe, whole, number, tolerance).names_reached()
+        most_rows = args.per_device_train_batch_size
+        reached = _Comparison(clipped, model, loss, probe, most_rows=most_rows, tolerance=tolerance).names_reached()
         unreached = clipped.parameters.keys() - reached
         if unreached and not args.train_unreached_parameters:
             with clipped.unwatched():
@@ -57,22 +71,62 @@ def check_examples(
         loss.check(probe.collated(probe.short[:2]), tolerance / 10)
 
 
-class _Comparison(NamedTuple):
+def rounding_of(model: nn.Module, args: DopplerTrainingArguments) -> float:
+    """Return by which share of itself rounding may change a loss or a gradient."""
+    return ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
+
+
+@contextlib.contextmanager
+def multiply_adds(model: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the multiplications of each layer in the block: outputs times the weights of each."""
+    counted: list[int] = []
+
+    def count(module: nn.Module, _args: Any, output: Any) -> None:
+        weight = vars(module).get("_parameters", {}).get("weight")
+        is_product = isinstance(weight, Tensor) and weight.ndim > 1 and not isinstance(module, nn.Embedding)
+        if is_product and isinstance(output, Tensor):
+            counted.append(output.numel() * weight.shape[1:].numel())
+
+    with register_module_forward_hook(count):
+        yield counted
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "cpu"
+
+
+@dataclass(eq=False)
+class _Comparison:
     clipped: ClippedGradients
     model: nn.Module
-    losses_of: Losses
+    loss: TrainedLoss
     probe: Probe
-    whole: Inputs  # short examples in one batch
-    number: int  # of them
+    most_rows: int  # of a micro-batch
     tolerance: float
+
+    def __post_init__(self) -> None:
+        # Short examples, and the same in one batch.
+        self.rows, self.whole = self.probe.short, self.probe.collated(self.probe.short)
+
+    @property
+    def losses_of(self) -> Losses:
+        return self.loss.of_examples
+
+    @property
+    def number(self) -> int:
+        return len(self.rows)
 
     def names_reached(self) -> set[str]:
         """Compare, and return the names of the trained parameters that a loss reaches."""
         # TF32, which is cuDNN's default, would round more than the tolerance.
         with away_from_zero(self.model), highest_conv_precision(), highest_matmul_precision():
+            with without_dropout(self.model), nothing_written(self.model, again=self._is_random):
+                self._take_as_many_as_are_affordable()
+                found = self._place_of_coupling()
+            with self.clipped.unwatched():
+                two = self.probe.collated(self.probe.short[:2])
+                refuse_known_numbers_in_passes(self.model, self.losses_of, two, tolerance=self.tolerance)
             with without_dropout(self.model):
-                with nothing_written(self.model, again=self._is_random):
-                    found = self._place_of_coupling()
                 try:
                     return self._compared(*found)
                 except ValueError:
@@ -90,6 +144,17 @@ class _Comparison(NamedTuple):
             raise read_by_others(place)
         with self.clipped.unwatched():
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
+
+    def _take_as_many_as_are_affordable(self) -> None:
+        """Take as many examples as a micro-batch has, if the model is small enough for a fraction of a second."""
+        with self.clipped.unwatched(), torch.no_grad(), multiply_adds(self.model) as counted:
+            self.losses_of(self.probe.collated(self.probe.short[:1]))
+        affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
+        # A loss of the user's own may choose among as many as a micro-batch has, such as the hardest eight.
+        least = min(self.most_rows, 4 * SHORT) if self.loss.is_own else SHORT
+        number = max(SHORT, least, min(self.most_rows, _MOST_ROWS, int(affordable)))
+        self.rows = self.probe.distinct(number)
+        self.whole = self.probe.collated(self.rows)
 
     def _place_of_coupling(self) -> tuple[Tensor, str | None]:
         return place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
@@ -109,9 +174,44 @@ class _Comparison(NamedTuple):
             with self.clipped.unwatched():
                 together, each = probe.in_parts(probe.short)
                 raise read_by_others(place, why_gradients_change(Trial(model, losses_of, each, together)))
+        self._refuse_changes_beside_others()
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
         return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
+
+    def _refuse_changes_beside_others(self) -> None:
+        layers = (module for module in self.model.modules() if not isinstance(module, nn.Embedding))
+        weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
+        is_cheap = weights <= _FEW_WEIGHTS or not _is_on_cpu(self.model)
+        batches = Batches(
+            self.model,
+            self.losses_of,
+            self.whole,
+            self.number,
+            lambda places: self.probe.collated([self.rows[place] for place in places]),
+            tolerance=self.tolerance,
+            most_alone=SHORT if is_cheap else 2,
+            is_thorough=is_cheap,
+            norms_by=self.clipped if is_cheap and self.loss.is_users else None,
+        )
+        with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
+            reason, is_seen = None, False
+            # With moved weights the loss may fail, as one of numbers between 0 and 1, or overflow.
+            with moved_weights(self.model), contextlib.suppress(Exception):
+                reason, is_seen = batches.why_losses_change(), True
+            if reason is None and (is_cheap or not is_seen):
+                reason = batches.why_losses_change()
+        if reason is not None:
+            raise ValueError(reason)
+        if self.loss.is_users:
+            with self.clipped.unwatched():
+                is_dropped = batches._replace(norms_by=None).changes_with_nan()
+            if is_dropped:
+                raise ValueError(
+                    "The loss of one example changes if that of another is NaN, so that one record would move what all "
+                    "others contribute. Return losses as they are, without isfinite().all() or a choice among them: an "
+                    "example whose gradient is not finite counts as zero by itself."
+                )
 
 
 @contextlib.contextmanager

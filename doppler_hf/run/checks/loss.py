@@ -27,6 +27,7 @@ class TrainedLoss(NamedTuple):
     check: Callable[[dict[str, Any], float], None]  # refuses a model whose own loss differs by more than a share of it
     is_of_class: Callable[[Tensor], bool]  # whether losses are those of the rule for the model's class
     is_own: bool  # whether code of the user's own computes them, which may count labels that no other loss does
+    is_users: bool  # whether a method that the user has written returns them, and no trainer of this package
     rows_each: int  # as `rows_per_loss` in `ClippedGradients`
 
 

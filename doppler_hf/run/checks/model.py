@@ -10,6 +10,7 @@ from torch import nn
 from doppler_hf.privacy.autograd_check.without_randomness import owners_of_options
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.layers import listed
+from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
 from doppler_hf.training_args import DopplerTrainingArguments
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
@@ -25,6 +26,7 @@ def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe)
     """Refuse a model whose settings show that it cannot be trained privately."""
     _refuse_trainable(model)
     _refuse_adapters(model)
+    refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
     _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.

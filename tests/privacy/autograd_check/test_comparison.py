@@ -121,6 +121,82 @@ def test_a_loss_that_looks_at_the_batch_is_found():
         check(model, losses=losses)
 
 
+class OfOneDirection(nn.Module):
+    """Has for each example a gradient of norm 1 in a direction of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x):
+        return self.weight(x).squeeze(1)
+
+
+@pytest.mark.parametrize("norm_rule", ["ghost", "direct"])
+def test_gradients_of_equal_norm_that_change_places_are_found_although_norms_and_sum_are_right(monkeypatch, norm_rule):
+    model, x = OfOneDirection(), torch.eye(2)
+    options = dict(alone=[{"x": x[:1]}, {"x": x[1:]}], together={"x": x}, norm_rule=norm_rule)
+    losses = lambda inputs: model(inputs["x"])  # noqa: E731
+    compare_with_autograd(model, losses, **options)
+    flipped = (
+        (lambda g: Product(g.left.flip(0), g.right.flip(0))) if norm_rule == "ghost" else lambda g: Dense(g.values.flip(0))
+    )
+    planted(monkeypatch, flipped, form=Product if norm_rule == "ghost" else Dense)
+    with pytest.raises(ValueError, match=r"The per-sample gradients of 'weight.weight' are wrong"):
+        compare_with_autograd(model, losses, **options)
+
+
+class Looked(nn.Module):
+    """Looks up rows of a table by an index, and not by `nn.Embedding`."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return self.table[(x[..., 0] > 2).long()]
+
+
+# With 700 equal contributions to each weight, of which a sum in bfloat16 keeps 256.
+LONG = {
+    "layer norm": lambda: nn.LayerNorm(8),
+    "embedding": lambda: Net(lambda n, x: n.table((x[..., 0] > 2).long()), table=nn.Embedding(4, 8)),
+    "group norm": lambda: Net(lambda n, x: n.norm(x.mT).mT, norm=nn.GroupNorm(2, 8)),
+}
+
+
+def long_rows(layer, dtype, **options):
+    """Compare on rows of 700 places, to each of which the layer's weights contribute alike."""
+    torch.manual_seed(0)
+    model = Net(lambda n, x: n.head(n.layer(x)), layer=layer(), head=nn.Linear(8, 2).requires_grad_(False)).to(dtype)
+    x = torch.rand(2, 700, 8).to(dtype)
+    losses = lambda inputs: model(inputs["x"]).float()[..., 0].mean(dim=1)  # noqa: E731
+    compare_with_autograd(model, losses, alone=[{"x": x[:1]}, {"x": x[1:]}], together={"x": x}, tolerance=0.1, **options)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "opacus"])
+@pytest.mark.parametrize("kind", LONG)
+def test_long_rows_in_bfloat16_pass_where_autograd_itself_stops_adding(kind, engine):
+    long_rows(LONG[kind], torch.bfloat16, engine=engine)
+
+
+def test_a_layer_whose_engine_adds_in_bfloat16_is_refused_with_a_mend_that_works():
+    """Such a layer has no rule, so that its gradients are torch's own."""
+    with pytest.raises(
+        ValueError, match=r"'layer.table' are wrong: .* Load the model with dtype=torch.float32, or freeze it"
+    ):
+        long_rows(Looked, torch.bfloat16)
+    long_rows(Looked, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "embedding"])
+def test_a_wrong_rule_is_found_in_long_rows_of_bfloat16_too(monkeypatch, kind):
+    planted(monkeypatch, lambda g: Dense(g.values * 1.5), form=Dense, of=lambda parameter: True)
+    with pytest.raises(ValueError, match=r"The per-sample gradients of 'layer\.\S+' are wrong"):
+        long_rows(LONG[kind], torch.bfloat16)
+
+
 def test_a_norm_that_is_too_small_is_found_although_the_sum_is_right(monkeypatch):
     right = Squares.totals
     monkeypatch.setattr(Squares, "totals", lambda self: {group: found / 4 for group, found in right(self).items()})

@@ -1,0 +1,164 @@
+"""Whether the loss of an example changes with the examples beside it: by ranks, thresholds, counts or a shared capacity.
+
+A loss such as `losses * (losses.detach() >= losses.detach().median())` has a gradient in its own row alone, and yet one
+record more moves what the others contribute. A gradient cannot show such a choice, but values do: the losses of one batch
+are compared with the losses of the same examples in other batches. In some of these the others are copies of the example
+with the smallest or the largest loss, so that every rank changes, and so does every count. In the rest each example is
+alone, in another place, or beside fewer others.
+
+A factor that changes the gradient but not the value, as a function with a backward pass of its own may have, shows in the
+norms of the per-sample gradients, which are compared too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from doppler_hf.privacy.autograd_check.coupling import random_half
+from doppler_hf.privacy.autograd_check.rounding import OF_ROUNDING, rounded_at_random
+from doppler_hf.privacy.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
+from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
+from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
+
+# The share of the largest loss or norm that is added to the size of each when two are compared: some are rounding alone.
+_OF_THE_LARGEST: Final = 0.1
+
+
+class Outcome(NamedTuple):
+    """What a batch gives for each of its examples."""
+
+    losses: Float[Tensor, " rows"]
+    norms: Float[Tensor, " rows"]  # of their gradients, or zeros if these are not computed
+
+
+class Batches(NamedTuple):
+    """Distinct examples in one batch, of which other batches are made.
+
+    Attributes:
+        model: The model.
+        losses_of: The loss of each example.
+        whole: All examples in one batch.
+        number: How many there are.
+        collated: Returns a batch of some of them, by their places in the whole one.
+        tolerance: By which share of itself rounding may change a loss.
+        most_alone: How many examples are looked at alone.
+        is_thorough: Whether more batches are made than those that show ranks and counts of losses.
+        norms_by: The engine, if norms of gradients are compared too.
+    """
+
+    model: nn.Module
+    losses_of: Losses
+    whole: Inputs
+    number: int
+    collated: Callable[[Sequence[int]], Inputs]
+    tolerance: float
+    most_alone: int
+    is_thorough: bool
+    norms_by: ClippedGradients | None
+
+    def why_losses_change(self) -> str | None:
+        """Return what makes losses change with the examples beside them, as a sentence, or None if nothing does.
+
+        Raises:
+            FloatingPointError: If no loss is finite, so that none can be compared.
+        """
+        found = self._outcome(self.whole, self.number)
+        if not found.losses.isfinite().any():
+            raise FloatingPointError("no loss is finite")
+        for places in self._others(found.losses):
+            other = self._outcome(self._batch(places), len(places))
+            is_other = self._differs(other, found, places)
+            if is_other.any():
+                first = places[int(is_other.nonzero()[0])]
+                rest = [place for place in range(self.number) if place != first]
+                trial = Trial(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
+                return why_losses_change(trial)
+        return None
+
+    def changes_with_nan(self) -> bool:
+        """Return whether losses change, and stay finite, if the model's outputs for another example are NaN.
+
+        So does a loss that drops a whole batch with a NaN in it.
+        """
+        found = self._outcome(self.whole, self.number)
+        place = int(found.losses.nan_to_num(nan=0.0).argmax())
+
+        def spoil(_model: nn.Module, _args: Any, outputs: Any) -> Any:
+            return pytree.tree_map(lambda value: _with_nan(value, place, self.number), outputs)
+
+        handle = self.model.register_forward_hook(spoil)
+        try:
+            other = self._outcome(self.whole, self.number)
+        finally:
+            handle.remove()
+        # What is NaN itself has read the other's numbers, and is found by its gradient.
+        is_other = self._differs(other, found, [*range(self.number)]) & other.losses.isfinite()
+        is_other[place] = False
+        return bool(is_other.any())
+
+    def _outcome(self, batch: Inputs, number: int) -> Outcome:
+        if self.norms_by is None:
+            losses = self.losses_of(dict(batch))
+            refuse_number_of_losses(losses, number)
+            return Outcome(losses.detach(), torch.zeros_like(losses))
+        with self.norms_by.unclipped({}):
+            losses = self.losses_of(dict(batch))
+            refuse_number_of_losses(losses, number)
+            return Outcome(losses.detach(), self.norms_by.backward(losses).detach())
+
+    def _others(self, losses: Tensor) -> Iterator[list[int]]:
+        """Yield the places of the examples of other batches."""
+        order = losses.nan_to_num(nan=0.0).argsort().tolist()
+        is_kept, places = random_half(self.number).tolist(), range(self.number)
+        yield [place if is_kept[place] else order[0] for place in places]
+        # The extremes first, whose rank is another one alone.
+        between = order[1:-1][:: max(1, self.number // max(1, self.most_alone - 2))]
+        for place in dict.fromkeys([order[0], order[-1], *between][: self.most_alone]):
+            yield [place]
+        if self.is_thorough:
+            yield [order[-1] if is_kept[place] else place for place in places]
+            yield [*reversed(places)]
+            yield [place for place in places if is_kept[place]]
+
+    def _batch(self, places: Sequence[int]) -> Inputs:
+        """Return a batch of some examples, padded as in the whole one if all that it has are rows."""
+        if not all(has_rows(value, self.number) for value in self.whole.values()):
+            return self.collated(places)
+        return {name: value[torch.as_tensor(places, device=value.device)] for name, value in self.whole.items()}
+
+    def _differs(self, found: Outcome, whole: Outcome, places: Sequence[int]) -> Bool[Tensor, " rows"]:
+        """Return which examples of a batch have another loss or norm than in the whole one, beyond rounding."""
+        is_other = _differ(found.losses, whole.losses, places, tolerance=self.tolerance)
+        if (
+            self.norms_by is None
+            or not (of_norms := _differ(found.norms, whole.norms, places, tolerance=self.tolerance)).any()
+        ):
+            return is_other
+        # Where terms cancel, as between two equal answers, a norm consists of rounding.
+        changes = []
+        for seed in range(2):
+            with rounded_at_random(seed):
+                changes.append((self._outcome(self.whole, self.number).norms - whole.norms).abs())
+        rounding = OF_ROUNDING * torch.stack(changes).amax(dim=0)[places]
+        return is_other | (of_norms & ~((found.norms - whole.norms[places]).abs() <= rounding))
+
+
+def _differ(found: Tensor, whole: Tensor, places: Sequence[int], *, tolerance: float) -> Bool[Tensor, " rows"]:
+    found, whole = found.double(), whole.double()
+    sizes = whole.abs().nan_to_num(nan=0.0, posinf=0.0)
+    most = tolerance * (sizes + _OF_THE_LARGEST * sizes.max())[places]
+    change = (found - whole[places]).abs().nan_to_num(nan=0.0, posinf=0.0)
+    return (found.isfinite() != whole[places].isfinite()) | (change > most)
+
+
+def _with_nan(value: Any, place: int, number: int) -> Any:
+    """Return a tensor in which the rows of one example are NaN, or the value as it is if it has no rows of examples."""
+    if not is_floating(value) or not value.ndim or len(value) % number:
+        return value
+    rows = value.unflatten(0, (number, -1))
+    is_spoilt = torch.arange(number, device=value.device) == place
+    return rows.masked_fill(is_spoilt.view(-1, *[1] * (rows.ndim - 1)), torch.nan).flatten(0, 1)

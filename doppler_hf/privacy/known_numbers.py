@@ -1,0 +1,140 @@
+"""Random numbers that do not come from the secret words in the global generators, and so may be known.
+
+A layer, loss or collator that has a generator of its own, or that seeds a global one, takes numbers that anybody can repeat
+who knows the seed. They follow the order of the rows: one record more shifts those of all records behind it, and the sum
+moves by more than C. With secret numbers the others' masks are as likely with the record as without it.
+
+What an object holds is found by looking into it. What is hidden, such as a generator in a global variable or a call of
+`manual_seed`, shows when the same pass is made three times: twice after the same filling of the global generators, and in
+between after another one.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from doppler_hf.privacy.clipping.layers import modes_kept
+from doppler_hf.privacy.randomness import filled_generators, states_of_generators
+
+_GENERATORS: Final = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
+_LEAVES: Final = (str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, Tensor, torch.dtype)
+# How deep a search goes: from a layer to an object that it holds, to a list in it, and so on.
+_DEEPEST: Final = 5
+_MOST_OBJECTS: Final = 200_000
+_FIRST: Final = 100  # of a list or a dictionary, which may be one of records
+
+
+def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = False) -> Iterator[tuple[Any, str, Any]]:
+    """Yield an owner, where it holds a generator as a path of names, and the generator.
+
+    Attributes, lists and dictionaries are searched, and partial functions and closures if asked for. What one owner holds is
+    not searched again for another, and other owners are not searched within one. Global generators and those of the
+    operating system, which have no seed, do not count.
+    """
+    seen = {*map(id, owners)}
+    for owner in owners:
+        ahead = [("", owner, 0)]
+        while ahead and len(seen) < _MOST_OBJECTS:
+            path, value, depth = ahead.pop(0)
+            if isinstance(value, _GENERATORS):
+                if not _is_shared(value):
+                    yield owner, path, value
+            elif depth < deepest:
+                new = [
+                    (path + name, each, depth + 1)
+                    for name, each in _parts(value, in_functions=in_functions)
+                    if not isinstance(each, _LEAVES) and id(each) not in seen
+                ]
+                seen.update(id(each) for _, each, _ in new)
+                ahead += new
+
+
+def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{name!r}]", each) for name, each in islice(value.items(), _FIRST))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{place}]", each) for place, each in enumerate(islice(value, _FIRST)))
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        yield "", value.__self__
+    elif in_functions and isinstance(value, functools.partial):
+        yield from (("", each) for each in (value.func, *value.args, *value.keywords.values()))
+    elif in_functions and isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:  # a name that has no value yet
+                continue
+        yield from (("", each) for each in value.__defaults__ or ())
+    yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+
+
+def _is_shared(generator: Any) -> bool:
+    shared = [torch.default_generator, random._inst, np.random.mtrand._rand, np.random.get_bit_generator()]  # type: ignore[attr-defined]
+    shared += torch.cuda.default_generators
+    return isinstance(generator, random.SystemRandom) or any(generator is each for each in shared)
+
+
+def refuse_generators_of_layers(model: nn.Module) -> None:
+    """Refuse a model of which a layer holds a generator."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, path, generator in held_generators(*names, in_functions=True):
+        # Sensitivity: its numbers follow the order of the rows in the batch.
+        raise ValueError(
+            f"The layer {names[module]!r} ({type(module).__name__}) holds a {type(generator).__name__} of its own, at "
+            f"{path.removeprefix('.') or 'itself'}. One record more would shift the random numbers of all others, which "
+            "follow a seed that anybody may know. Let the layer draw from the global generators of torch, NumPy or Python, "
+            "which are secret in a private run: leave out its seed, such as generator_seed, or set the attribute to None."
+        )
+
+
+def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Callable[[Any, Any], bool]) -> Any:
+    """Refuse a computation that seeds a global generator, or draws from another one; return what it computes.
+
+    It is made three times. `is_same` compares what it returned the first and the last time, after the same filling.
+    """
+    found, states = [], []
+    for seed in (0, 1, 0):
+        with filled_generators(seed):
+            found.append(compute())
+            states.append(states_of_generators())
+    seeded = [name for name, state in states[0].items() if state == states[1][name]]
+    if seeded:
+        # Sensitivity: from there on, the numbers of a row are known, and depend on its place in the batch.
+        raise ValueError(
+            f"{what} seeds the global generator of {' and '.join(seeded)}, so that its random numbers are the same every "
+            "time. Anybody may know them, and one record more would shift those of all others. Remove the call of "
+            "manual_seed, random.seed, np.random.seed or set_seed: the trainer fills these generators with secret words."
+        )
+    if not is_same(found[0], found[2]):
+        raise ValueError(
+            f"{what} gives something else for the same batch, although the global generators of torch, NumPy and Python "
+            "were filled alike. It draws from a generator of its own, or keeps something from one batch to the next. Draw "
+            "from the global generators, which are secret in a private run, and keep nothing."
+        )
+    return found[0]
+
+
+def refuse_known_numbers_in_passes(
+    model: nn.Module, losses_of: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any], *, tolerance: float
+) -> None:
+    """Refuse a model or loss that seeds a generator, or has one of its own, in passes as in training, with dropout."""
+
+    def computed() -> Any:
+        losses = losses_of(dict(inputs))
+        return losses.detach() if isinstance(losses, Tensor) else None
+
+    def is_same(first: Any, second: Any) -> bool:
+        if first is None or second is None or first.shape != second.shape:
+            return True  # which is refused for that
+        return torch.allclose(first, second, rtol=tolerance / 10, atol=0.0, equal_nan=True)
+
+    with modes_kept(model), torch.no_grad():
+        model.train()
+        refuse_known_numbers(computed, "The model or its loss", is_same=is_same)
