@@ -131,13 +131,14 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerDPOConfig, trainer_class=DPOTrainer, train_dataset=train_dataset):
+        with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and what the reference says of them ----------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: DopplerDPOConfig, dataset_name: str) -> Any:
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prepare = super()._prepare_dataset
+        prepared = trl_checks.prepared_quietly(prepare, dataset, processing_class, args, dataset_name, args=args)
         if args.disable_dp or dataset_name != "train":
             return prepared
         # Draws are sorted and cut by the lengths of examples, which are found in this column.
@@ -195,6 +196,11 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)
         # Weights below 0 may add up to a loss of 0 or less.
         return LossBound.twice(loss, f"{loss:.3g} (a pair before training)") if loss > 0 else LossBound.guessed()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, but no figures of training batches."""
+        trl_checks.without_training_figures(self)
+        super().log(logs, start_time)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class BoundWatch:
         self._is_noticed = False
 
     def words_on(self, logs: dict[str, float], *, step: int) -> str:
-        """Return what to say about a log, once. Its loss is a mean over the steps since the last log, or at the end over all."""
+        """Return what to say about a log, once. Its loss is a mean over the steps since the last log, or over all."""
         if "loss" in logs:
             steps, self._last = step - self._last, step
             self._sum += logs["loss"] * steps
@@ -169,7 +169,7 @@ class BoundWatch:
         if not self._is_noticed:
             return ""
         return (
-            f"The logged training loss, {mean:.3g}, is close to {self._bound:.4g}, where the loss of each example is clipped, "
-            "so the true loss may be larger. The training itself is not affected. To see more, set "
+            f"The logged training loss, {mean:.3g}, is close to {self._bound:.4g}, where each example's loss is clipped, so "
+            "the true loss may be larger. The training itself is not affected. To see more, set "
             f"per_sample_max_loss={2 * self._bound:.2g} or higher. A loss that is not a number counts as the bound."
         )
