@@ -137,8 +137,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     # --- the data, and what the reference says of them ----------------------------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: DopplerDPOConfig, dataset_name: str) -> Any:
-        prepare = super()._prepare_dataset
-        prepared = trl_checks.prepared_quietly(prepare, dataset, processing_class, args, dataset_name, args=args)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.disable_dp or dataset_name != "train":
             return prepared
         # Draws are sorted and cut by the lengths of examples, which are found in this column.

@@ -68,9 +68,6 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         with trl_checks.made_privately(self, args, DopplerSFTConfig, train_dataset=train_dataset):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: DopplerSFTConfig, *others: Any) -> Any:
-        return trl_checks.prepared_quietly(super()._prepare_dataset, dataset, processing_class, args, *others, args=args)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, but no figures of training batches."""
         trl_checks.without_training_figures(self)

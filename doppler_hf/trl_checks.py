@@ -1,12 +1,11 @@
 """What our TRL trainers share: refusals, preparing the data without a word about a row, and logs without training figures.
 
-TRL prepares the data row by row, and logs the end of every prompt that does not begin its row. Here it prepares `QuietRows`,
-whose functions of a row can neither log nor warn, whatever the words, the logger and the level, in this process or in one of
-`dataset_num_proc`. An error shows its message only if that stands in the code that raised it.
+TRL prepares the data row by row, and logs the end of every prompt that does not begin its row. While one of our trainers is
+made, a function of rows can neither log nor warn, whatever the words, the logger and the level, in this process or in one of
+`dataset_num_proc`. An error shows its message only if that is a constant of the code that raised it.
 """
 
 import contextlib
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any) -> Iterator[None]:
-    """Make one of TRL's trainers in the block, if it can be private."""
+    """Make one of TRL's trainers in the block, if it can be private, and show no row."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
     assert isinstance(args, DopplerTrainingArguments)
@@ -54,19 +53,13 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any)
         )
     # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
     refuse_repeats(args, train_dataset)
-    yield
+    with quiet_rows():
+        yield
     if trainer.aux_loss_enabled:
         raise ValueError(
             "The balancing loss of a router must be off with differential privacy, got "
             f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0."
         )
-
-
-def prepared_quietly(prepare: Callable[..., Any], dataset: Any, *others: Any, args: DopplerTrainingArguments) -> Any:
-    """Return what TRL makes of a data set, with `prepare` and its other arguments, and let no row of it be logged."""
-    if args.disable_dp or not isinstance(dataset, Dataset):
-        return prepare(dataset, *others)
-    return _of_class(Dataset, prepare(_of_class(QuietRows, dataset), *others))
 
 
 def without_training_figures(trainer: Any) -> None:
@@ -76,25 +69,21 @@ def without_training_figures(trainer: Any) -> None:
         trainer._metrics["train"].clear()
 
 
-class QuietRows(Dataset):
-    """A data set whose `map` and `filter`, and those of their results, call a function of rows as `WithoutWords`."""
+@contextlib.contextmanager
+def quiet_rows() -> Iterator[None]:
+    """Let `Dataset.map`, on which `filter` is built too, call each function of rows as `WithoutWords` during the block."""
+    own = Dataset.map
 
-    def map(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Map as `Dataset` does."""
+    def map_quietly(self: Dataset, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         with _errors_without_rows():
-            return _of_class(QuietRows, super().map(function and WithoutWords(function), *args, **kwargs))
+            return own(self, function and WithoutWords(function), *args, **kwargs)
 
-    def filter(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Filter as `Dataset` does."""
-        with _errors_without_rows():
-            return _of_class(QuietRows, super().filter(function and WithoutWords(function), *args, **kwargs))
-
-
-def _of_class(kind: type[Dataset], dataset: Any) -> Any:
-    """Return a data set of the same rows that is of a class."""
-    other = copy.copy(dataset)
-    other.__class__ = kind
-    return other
+    # For the class, since most methods of a data set return one of this class, whatever theirs is.
+    Dataset.map = map_quietly
+    try:
+        yield
+    finally:
+        Dataset.map = own
 
 
 class WithoutWords:

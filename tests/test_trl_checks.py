@@ -4,7 +4,7 @@ import logging
 import warnings
 
 import pytest
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Value, concatenate_datasets
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
@@ -134,11 +134,30 @@ def test_what_is_logged_between_rows_is_shown(caplog):
 
 
 @kinds
-def test_the_data_set_that_is_trained_is_a_plain_one(tmp_path, kind):
-    trainer = made(
-        tmp_path, kind, conversations() if kind == "sft" else preferences(), template=chat_tokenizer().chat_template
-    )
-    assert type(trainer.train_dataset) is Dataset
+def test_data_sets_are_as_they_were_once_a_trainer_is_made(tmp_path, kind):
+    own = Dataset.map
+    made(tmp_path, kind, conversations() if kind == "sft" else preferences(), template=chat_tokenizer().chat_template)
+    with pytest.raises(KeyError):
+        made(tmp_path, kind, Dataset.from_dict({"words": [f"{SECRET} {place}" for place in range(24)]}))
+    assert Dataset.map is own
+
+
+def test_rows_stay_quiet_in_all_that_follows_from_them(caplog):
+    def loud(row, *more):
+        logging.getLogger("trl").warning(f"a row: {row}")
+        return row if not more else True
+
+    rows = Dataset.from_dict({"text": [SECRET] * 4, "other": range(4)})
+    with trl_checks.quiet_rows():
+        rows.map(loud).map(loud)
+        rows.filter(loud).map(loud, batched=True)
+        rows.shuffle(seed=0).select(range(2)).remove_columns("other").map(loud)
+        rows.rename_column("other", "number").filter(loud).select_columns("text").map(loud)
+        rows.train_test_split(2, seed=0)["train"].map(loud)
+        concatenate_datasets([rows, rows]).map(loud)
+    assert SECRET not in logged(caplog)
+    rows.map(loud)
+    assert SECRET in logged(caplog)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -164,10 +183,13 @@ def is_no_number(row):
 @pytest.mark.parametrize("function", [fails_with_the_row, fails_by_a_look_up, is_no_number])
 def test_an_error_shows_no_row(function, processes):
     rows = Dataset.from_dict({"text": [f"{SECRET} {place}" for place in range(8)], "place": range(8)})
-    with pytest.raises(
-        ValueError, match=r"could not be prepared: \w+ in [\w.]+ \([\w.]+, line \d+\)\. Its message"
-    ) as raised:
-        trl_checks._of_class(trl_checks.QuietRows, rows).map(function, num_proc=processes, features=NUMBERS)
+    with (
+        pytest.raises(
+            ValueError, match=r"could not be prepared: \w+ in [\w.]+ \([\w.]+, line \d+\)\. Its message"
+        ) as raised,
+        trl_checks.quiet_rows(),
+    ):
+        rows.map(function, num_proc=processes, features=NUMBERS)
     error = raised.value
     assert SECRET not in str(error)
     assert error.__suppress_context__
@@ -177,8 +199,8 @@ def test_an_error_shows_no_row(function, processes):
 @pytest.mark.parametrize("processes", [None, 2])
 def test_an_error_in_the_words_of_the_code_is_shown(processes):
     rows = Dataset.from_dict({"text": [SECRET] * 4})
-    with pytest.raises(RuntimeError, match="wrong template"):
-        trl_checks._of_class(trl_checks.QuietRows, rows).map(fails_by_a_constant, num_proc=processes)
+    with pytest.raises(RuntimeError, match="wrong template"), trl_checks.quiet_rows():
+        rows.map(fails_by_a_constant, num_proc=processes)
 
 
 def test_a_column_that_is_missing_is_named(tmp_path):

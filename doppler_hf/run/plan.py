@@ -142,7 +142,11 @@ def planned_statement(
     if continued is not None:
         again = under(continued.statement.noise_multiplier)
         before, now = vars(continued.statement), vars(again)
-        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in _CALIBRATED_FOR if now[term] != before[term]]
+        terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
+        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in terms]
+        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # in the words of the arguments
+            words = f"report_train_loss is {now['train_loss']!r}, and was {before['train_loss']!r}"
+            changed[terms.index("loss_noise_multiplier")] = words
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
         if not changed:
             return again
