@@ -18,6 +18,8 @@ from doppler_hf import trl_checks
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.clipping.layers import modes_kept
+from doppler_hf.privacy.loss_bounds import LossBound
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.pair_losses import (
     PAIR_LOSSES,
     REFERENCES,
@@ -26,6 +28,7 @@ from doppler_hf.privacy.pair_losses import (
     collate_pairs,
     lengths_of_answers,
     log_ratios,
+    loss_of_untrained,
     pair_losses,
     references_of,
     side_by_side,
@@ -128,7 +131,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerDPOConfig, trainer_class=DPOTrainer, train_dataset=train_dataset):
+        with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and what the reference says of them ----------------------------------------------------------------
@@ -173,14 +176,30 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " pairs"]:
         """Return the loss of each pair; see `privacy.pair_losses`."""
         return pair_losses(
-            log_ratios(model, inputs),
-            references_of(inputs),
-            lengths_of_answers(inputs),
-            weights=list(zip(self.loss_types, self.loss_weights, strict=True)),
-            terms=PairTerms(self.beta, self.label_smoothing, self.args.discopop_tau, self.args.simpo_gamma),
+            log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs), **self._weights_and_terms
         )
 
     default_per_sample_loss = compute_per_sample_loss
+
+    @property
+    def _weights_and_terms(self) -> dict[str, Any]:
+        weights = list(zip(self.loss_types, self.loss_weights, strict=True))
+        terms = PairTerms(self.beta, self.label_smoothing, self.args.discopop_tau, self.args.simpo_gamma)
+        return {"weights": weights, "terms": terms}
+
+    def _loss_bound(self) -> LossBound:
+        own = type(self)
+        if own.compute_per_sample_loss is not own.default_per_sample_loss:
+            return LossBound.guessed()
+        vocabulary = without_adapters(self.model).config.get_text_config(decoder=True).vocab_size
+        loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)
+        # Weights below 0 may add up to a loss of 0 or less.
+        return LossBound.twice(loss, f"{loss:.3g} (a pair before training)") if loss > 0 else LossBound.guessed()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, but no figures of training batches."""
+        trl_checks.without_training_figures(self)
+        super().log(logs, start_time)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

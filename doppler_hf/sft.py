@@ -65,5 +65,10 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerSFTConfig, trainer_class=SFTTrainer, train_dataset=train_dataset):
+        with trl_checks.made_privately(self, args, DopplerSFTConfig, train_dataset=train_dataset):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, but no figures of training batches."""
+        trl_checks.without_training_figures(self)
+        super().log(logs, start_time)

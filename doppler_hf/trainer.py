@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
+from doppler_hf.privacy.loss_bounds import LossBound, default_bound
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.checks import data as data_checks
@@ -35,6 +36,7 @@ from doppler_hf.run.digests import note_shards
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.logged_loss import raw_loss_kept_here
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
 from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
 from doppler_hf.run.private_run import PrivateRun
@@ -122,7 +124,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         num_trained = self.get_num_trainable_parameters()
-        run = PrivateRun(self.args, self.train_dataset, num_trained=num_trained, earlier=earlier)
+        run = PrivateRun(
+            self.args, self.train_dataset, num_trained=num_trained, earlier=earlier, loss_bound=self._loss_bound()
+        )
         if (shape := run.mechanism.shape).bands > 1 and recorders_in(self.callback_handler.callbacks):
             raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
         return run
@@ -153,6 +157,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             # A new plan: the arguments may have changed since the last run, and what that run spent counts.
             self._run = self.privacy.run = self._new_run(earlier=Earlier(checkpoint, step_of_checkpoint(checkpoint), ledger))
             running.enter_context(self._run)
+            callbacks = self.privacy.seen_by = self.callback_handler.callbacks
+            if self.args.report_train_loss == "raw":
+                running.enter_context(raw_loss_kept_here(callbacks, output_dir=self.args.output_dir))
             running.callback(self.args.forget_run)
             running.enter_context(one_line_if_a_process_ends())
             running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
@@ -267,6 +274,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     @property
     def _has_own_loss(self) -> bool:
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
+
+    def _loss_bound(self) -> LossBound:
+        return default_bound(without_adapters(self.model), has_own_loss=self._has_own_loss)
 
     def _check_loss(self, inputs: Any, tolerance: float) -> None:
         if not self._has_own_loss:

@@ -1,10 +1,20 @@
-"""What our TRL trainers share: refusals, and a log without pieces of examples."""
+"""What our TRL trainers share: refusals, preparing the data without a word about a row, and logs without training figures.
+
+TRL prepares the data row by row, and logs the end of every prompt that does not begin its row. While one of our trainers is
+made, a function of rows can neither log nor warn, whatever the words, the logger and the level, in this process or in one of
+`dataset_num_proc`. An error shows its message only if that is a constant of the code that raised it.
+"""
 
 import contextlib
 import logging
-import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
+
+from datasets import Dataset
+from datasets.formatting import formatting
 
 from doppler_hf.run.checks.data import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -28,8 +38,8 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 
 @contextlib.contextmanager
-def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type, train_dataset: Any) -> Iterator[None]:
-    """Make one of TRL's trainers in the block, if it can be private, and show no piece of an example."""
+def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any) -> Iterator[None]:
+    """Make one of TRL's trainers in the block, if it can be private, and show no row."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
     assert isinstance(args, DopplerTrainingArguments)
@@ -43,13 +53,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type
         )
     # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
     refuse_repeats(args, train_dataset)
-    logger = logging.getLogger(trainer_class.__module__)
-    # Privacy: while it prepares the data, it shows the end of every prompt that differs from those before.
-    logger.addFilter(without_piece)
-    try:
+    with quiet_rows():
         yield
-    finally:
-        logger.removeFilter(without_piece)
     if trainer.aux_loss_enabled:
         raise ValueError(
             "The balancing loss of a router must be off with differential privacy, got "
@@ -57,7 +62,109 @@ def made_privately(trainer: Any, args: Any, config: type, *, trainer_class: type
         )
 
 
-def without_piece(record: logging.LogRecord) -> bool:
-    """Remove the piece of an example from TRL's warning about a prompt that does not begin its row (modified in place)."""
-    record.msg = re.sub(r"(training sequence): .*(\. The model is trained)", r"\1\2", str(record.msg), flags=re.DOTALL)
-    return True
+def without_training_figures(trainer: Any) -> None:
+    """Forget what TRL has found of training batches and would log beside the loss, such as accuracy and entropy."""
+    # Privacy: a private step asks TRL for none, so that nothing is lost here. These figures have no noise.
+    if not trainer.args.disable_dp:
+        trainer._metrics["train"].clear()
+
+
+@contextlib.contextmanager
+def quiet_rows() -> Iterator[None]:
+    """Let `Dataset.map`, on which `filter` is built too, call each function of rows as `WithoutWords` during the block."""
+    own = Dataset.map
+
+    def map_quietly(self: Dataset, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        with _errors_without_rows():
+            return own(self, function and WithoutWords(function), *args, **kwargs)
+
+    # For the class, since most methods of a data set return one of this class, whatever theirs is.
+    Dataset.map = map_quietly
+    try:
+        yield
+    finally:
+        Dataset.map = own
+
+
+class WithoutWords:
+    """A function of rows under which nothing is logged and no warning is shown. A process that is sent it has it, too."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and say in words of our own from where something is not shown."""
+        # Privacy: not the words of a message decide whether it is shown, but that a row is at hand while it is made.
+        places: list[str] = []
+        made = logging.getLogRecordFactory()
+
+        def unseen(*of_record: Any, **options: Any) -> logging.LogRecord:
+            record = made(*of_record, **options)
+            places.append(record.name)
+            record.levelno = -1  # below that of every handler
+            record.msg, record.args, record.exc_info, record.exc_text = "", (), None, None
+            return record
+
+        with warnings.catch_warnings(record=True) as warned, _errors_without_rows():
+            warnings.simplefilter("always")
+            logging.setLogRecordFactory(unseen)
+            try:
+                return self.function(*args, **kwargs)
+            finally:
+                logging.setLogRecordFactory(made)
+                places += [Path(each.filename).name for each in warned]
+                for place in places:
+                    _say_once(place)
+
+
+_said: set[str] = set()
+
+
+def _say_once(place: str) -> None:
+    if place not in _said:
+        _said.add(place)
+        logging.getLogger(__name__).warning(
+            "A message from %s about a row of the data is not shown, because it may hold a part of the row. To read it, "
+            "make the trainer once with disable_dp=True.",
+            place,
+        )
+
+
+_MAY_BE_SHOWN: Final = "_holds_no_row"
+
+
+class RowError(ValueError):
+    """An error while rows are prepared."""
+
+
+@contextlib.contextmanager
+def _errors_without_rows() -> Iterator[None]:
+    """Raise errors of the block, if their message may hold a part of a row, without it."""
+    try:
+        yield
+    except RowError:
+        raise
+    except Exception as error:
+        frames = list(_frames(error.__traceback__))
+        # Privacy: a constant of the code is no part of a row, nor is the name of a column that a row does not have.
+        constants = [constant for code, _ in frames for constant in code.co_consts]
+        is_constant = all(any(type(arg) is type(each) and arg == each for each in constants) for arg in error.args)
+        is_of_system = (
+            isinstance(error, OSError) and error.errno is not None and error.filename is None
+        )  # such as a full disk
+        is_missing_column = isinstance(error, KeyError) and frames[-1][0].co_filename == formatting.__file__
+        if is_constant or is_of_system or is_missing_column or getattr(error, _MAY_BE_SHOWN, False):
+            error.__dict__[_MAY_BE_SHOWN] = True  # which it keeps where one process sends it to another
+            raise
+        code, line = frames[-1]
+        raise RowError(
+            f"The rows of a data set could not be prepared: {type(error).__name__} in {code.co_name} "
+            f"({Path(code.co_filename).name}, line {line}). Its message is not shown, because it may hold a part of a row. "
+            "Look at the names and types of the columns. To read the message, make the trainer once with disable_dp=True."
+        ) from None
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[Any, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code, traceback.tb_lineno
+        traceback = traceback.tb_next

@@ -5,6 +5,7 @@
 - dense_losses: one loss per example of segmentation and of speech
 - token_losses: one loss per example of tokens, whose logits are many
 - pair_losses: one loss per pair of answers
+- loss_bounds: the bound of the private training loss, by the task
 - clipping: per-sample gradients, clipped and summed
 - autograd_check: these gradients, compared with plain autograd
 - noise: from clipped sums to a private gradient

@@ -146,3 +146,15 @@ def pair_losses(
     mean, policy_margin = (each[:, 0] - each[:, 1] for each in (of_tokens, policy))
     pairs = _Pairs(chosen, rejected, mean, policy_margin, (first, second), *terms)
     return torch.stack([weight * PAIR_LOSSES[name](pairs) for name, weight in weights]).sum(dim=0)
+
+
+def loss_of_untrained(*, weights: Sequence[tuple[str, float]], terms: PairTerms, vocabulary: int) -> float:
+    """Return the loss of every pair for a model that prefers no answer and no word: log-ratios of 0, log π = −ln V a token.
+
+    Example:
+        >>> round(loss_of_untrained(weights=[("sigmoid", 1.0)], terms=PairTerms(0.1), vocabulary=50_000), 4)
+        0.6931
+    """
+    references = torch.full((1, 2), -math.log(max(2, vocabulary)))
+    lengths = torch.ones(1, 2, dtype=torch.long)
+    return float(pair_losses(torch.zeros(1, 2), references, lengths, weights=weights, terms=terms))

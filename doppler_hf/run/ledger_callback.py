@@ -8,7 +8,7 @@ at a time writes that of a folder.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from doppler_hf.run.digests import digests_of, is_known, note_shards, untrained_
 from doppler_hf.run.earlier_ledgers import ledgers_of, ledgers_of_model
 from doppler_hf.run.learning_rate import told_of_another_rate
 from doppler_hf.run.lineage import Lineage, adapters_trained_by_others
+from doppler_hf.run.logged_loss import BoundWatch, forget_losses, take_losses
 from doppler_hf.run.model_card import CARD_NAME, HEADING, complete_card, renew_section
 from doppler_hf.run.optimizer import first_learning_rate, learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -47,6 +48,8 @@ class PrivacyCallback(TrainerCallback):
         self._trained: weakref.ref[nn.Module] | None = None
         self._lineage: Lineage | None = None  # of the current run, or the last one
         self._left: ModelDigests | None = None  # of the model when that run, or its user, last left it
+        self._bound_watch: BoundWatch | None = None  # of a private training loss
+        self.seen_by: Sequence[TrainerCallback] = ()  # all callbacks of the trainer, which sets them
 
     @property
     def steps(self) -> Steps:
@@ -109,6 +112,10 @@ class PrivacyCallback(TrainerCallback):
         is_changed = (is_trained or is_same) and not is_known(kwargs["model"], ledger.models)
         self._untrained = None if is_changed else untrained_digest(kwargs["model"])
         self._trained, self._lineage, self._left = weakref.ref(kwargs["model"]), lineage, None
+        self._bound_watch = BoundWatch(run.statement, step=step) if run.statement.train_loss == "private" else None
+        # Privacy: the logs of a checkpoint of an earlier version hold what was raw then.
+        if any(each.statement.train_loss == "raw" for each in ledger.runs):
+            forget_losses(state.log_history)
         if state.is_world_process_zero:
             aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
             ledger.save(args.output_dir)
@@ -138,6 +145,7 @@ class PrivacyCallback(TrainerCallback):
                 model=kwargs["model"],
                 words=self._words,
                 notes=[note for note, is_due in notes.items() if is_due],
+                callbacks=self.seen_by,
             )
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -212,6 +220,11 @@ class PrivacyCallback(TrainerCallback):
         if converts:
             self._leave(model, speaks=True, writes=args.process_index == 0)
 
+    @property
+    def logs_raw_loss(self) -> bool:
+        """Whether the training goes on, and its loss has no noise."""
+        return self._is_running and self.ledger is not None and self.ledger.statement.train_loss == "raw"
+
     def complete_log(self, logs: dict[str, float], *, model: nn.Module) -> None:
         """Add ε to a log (in place), and leave out a loss that is not reported."""
         # Of another model nobody knows what its training has spent: it may have been loaded.
@@ -219,13 +232,21 @@ class PrivacyCallback(TrainerCallback):
         if self.speaks_for(model) if is_evaluation else self._is_running:
             logs["epsilon"] = self.epsilon()
         if self.ledger is not None and self.ledger.statement.train_loss == "none":  # zeros
-            logs.pop("loss", None)
-            logs.pop("train_loss", None)
+            take_losses(logs)
 
     def complete_card(self, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
         """Add the optimizer and a section on privacy to Transformers' model card, if the ledger speaks for the model."""
         if self.ledger is not None and self.speaks_for(model):
             complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=self.ledger, words=self._words)
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Say once if the private training loss is close to its bound."""
+        if self._bound_watch is not None and self._is_running and logs is not None:
+            words = self._bound_watch.words_on(logs, step=state.global_step)
+            if words and state.is_world_process_zero:
+                print(words)
 
     def on_step_end(
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -20,6 +20,7 @@ from doppler_hf.privacy import (
     get_noise_multiplier,
 )
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -89,8 +90,11 @@ def planned_statement(
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
     earlier: Earlier = NOTHING,
+    default_max_loss: float = GUESS,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
+
+    The private training loss is clipped to `default_max_loss`, unless `args` have a bound.
 
     A run that continues a ledger keeps its mechanism. With another target or length it is another plan, with what
     the plans so far leave of the target.
@@ -101,6 +105,7 @@ def planned_statement(
         steps = theirs  # as before 0.3
     of_loss = args.train_loss_budget if args.report_train_loss == "private" else 0.0
     of_gradient = 1.0 - of_loss
+    max_loss = default_max_loss if args.per_sample_max_loss is None else args.per_sample_max_loss
     column = args.privacy_unit_column
     source = noise_source(args.device, floating_point_safe=args.floating_point_safe, seed=args.noise_seed)
 
@@ -119,7 +124,7 @@ def planned_statement(
             augmentation_multiplicity=args.augmentation_multiplicity,
             clip_unit_mean=args.clip_unit_mean and column is not None,
             train_loss=args.report_train_loss,
-            per_sample_max_loss=args.per_sample_max_loss if of_loss else None,
+            per_sample_max_loss=max_loss if of_loss else None,
             loss_noise_multiplier=noise_multiplier * math.sqrt(of_gradient / of_loss) if of_loss else None,
             target_delta=delta,
             target_epsilon=args.target_epsilon,
@@ -137,7 +142,11 @@ def planned_statement(
     if continued is not None:
         again = under(continued.statement.noise_multiplier)
         before, now = vars(continued.statement), vars(again)
-        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in _CALIBRATED_FOR if now[term] != before[term]]
+        terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
+        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in terms]
+        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # in the words of the arguments
+            words = f"report_train_loss is {now['train_loss']!r}, and was {before['train_loss']!r}"
+            changed[terms.index("loss_noise_multiplier")] = words
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
         if not changed:
             return again
@@ -184,7 +193,8 @@ def mechanisms_of(
     of_gradient = gaussian(statement.noise_multiplier, args.per_sample_max_grad_norm, shape=shape)
     if statement.loss_noise_multiplier is None:
         return of_gradient, None
-    of_loss = gaussian(statement.loss_noise_multiplier, args.per_sample_max_loss)
+    assert statement.per_sample_max_loss is not None
+    of_loss = gaussian(statement.loss_noise_multiplier, statement.per_sample_max_loss)
     return of_gradient, PrivateLoss(of_loss, device=args.device)
 
 

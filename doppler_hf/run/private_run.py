@@ -23,6 +23,7 @@ from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.sampling import digest_of_data
+from doppler_hf.privacy.loss_bounds import LossBound
 from doppler_hf.privacy.losses import has_one_label, without_adapters
 from doppler_hf.privacy.randomness import fill_in_worker, filled_generators
 from doppler_hf.run.checks.examples import check_examples
@@ -63,7 +64,9 @@ class PrivateRun:
         *,
         num_trained: int,
         earlier: Earlier = NOTHING,
+        loss_bound: LossBound | None = None,
     ) -> None:
+        self.loss_bound = loss_bound or LossBound.guessed()
         self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
         self._resources = contextlib.ExitStack()
         self.steps: Steps | None = None
@@ -91,7 +94,9 @@ class PrivateRun:
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         # Shaped noise protects a unit that takes part at most once in so many steps.
         self.sampler.take_turns(shape.bands)
-        self.statement = planned_statement(args, sampler=self.sampler, noise_shape=shape, earlier=earlier)
+        self.statement = planned_statement(
+            args, sampler=self.sampler, noise_shape=shape, earlier=earlier, default_max_loss=self.loss_bound.value
+        )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._continues_rounds = self._take_up_rounds()
         self.ledger: PrivacyLedger | None = None

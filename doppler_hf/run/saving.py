@@ -10,12 +10,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
 from doppler_hf.run.model_card import with_columns_in_one_order
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
@@ -55,6 +56,7 @@ class SavingTrainer(ShardedTrainer):
     """`Trainer` that saves a ledger with each model and none of the draws; `DopplerTrainer` sets its attributes."""
 
     optimizer: Any
+    control: TrainerControl
     _run: PrivateRun | None
     _ledger_keeper: PrivacyCallback
 
@@ -156,8 +158,21 @@ class SavingTrainer(ShardedTrainer):
     create_model_card = with_privacy_section(Trainer.create_model_card)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Transformers does, with ε, and without the training loss if it is not reported."""
-        self._ledger_keeper.complete_log(logs, model=self.model)
-        for recorder in recorders_in(self.callback_handler.callbacks):
+        """Log as Transformers does, with ε, and without the training loss if it is not reported.
+
+        A raw loss is taken out of `logs`, which are those that scripts save as metrics, and is shown locally.
+        """
+        keeper, handler = self._ledger_keeper, self.callback_handler
+        keeper.complete_log(logs, model=self.model)
+        for recorder in recorders_in(handler.callbacks):
             recorder.add_estimates(logs)
-        super().log(logs, start_time)
+        # Privacy: what Transformers keeps, saves and sends never holds a raw loss.
+        losses = take_losses(logs) if keeper.logs_raw_loss else {}
+        if not losses:
+            super().log(logs, start_time)
+            return
+        with only_local(handler, output_dir=self.args.output_dir) as local:
+            super().log(logs, start_time)
+            handler.callbacks = local
+            show_beside_evaluations(local, losses)
+            self.control = handler.on_log(self.args, self.state, self.control, losses | logs)

@@ -7,12 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from transformers.integrations import TensorBoardCallback
+
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.checks.model import computes_in_bf16
+from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.private_run import PrivateRun
@@ -22,6 +25,9 @@ from doppler_hf.training_args import DopplerTrainingArguments
 DROWNED: Final = 0.005
 # By the definition alone, an attack with 1 % false positives may recognise 99 % of the records at ε = 5; usual are 1 to 8.
 LARGEST_EPSILON: Final = 10.0
+_NOISY: Final = (
+    0.125  # the noise of a logged loss that is told of, in units of its bound; twice that in an untrained model's loss
+)
 _LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
@@ -33,6 +39,7 @@ def print_start(
     model: Any,
     words: Mapping[str, str],
     notes: Sequence[str],
+    callbacks: Sequence[Any],
 ) -> None:
     """Print what a run guarantees, takes and trains, and what to watch for; `words` are of its "rate" and "filter"."""
     assert run.ledger is not None
@@ -62,8 +69,10 @@ def print_start(
     lengths = run.sampler.lengths
     if computes_in_bf16(model, args) and lengths is not None and lengths.min() < lengths.max():
         watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
+    if statement.train_loss == "private" and statement.loss_noise_multiplier:
+        watched += noisy_loss(statement, logging_steps=args.logging_steps)
     if statement.train_loss == "raw":
-        watched.insert(0, "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it")
+        watched = [*where_raw_loss_goes(callbacks, output_dir=args.output_dir), *watched]
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
@@ -75,7 +84,11 @@ def print_start(
     # The first line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
-        noises = (("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C"))
+        noises = [("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C")]
+        if statement.train_loss == "private":
+            noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
+            if args.per_sample_max_loss is None:
+                noises.append(("its bound", f"{statement.per_sample_max_loss:.4g} = {run.loss_bound.words}"))
         assert run.steps is not None, "the engine is attached"
         one_of_each = {how: name for name, how in run.steps.clipped.fallbacks.items()}
         slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
@@ -128,6 +141,36 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
         else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )
     print(*lines)
+
+
+def noisy_loss(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:
+    """Return how large the noise of the logged loss is, if one value says little about the loss."""
+    steps = logging_steps if logging_steps >= 1 else math.ceil(logging_steps * statement.steps_planned)
+    noise = noise_of_loss(statement, steps=min(int(steps), statement.steps_planned))
+    assert statement.per_sample_max_loss is not None
+    if noise <= _NOISY * statement.per_sample_max_loss:
+        return []
+    return [f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or take larger batches"]
+
+
+def where_raw_loss_goes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:
+    """Return who sees a loss that has no noise, and who does not."""
+    words = [
+        "the training loss shown here is not private, and not saved: report_train_loss='private' adds noise, 'none' hides it"
+    ]
+    if copying := copies_of_console(callbacks):
+        words = [f"the raw training loss is not printed, because {' and '.join(copying)} would upload what is printed"]
+    local = local_callbacks(callbacks, output_dir=output_dir)
+    for each in callbacks:
+        if isinstance(each, TensorBoardCallback):
+            is_local = any(each is other for other in local)
+            words += [
+                f"TensorBoard's files are in {folder_of(each)}, since they hold the raw training loss: do not share them"
+                if is_local
+                else "TensorBoard does not get the raw training loss, since its files are within output_dir or on another "
+                f"machine ({folder_of(each)}). Set TENSORBOARD_LOGGING_DIR to another folder, or leave it out"
+            ]
+    return words
 
 
 def drowned(noise: float, *, num_trained: int) -> list[str]:

@@ -146,12 +146,16 @@ class DopplerTrainingArguments(TrainingArguments):
         "noise's variance.",
     )
     report_train_loss: Literal["raw", "private", "none"] = HfArg(
-        default="raw",
-        help="raw: log the training loss as it is, which is not private. private: clip each example's loss, add noise and "
-        "account for it. none: log no training loss.",
+        default="private",
+        help="private: clip each example's loss, add noise, and count it in ε. raw: show the training loss as it is, which "
+        "is not private, on the console and in TensorBoard's files outside of output_dir; checkpoints, metrics, model card "
+        "and other trackers do not get it. none: no training loss at all.",
     )
-    per_sample_max_loss: float = HfArg(
-        default=5.0, help="With report_train_loss=private, the bound to which each example's loss is clipped."
+    per_sample_max_loss: float | None = HfArg(
+        default=None,
+        help="With report_train_loss=private, the bound to which each example's loss is clipped. Default: twice the loss of "
+        "a model that knows nothing: 2 ln(num_labels) for a classifier, 2 ln(vocab_size) for a language model; 5 for a "
+        "regression and for other losses of your own. docs/guides/training-loss.md has the rule of each task.",
     )
     train_loss_budget: float = HfArg(
         default=0.01,

@@ -48,7 +48,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
-    "per_sample_max_loss": (_POSITIVE, "Usual is 5."),
+    "per_sample_max_loss": (_POSITIVE, "Leave it out for twice the loss of an untrained model."),
     "train_loss_budget": (("lie in (0, 1)", lambda value: 0.0 < value < 1.0), "Usual is 0.01."),
     "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
     # Transformers trains one step then, at a learning rate of a schedule of none.

@@ -5,9 +5,11 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +24,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
+from doppler_hf.cli import main
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
+from doppler_hf.privacy.accounting.attack import percent
+from doppler_hf.reports import planned_runs
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.test_voice import parts
 
@@ -240,6 +246,66 @@ def test_notation_names_what_there_is():
     coefficients = {"a", "b", "max_grad_norm", "noise_std"}
     assert len(named) > 25
     assert named <= RECIPE_FIELDS | statement | galore | code | coefficients | set(filter_names)
+
+
+def figures_of(cell):
+    """The mean and the standard error in a cell of a table, each with one digit; the error of one run is None."""
+    mean, _, error = cell.replace("*", "").replace(" ", "").partition("±")
+    return f"{float(mean):.1f}", f"{float(error):.1f}" if error else None
+
+
+def test_the_accuracies_of_the_readme_are_those_of_their_pages():
+    """Each with the standard error over seeds that its page has, or as one run, if its page says so."""
+    table = README.read_text().partition("± its standard error; without ± a single run):")[2].partition("On CPUs")[0]
+    rows = re.findall(r"^\| \[[^]]*\]\(([^)#]+)[^)]*\)[^|]* \|(.+)\|$", table, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for path, cells in rows:
+        page = (ROOT / path).read_text()
+        assert re.search(r"± (is )?the\s+standard\s+error", page), path
+        of_page = {figures_of(found) for found in re.findall(r"\d+\.\d+ ± \d+\.\d+", page)}
+        for cell in cells.split("|"):
+            mean, error = figures_of(cell)
+            if error is None:
+                assert re.search(rf"seed 1 alone[^|]*\| {re.escape(mean)} \|", page), cell
+            else:
+                assert (mean, error) in of_page, cell
+
+
+def test_errors_are_those_of_the_seeds_that_a_page_lists():
+    """Standard errors of means, where the single runs stand beside them."""
+    page = (RESULTS / "sst2.md").read_text()
+    for values, mean, error in (
+        ([83.8, 84.5, 85.4, 85.9, 83.3], "84.6", "0.5"),
+        ([89.8, 90.4, 89.7, 89.8, 90.6], "90.0", "0.2"),
+    ):
+        listed = ", ".join(map(str, values[:-1]))
+        assert f"{listed}, {values[-1]}" in page or f"{listed} and {values[-1]}" in page
+        assert f"{mean} ± {error}" in page
+        assert statistics.mean(values) == pytest.approx(float(mean), abs=0.07)
+        assert statistics.stdev(values) / len(values) ** 0.5 == pytest.approx(float(error), abs=0.05)
+
+
+@pytest.mark.parametrize("epsilon", [3, *thorough(1, 8)])
+def test_the_page_for_beginners_has_the_figures_of_the_plan_that_it_prints(epsilon, capsys, monkeypatch):
+    page = DOCS / "start" / "dp-in-ten-minutes.md"
+    text = " ".join(prose(page).split())
+    (command,) = [command for command in commands(page) if command.startswith("doppler-hf plan")]
+    monkeypatch.setattr(planned_runs, "EPOCH_FACTORS", (1,))
+    monkeypatch.setattr(planned_runs, "BATCH_SIZE_FACTORS", (1, 2))
+    words = shlex.split(command)[1:]
+    assert words[-2:] == ["--epsilon", "3"]
+    assert main([*words[:-1], str(epsilon), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (
+        f"{percent(plan['attack']['tpr_at_1e-2_fpr'])} " + ("of members " if epsilon == 1 else "") + f"at ε = {epsilon}"
+        in text
+    )
+    if epsilon == 3:
+        own, twice = (
+            other["noise_multiplier"] / (other["expected_batch_size"] * other["steps"] ** 0.5)
+            for other in plan["alternatives"]
+        )
+        assert f"twice the batch has {own / twice:.2f} times less noise" in text
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():

@@ -94,8 +94,8 @@ def test_one_example_is_refused_by_what_it_is(tmp_path):
 
 
 def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
-    plain = plan_of(tmp_path)
-    loss = dict(report_train_loss="private", train_loss_budget=0.04)
+    plain = plan_of(tmp_path, report_train_loss="none")
+    loss = dict(train_loss_budget=0.04)  # the loss is private by default
     with_loss = plan_of(tmp_path, **loss)
     assert with_loss.noise_multiplier == pytest.approx(plain.noise_multiplier / math.sqrt(0.96))
     assert with_loss.loss_noise_multiplier == pytest.approx(plain.noise_multiplier / 0.2)

@@ -92,7 +92,7 @@ def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, caps
     saving = dict(save_strategy="steps", save_steps=6, callbacks=[look])
     first = trained(trainer_of(tmp_path, max_steps=12, **saving, **options))
     statement = first.private_run.statement
-    event = dp_accounting.PoissonSampledDpEvent(1 / 3, dp_accounting.GaussianDpEvent(statement.noise_multiplier))
+    event = dp_accounting.PoissonSampledDpEvent(1 / 3, dp_accounting.GaussianDpEvent(statement.effective_noise_multiplier))
 
     def theirs(steps):
         accountant = PLDAccountant(value_discretization_interval=1e-4)

@@ -35,4 +35,4 @@ def test_a_step_reads_in_few_files(tmp_path, monkeypatch):
     files = {file for file, _ in followed.functions}
     assert {"trainer.py", "run/steps.py", "privacy/noise/mechanism.py", "optim/update.py"} <= files
     assert len(files) <= 25, sorted(files)
-    assert len(followed.functions) <= 175
+    assert len(followed.functions) <= 180  # with the release of the private loss

@@ -1,0 +1,175 @@
+"""The training loss on its way into logs: a raw one is shown here and kept nowhere, and a private one says if it is clipped.
+
+Transformers sends each log to two places: `state.log_history`, which it writes into checkpoints and the model card, and
+`on_log` of every callback, among them the trackers. A raw loss reaches only the callbacks that show it on this console, and
+TensorBoard, if its files are outside of the folder of the model. All other callbacks count as remote, also your own, since
+nobody can see what a callback does with a loss.
+"""
+
+import contextlib
+import copy
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers.integrations import (
+    ClearMLCallback,
+    CometCallback,
+    NeptuneCallback,
+    SwanLabCallback,
+    TensorBoardCallback,
+    WandbCallback,
+)
+from transformers.integrations.integration_utils import default_logdir
+from transformers.trainer_callback import CallbackHandler
+
+from doppler_hf.privacy import PrivacyStatement
+
+LOSSES: Final = ("loss", "train_loss")
+# What else shows logs on the console: of modules that need a notebook, or TRL.
+_CONSOLES: Final = (
+    ("transformers.utils.notebook", "NotebookProgressCallback"),
+    ("trl.trainer.callbacks", "RichProgressCallback"),
+)
+# These upload what the program prints.
+_COPY_THE_CONSOLE: Final = (ClearMLCallback, CometCallback, NeptuneCallback, SwanLabCallback, WandbCallback)
+_NEAR: Final = 0.75  # a mean of clipped losses this near to their bound is told of; an untrained model's is at a half
+
+
+def take_losses(logs: dict[str, float]) -> dict[str, float]:
+    """Remove the training losses from a log (in place), and return them."""
+    return {name: logs.pop(name) for name in LOSSES if name in logs}
+
+
+def forget_losses(history: list[dict[str, float]]) -> None:
+    """Remove the training losses from the logs of a checkpoint (in place), which before 0.4 held raw ones."""
+    for logs in history:
+        take_losses(logs)
+
+
+def copies_of_console(callbacks: Sequence[object]) -> list[str]:
+    """Return the trackers among the callbacks that upload what is printed."""
+    return [type(each).__name__.removesuffix("Callback") for each in callbacks if isinstance(each, _COPY_THE_CONSOLE)]
+
+
+def local_callbacks(callbacks: Sequence[Any], *, output_dir: str) -> list[Any]:
+    """Return the callbacks that may get a raw loss: the console's, unless a tracker copies it, and TensorBoard's."""
+    found = [(sys.modules.get(module), name) for module, name in _CONSOLES]
+    consoles = (ProgressCallback, PrinterCallback, *(getattr(module, name) for module, name in found if module is not None))
+    is_copied = bool(copies_of_console(callbacks))
+    return [
+        each
+        for each in callbacks
+        if (isinstance(each, consoles) and not is_copied)
+        or (isinstance(each, TensorBoardCallback) and _is_outside(folder_of(each), output_dir))
+    ]
+
+
+def folder_of(callback: TensorBoardCallback) -> str | None:
+    """Return where TensorBoard's files are."""
+    folder = getattr(callback.tb_writer, "log_dir", None) or callback.logging_dir
+    return None if folder is None else str(folder)
+
+
+def _is_outside(folder: str | None, output_dir: str) -> bool:
+    if folder is None or "://" in folder:  # a bucket
+        return False
+    return not Path(folder).resolve().is_relative_to(Path(output_dir).resolve())
+
+
+@contextlib.contextmanager
+def raw_loss_kept_here(callbacks: Sequence[Any], *, output_dir: str) -> Iterator[None]:
+    """Let TensorBoard write beside the folder of the model during the block, unless it was given a folder.
+
+    By default it writes into that folder, which people share, and `push_to_hub` uploads.
+    """
+    for each in callbacks:
+        if isinstance(each, TensorBoardCallback) and each.tb_writer is None and each.logging_dir is None:
+            home = Path(output_dir).resolve()
+            each.logging_dir = os.path.join(home.with_name(f"{home.name}-raw-loss"), default_logdir())
+    try:
+        yield
+    finally:
+        for each in callbacks:
+            vars(each).pop("on_evaluate", None)
+
+
+@contextlib.contextmanager
+def only_local(handler: CallbackHandler, *, output_dir: str) -> Iterator[list[Any]]:
+    """Take the callbacks that may get a raw loss out of a handler during the block, and give them."""
+    everyone = handler.callbacks
+    local = local_callbacks(everyone, output_dir=output_dir)
+    handler.callbacks = [each for each in everyone if not any(each is other for other in local)]
+    try:
+        yield local
+    finally:
+        handler.callbacks = everyone
+
+
+def show_beside_evaluations(callbacks: Sequence[Any], losses: dict[str, float]) -> None:
+    """Let a notebook's table, which takes the loss beside an evaluation from the history of logs, find it."""
+    notebook = sys.modules.get("transformers.utils.notebook")
+    for each in callbacks:
+        if notebook is not None and isinstance(each, notebook.NotebookProgressCallback):
+            vars(each)["on_evaluate"] = _with_history(each, [losses])
+
+
+def _with_history(callback: Any, history: list[dict[str, float]]) -> Any:
+    def on_evaluate(args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        seen = copy.copy(state)
+        seen.log_history = history
+        return type(callback).on_evaluate(callback, args, seen, control, **kwargs)
+
+    return on_evaluate
+
+
+def noise_of_loss(statement: PrivacyStatement, *, steps: int) -> float:
+    """Return the standard deviation of the noise on the mean private loss of some steps."""
+    assert statement.loss_noise_multiplier is not None
+    assert statement.per_sample_max_loss is not None
+    each = statement.loss_noise_multiplier * statement.per_sample_max_loss / statement.expected_batch_size
+    return each / math.sqrt(max(1, steps))
+
+
+class BoundWatch:
+    """Notices if the private loss is so near to its bound that many losses must be clipped.
+
+    Privacy: it reads what is released.
+    """
+
+    def __init__(self, statement: PrivacyStatement, *, step: int) -> None:
+        assert statement.per_sample_max_loss is not None
+        self._statement, self._bound = statement, statement.per_sample_max_loss
+        # Until the noise of their mean is a twentieth of the bound, or the training is over.
+        enough = (noise_of_loss(statement, steps=1) / (0.05 * self._bound)) ** 2
+        self._enough = min(max(1, math.ceil(enough)), max(1, statement.steps_planned - step))
+        self._first, self._last, self._sum, self._steps = step, step, 0.0, 0
+        self._is_noticed = False
+
+    def words_on(self, logs: dict[str, float], *, step: int) -> str:
+        """Return what to say about a log, once. Its loss is a mean over the steps since the last log, or over all."""
+        if "loss" in logs:
+            steps, self._last = step - self._last, step
+            self._sum += logs["loss"] * steps
+        elif "train_loss" in logs and self._last == self._first:  # none was logged before
+            steps = step - self._first
+            self._sum = logs["train_loss"] * steps
+        else:
+            return ""
+        self._steps += steps
+        if self._steps < self._enough or self._is_noticed:
+            return ""
+        mean, noise = self._sum / self._steps, noise_of_loss(self._statement, steps=self._steps)
+        self._sum, self._steps = 0.0, 0
+        self._is_noticed = mean >= _NEAR * self._bound and mean - 3.0 * noise >= 0.5 * self._bound
+        if not self._is_noticed:
+            return ""
+        return (
+            f"The logged training loss, {mean:.3g}, is close to {self._bound:.4g}, where each example's loss is clipped, so "
+            "the true loss may be larger. The training itself is not affected. To see more, set "
+            f"per_sample_max_loss={2 * self._bound:.2g} or higher. A loss that is not a number counts as the bound."
+        )
