@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
+from tests.support.source import parts
+
 ROOT = Path(__file__).parents[1]
 FILES = [path for folder in ("doppler_hf", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 ERRORS = ("ValueError", "TypeError", "RuntimeError", "MissingExtraError")
@@ -23,25 +25,6 @@ PAGES = [*DOCS, ROOT / "CHANGELOG.md", *sorted((ROOT / "recipes").rglob("*.md"))
 # Words that begin a noun phrase or a question, where an imperative is wanted.
 NO_VERBS = {"A", "All", "An", "As", "By", "Every", "For", "How", "If", "In", "It", "Its", "No", "Of", "One", "So", "That",
             "The", "This", "To", "What", "When", "Where", "Whether", "Which", "Who", "With"}  # fmt: skip
-
-
-def parts(node: ast.expr) -> Iterator[str | None]:
-    """Yield the pieces of a message, X for a placeholder and None for what is no text."""
-    match node:
-        case ast.Constant(value=str(text)):
-            yield text
-        case ast.JoinedStr(values=values):
-            for value in values:
-                yield from parts(value)
-        case ast.FormattedValue():
-            yield "X"
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            yield from parts(left)
-            yield from parts(right)
-        case ast.IfExp(body=body):
-            yield from parts(body)
-        case _:
-            yield None
 
 
 def messages(tree: ast.AST) -> Iterator[str]:

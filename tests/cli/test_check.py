@@ -8,7 +8,7 @@ import pytest
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
-from tests.cli.test_audit import flat, recipe  # noqa: F401
+from tests.support.printed import flat
 
 SCRIPT = """
 import sys
@@ -39,7 +39,7 @@ def script(tmp_path):
     return str(path)
 
 
-def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):  # noqa: F811
+def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):
     words = ["check", str(recipe), "--pairs", "3", "--draw_size=10", "--clipping=vanilla"]
     assert main([*words, "--per_device_train_batch_size=20"]) == 0
     shown = flat(capsys.readouterr().out)
@@ -51,7 +51,7 @@ def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):  # noqa: F8
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):  # noqa: F811
+def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):
     right = clipping.clip_factors
     monkeypatch.setattr(clipping, "clip_factors", lambda norms, **options: 1.5 * right(norms, **options))
     words = ["--pairs=2", "--draw-size=5", "--no_grad_sample_self_check", "--per_device_train_batch_size=20"]

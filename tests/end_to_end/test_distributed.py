@@ -10,10 +10,9 @@ import torch
 
 from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
-from tests.end_to_end.test_early_ends import interrupted
 from tests.support import processes
 from tests.support.tiny import head_alone, text_data
-from tests.support.trainers import NoSignal, On, Recorder, at, weights
+from tests.support.trainers import NoSignal, On, Recorder, at, interrupted, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 

@@ -16,7 +16,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.pair_losses import PAIR_LOSSES, lengths_of_answers, log_ratios, references_of, side_by_side
 from tests.support import chat
-from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, whole_resumed_and_saved
+from tests.support.chat import LORA, chat_tokenizer, tiny_llama, whole_resumed_and_saved
 from tests.support.ledgers import said
 from tests.support.tiers import further, thorough
 from tests.support.tiny import tiny_bert
@@ -29,32 +29,10 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer, DopplerSFTConfig, DopplerSFTTrainer
+from tests.support.dpo import FORMATS, arguments, trainer_of
 
-# A data set, the adapters, and what the model reads before and in the answers, without the end of the text.
-FORMATS = {
-    "prompt": (chat.preferences, None, lambda q, a: (q, f" {a}")),
-    "implicit": (chat.implicit_preferences, None, lambda q, a: (f"{q} ", a)),
-    "conversation": (chat.conversational_preferences, LORA, lambda q, a: (f"<|user|>{q}<|assistant|>", a)),
-}
 REFERENCES = "ref_chosen_logps", "ref_rejected_logps"
 OF_OTHER_TRAINERS = ["cpo", "simpo", "orpo"]
-
-
-arguments = functools.partial(arguments_of, cls=DopplerDPOConfig)
-
-
-def trainer_of(folder, name="prompt", *, cls=DopplerDPOTrainer, model=None, data=None, ref_model=None, **options):
-    make, adapters, _ = FORMATS[name]
-    data = make() if data is None else data
-    return cls(
-        model=tiny_llama() if model is None else model,
-        ref_model=ref_model,
-        args=arguments(folder, **options),
-        train_dataset=data,
-        eval_dataset=data.select(range(min(4, len(data)))) if isinstance(data, Dataset) else None,
-        processing_class=chat_tokenizer(),
-        peft_config=adapters,
-    )
 
 
 @pytest.mark.parametrize("adapters", [LORA, *thorough(None)])

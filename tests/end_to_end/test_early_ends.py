@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
-from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
@@ -17,7 +16,7 @@ from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert
-from tests.support.trainers import On, at, interrupt, trained, trainer_of
+from tests.support.trainers import On, at, interrupt, interrupted, trained, trainer_of
 
 PLANNED = dict(noise_multiplier=None, target_epsilon=3.0, max_steps=9)
 
@@ -174,28 +173,6 @@ def test_a_model_of_its_own_has_cost_nothing_before(tmp_path, capsys):
 
 
 # --- rounds that go on ----------------------------------------------------------------------------------------------------
-
-
-class Sees(DopplerTrainer):
-    """Keeps the texts that it has trained on."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.seen = []
-
-    def compute_per_sample_loss(self, model, inputs):
-        self.seen += [tuple(row[row != 0].tolist()) for row in inputs["input_ids"]]
-        return super().compute_per_sample_loss(model, inputs)
-
-
-def interrupted(tmp_path, *, within="step_begin", **options):
-    """Train 6 steps of one round, which go on after 4 or, within an optimizer's step, 5; a checkpoint every 2."""
-    terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2) | options
-    # 48 records and batches of 8: a round has 6 steps.
-    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[On(**{within: at(4, interrupt)})], **terms)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    return trainer, trainer_of(tmp_path, data=text_data(48), cls=Sees, **terms)
 
 
 def secrets_of(trainer):

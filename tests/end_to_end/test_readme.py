@@ -36,9 +36,9 @@ from doppler_hf.workloads.arguments import parse_args
 from doppler_hf.workloads.lora import LoraArguments
 from doppler_hf.workloads.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
+from tests.support.source import parts
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.test_voice import parts
 
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"

@@ -125,7 +125,7 @@ EQUAL = {
 def test_pairs_of_equal_answers_train(tmp_path, name, bf16, rounded):
     """Their gradient is nothing but rounding."""
     pytest.importorskip("trl", reason="the extra trl is not installed")
-    from tests.end_to_end.test_dpo import trainer_of
+    from tests.support.dpo import trainer_of
 
     pairs, options = EQUAL[name]
     with rounded() as processor:

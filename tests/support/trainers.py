@@ -94,6 +94,28 @@ class Recorder(TrainerCallback):
         self.gradients.append(torch.cat([each.flatten() for each in whole]).double().cpu())
 
 
+class Sees(DopplerTrainer):
+    """Keeps the texts that it has trained on."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen += [tuple(row[row != 0].tolist()) for row in inputs["input_ids"]]
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def interrupted(tmp_path, *, within="step_begin", **options):
+    """Train 6 steps of one round, which go on after 4 or, within an optimizer's step, 5; a checkpoint every 2."""
+    terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2) | options
+    # 48 records and batches of 8: a round has 6 steps.
+    trainer = trainer_of(tmp_path, data=text_data(48), cls=Sees, callbacks=[On(**{within: at(4, interrupt)})], **terms)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer, trainer_of(tmp_path, data=text_data(48), cls=Sees, **terms)
+
+
 def changing(change, *, of=DopplerTrainer):
     """Return a trainer whose losses are those of another one, changed; `change` takes them and the inputs."""
 

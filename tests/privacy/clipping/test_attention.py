@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from tests.privacy.clipping.test_layers import Net, check, draw, on, ready
+from tests.support.nets import Net, check, draw, on, ready
 from tests.support.per_example import (
     NORM_RULES,
     assert_equals_loop,

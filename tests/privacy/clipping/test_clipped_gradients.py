@@ -8,7 +8,7 @@ from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.norms import clip_factors
-from tests.privacy.clipping.test_layers import Net
+from tests.support.nets import Net
 
 
 def test_factors_at_zero_and_at_the_bound():

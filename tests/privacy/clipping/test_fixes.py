@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
-from tests.privacy.clipping.test_layers import Net
-from tests.privacy.clipping.test_uses import Held
+from tests.support.nets import Held, Net
 
 BATCH = 4
 

@@ -1,8 +1,4 @@
-"""Each kind of layer, and each way of using one, in the book-keeping engine against a loop over single examples.
-
-A net returns one row for each example. Its loss is the row's product with fixed random numbers plus half of its square, so
-that the gradients of the output depend on the output and differ between examples.
-"""
+"""Each kind of layer, and each way of using one, in the book-keeping engine against a loop over single examples."""
 
 import pytest
 import torch
@@ -11,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from doppler_hf.privacy import ClippedGradients
+from tests.support.nets import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
     TOLERANCE,
@@ -23,55 +20,6 @@ from tests.support.per_example import (
     gradients_of_each,
     norms_of,
 )
-
-BATCH = 5
-
-
-def draw(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tokens(*shape, upto=7):
-    return torch.randint(0, upto, shape, generator=torch.Generator().manual_seed(2))
-
-
-def ready(net):
-    """Return the net in float64, with parameters that are not their initial values."""
-    torch.manual_seed(0)
-    net = net.double().train()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(0.5 * torch.randn_like(parameter))
-    return net
-
-
-def on(net, *inputs):
-    """Return the function from rows of the inputs to the losses of the net."""
-
-    def losses(index):
-        output = net(*(value[index] for value in inputs)).flatten(1)
-        return (output * draw(len(inputs[0]), output.shape[1], seed=3)[index] + output.square() / 2).sum(dim=1)
-
-    return losses
-
-
-def check(net, *inputs, **options):
-    ready(net)
-    return assert_equals_loop(net, on(net, *inputs), len(inputs[0]), **options)
-
-
-class Net(nn.Module):
-    """A module of the given parts, whose forward is the function `run(parts, *inputs)`."""
-
-    def __init__(self, run, **parts):
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.run(self, *inputs)
-
 
 # --- kinds of layer ------------------------------------------------------------------------------------------------------
 

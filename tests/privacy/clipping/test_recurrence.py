@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.privacy.clipping.test_layers import Net, check, draw, on, ready
+from tests.support.nets import Net, check, draw, on, ready
 from tests.support.per_example import (
     NORM_RULES,
     assert_equals_loop,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.privacy.clipping.test_layers import BATCH, Net, check, draw, on, ready, tokens
+from tests.support.nets import BATCH, Held, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
     assert_equals_loop,
@@ -221,19 +221,6 @@ def test_an_ordinary_backward_pass_in_between_is_not_counted(on_accelerator):
 def test_an_unused_layer_contributes_nothing():
     net = ready(Net(lambda n, x: n.used(x), used=nn.Linear(3, 4), unused=nn.Linear(3, 4)))
     assert_equals_loop(net, on(net, draw(BATCH, 3)), BATCH, granularity="per_layer")
-
-
-class Held(nn.Module):
-    """A layer that keeps its parameters in a list and a dictionary, around another layer, as adapters do."""
-
-    def __init__(self, shared=None):
-        super().__init__()
-        self.base = nn.Linear(3, 4)
-        self.low_rank = nn.ParameterList([nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2, 4))])
-        self.scales = nn.ParameterDict({"default": torch.ones(4)}) if shared is None else shared
-
-    def forward(self, x):
-        return (self.base(x) + x @ self.low_rank[0] @ self.low_rank[1]) * self.scales["default"]
 
 
 @pytest.mark.parametrize("freeze_base", [False, True])

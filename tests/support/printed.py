@@ -1,0 +1,5 @@
+"""What a command has printed, for tests of its words."""
+
+
+def flat(text):
+    return " ".join(text.split())
