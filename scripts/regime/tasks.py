@@ -1,0 +1,105 @@
+"""The tasks: images in memory, of which a draw is one look-up, and the networks that are trained on them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from scripts.studies.data import apart, kept
+from scripts.studies.images import Images
+from scripts.studies.networks import Classifier, cifar_cnn, mnist_cnn, perceptron
+
+HELD_OUT: Final = 5000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what.
+
+    Attributes:
+        source: The data set's name.
+        network: Makes a network with new weights.
+        micro_batch: How many images are computed together: as many as fit into a core's caches.
+        pooled: By how much each side of the images is divided; their pixels are means.
+        weight: The share of the time that is spent on this task, in relation to the others.
+    """
+
+    source: str
+    network: Callable[[], nn.Module]
+    micro_batch: int
+    pooled: int = 1
+    weight: float = 1.0
+
+
+TASKS: Final[Mapping[str, Task]] = {
+    "mnist-perceptron": Task("mnist", perceptron, 500),
+    "cifar10-half": Task("cifar10", partial(cifar_cnn, 10, width=16, side=16), 125, pooled=2, weight=2.0),
+    "cifar10": Task("cifar10", partial(cifar_cnn, 10, width=16), 125, weight=2.0),
+    "mnist": Task("mnist", mnist_cnn, 250),
+}
+"""Name → task. `cifar10` is the five-layer CNN with a quarter of its channels, `cifar10-half` the same on 16 x 16 pixels."""
+
+
+class RowNumbers(Dataset[int]):
+    """Numbers of rows in the place of examples, which the collator then takes from memory all together."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = [*rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> int:
+        return self._rows[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[int]:
+        """Return the numbers of some rows."""
+        return [self._rows[index] for index in indices]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A task's images in memory: training rows, rows held out of them to choose by, and the test set."""
+
+    inputs: Mapping[str, Tensor]  # split → pixels of one byte, shape (images, channels, height, width)
+    labels: Mapping[str, Tensor]
+    train: RowNumbers
+    held_out: Sequence[int]
+
+    @property
+    def test(self) -> str:
+        """The name of the other split."""
+        (name,) = self.labels.keys() - {"train"}
+        return name
+
+    def batch(self, rows: Sequence[int], *, split: str = "train") -> dict[str, Tensor]:
+        """Return a batch of some rows, with pixels from -1 to 1."""
+        index = torch.as_tensor(rows)
+        return {"inputs": self.inputs[split][index].float() / 127.5 - 1.0, "labels": self.labels[split][index]}
+
+
+def load(task: Task, *, data_dir: str | None, cache_dir: Path) -> Loaded:
+    """Read the images of a task from a local folder, or from the hub for None."""
+
+    def read() -> dict[str, dict[str, Tensor]]:
+        images = Images(task.source, None if data_dir is None else f"{data_dir}/{task.source}")
+        found: dict[str, Any] = {"inputs": {}, "labels": images.labels}
+        for split, labels in images.labels.items():
+            values = (images.inputs_of(torch.arange(len(labels)).numpy(), split=split) + 1.0) * 127.5
+            found["inputs"][split] = F.avg_pool2d(values, task.pooled).round().to(torch.uint8)
+        return found
+
+    found = kept(cache_dir / f"regime-{task.source}-{task.pooled}.pt", read)
+    train, held_out = apart(len(found["labels"]["train"]), HELD_OUT)
+    return Loaded(found["inputs"], found["labels"], RowNumbers(train.tolist()), held_out.tolist())
+
+
+def network_of(task: Task) -> nn.Module:
+    """Return a new network, whose initialization follows the global generator."""
+    return Classifier(task.network())
