@@ -3,18 +3,23 @@
 A run's noise and draws follow its seed, so that methods are paired. Nothing here is meant to be private: the data are public,
 and ε is what the same training would cost. Settings are compared on training images that are held out. Only a cell of
 `tests_once` is evaluated on the test set, at its end.
+
+A cell that is given a folder saves itself there at every point of its curve, and goes on from the last one when it is trained
+again. With its seed it then has the same draws and noise as without the interruption.
 """
 
 import contextlib
 import dataclasses
 import io
 import math
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -105,12 +110,26 @@ class HopelessRun:
 
 
 class Follower(TrainerCallback):
-    """Evaluates a run at equal distances, keeps the average of its weights, and stops it where it is hopeless."""
+    """Evaluates a run at equal distances, keeps the average of its weights, and stops it where it is hopeless.
 
-    def __init__(self, evaluate: Callable[[nn.Module], float], *, steps: int, hopeless: HopelessRun | None) -> None:
-        self._evaluate, self._steps, self._hopeless = evaluate, steps, hopeless
+    Attributes:
+        curve: The held-out accuracy at each point that was reached.
+        recorded: The private gradients that a `GradientRecorder` recorded before the run was interrupted.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[nn.Module], float],
+        *,
+        steps: int,
+        hopeless: HopelessRun | None,
+        recorder: GradientRecorder | None,
+    ) -> None:
+        self._evaluate, self._steps, self._hopeless, self._recorder = evaluate, steps, hopeless, recorder
         self._average: list[Tensor] = []
+        self._seconds_before, self._begun = 0.0, time.perf_counter()
         self.curve: list[float] = []
+        self.recorded = np.zeros((0, 0 if recorder is None else recorder.dimensions))
 
     @property
     def is_stopped(self) -> bool:
@@ -118,8 +137,29 @@ class Follower(TrainerCallback):
         return len(self.curve) < POINTS
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
-        """Begin the average."""
+        """Begin the average, or go on with that of a checkpoint."""
         self._average = [parameter.detach().clone() for parameter in model.parameters()]
+        if state.global_step:
+            self._take_up(torch.load(saved_at(Path(args.output_dir), state.global_step), weights_only=False))
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Save beside a checkpoint what the run needs to be followed from there on."""
+        saved = {"average": self._average, "curve": self.curve, "recorded": self.series, "seconds": self.seconds}
+        torch.save(saved, saved_at(Path(args.output_dir), state.global_step))
+
+    def _take_up(self, saved: dict[str, Any]) -> None:
+        self._average, self.curve, self.recorded = saved["average"], saved["curve"], saved["recorded"]
+        self._seconds_before = saved["seconds"]
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, with all that was before its interruptions and is kept."""
+        return self._seconds_before + time.perf_counter() - self._begun
+
+    @property
+    def series(self) -> Any:
+        """The recorded gradients of the whole run, shape (steps, dimensions)."""
+        return self.recorded if self._recorder is None else np.concatenate([self.recorded, self._recorder.private])
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
         """Follow one step."""
@@ -140,17 +180,39 @@ class Follower(TrainerCallback):
             average.copy_(last)
 
 
-def train_cell(cell: Cell, data: Loaded, *, hopeless: HopelessRun | None = None) -> dict[str, Any]:
-    """Train once, and return accuracies, the numbers of the mechanism, and the spectrum of the private gradients."""
-    start, task, method = time.perf_counter(), TASKS[cell.task], METHODS[cell.method]
+def saved_at(folder: Path, step: int) -> Path:
+    """Return where a `Follower` is saved beside the checkpoint of a step."""
+    return folder / f"checkpoint-{step}" / "follower.pt"
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the last checkpoint of a run that was saved completely, or None after clearing a folder that has none."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/follower.pt")]
+    if whole:
+        return max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    shutil.rmtree(folder, ignore_errors=True)  # with the ledger of what was begun
+    return None
+
+
+def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun | None = None) -> dict[str, Any]:
+    """Train once, and return accuracies, the numbers of the mechanism, and the spectrum of the private gradients.
+
+    Args:
+        cell: What is trained.
+        data: The task's.
+        folder: Where it is saved while it runs; a run that is there goes on.
+        hopeless: When it is stopped early.
+    """
+    task, method = TASKS[cell.task], METHODS[cell.method]
     steps = round(cell.epochs * len(data.train) / cell.batch_size)
     micro_batch = math.gcd(task.micro_batch, cell.batch_size)
     no_noise = math.isinf(cell.epsilon)
     set_seed(cell.seed)
     network = network_of(task)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    checkpoint = last_checkpoint(folder)
+    with contextlib.redirect_stdout(io.StringIO()):
         args = DopplerTrainingArguments(
-            output_dir=folder,
+            output_dir=str(folder),
             target_epsilon=None if no_noise else cell.epsilon,
             noise_multiplier=0.0 if no_noise else None,
             max_steps=steps,
@@ -167,7 +229,9 @@ def train_cell(cell: Cell, data: Loaded, *, hopeless: HopelessRun | None = None)
             rehearse=False,  # a grid of rates may reach a hundredfold
             seed=cell.seed,
             noise_seed=cell.seed,
-            save_strategy="no",
+            save_strategy="steps",
+            save_steps=max(1, steps // POINTS),
+            save_total_limit=1,
             logging_strategy="no",
             eval_strategy="no",
             report_to="none",
@@ -176,8 +240,10 @@ def train_cell(cell: Cell, data: Loaded, *, hopeless: HopelessRun | None = None)
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        follower = Follower(lambda model: accuracy(model, data, data.held_out), steps=steps, hopeless=hopeless)
         recorder = GradientRecorder() if method.noise_shape == "white" else None
+        follower = Follower(
+            lambda model: accuracy(model, data, data.held_out), steps=steps, hopeless=hopeless, recorder=recorder
+        )
         trainer = StudyTrainer(
             model=network,
             args=args,
@@ -186,7 +252,7 @@ def train_cell(cell: Cell, data: Loaded, *, hopeless: HopelessRun | None = None)
             callbacks=[follower, *([] if recorder is None else [recorder])],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     statement = trainer.private_run.statement
     trained = trainer.model
     found = {
@@ -211,9 +277,10 @@ def train_cell(cell: Cell, data: Loaded, *, hopeless: HopelessRun | None = None)
         if cell.tests_once:
             found["test_of_average"] = accuracy(trained, data, range(len(data.labels[data.test])), split=data.test)
         if recorder is not None:
-            found["spectrum"] = spectrum_of(recorder)
+            found["spectrum"] = spectrum_of(follower.series, noise_std=recorder.noise_std)
     return found | {
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(follower.seconds, 1),
+        "interrupted": checkpoint is not None,
         "versions": {
             "doppler_hf": doppler_hf.__version__,
             "torch": torch.__version__,

@@ -1,6 +1,7 @@
 """Fill the table of the paper's own regime, one cell after another, for as long as there is time.
 
-Every cell that ends is a line of the results file. A cell that was not finished begins again. Two processes may not fill the
+Every cell that ends is a line of the results file. A cell that was interrupted goes on
+from its last tenth. Two processes may not fill the
 same file at once.
 
   python -m scripts.reproduce paper-regime --data-dir DATA --minutes 600
@@ -8,6 +9,7 @@ same file at once.
 """
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from scripts.regime.page import write_page
 from scripts.regime.results import Results
 from scripts.regime.search import lines_of, next_cell
 from scripts.regime.tasks import TASKS, Loaded, load
+from scripts.studies.data import digest_of
 from scripts.studies.runs import say
 
 RESULTS = Path("recipes/results/paper-regime.jsonl")
@@ -67,10 +70,14 @@ def fill(args: argparse.Namespace) -> None:
     results, begun, trained = Results(args.results), time.perf_counter(), 0
     loaded: dict[str, Loaded] = {}
     waiting = list(args.tasks)
+
+    def due(name: str) -> float:
+        return results.seconds(name) / TASKS[name].weight + TASKS[name].later
+
     while waiting and (args.jobs is None or trained < args.jobs):
         if args.minutes is not None and time.perf_counter() - begun > 60 * args.minutes:
             return
-        name = min(waiting, key=lambda each: results.seconds(each) / TASKS[each].weight)
+        name = min(waiting, key=due)
         found = next_cell(name, lines_of(name), results)
         if found is None:
             waiting.remove(name)
@@ -79,7 +86,9 @@ def fill(args: argparse.Namespace) -> None:
         if name not in loaded:
             loaded[name] = load(TASKS[name], data_dir=args.data_dir, cache_dir=args.out)
         say(f"{time.strftime('%H:%M:%S')} {cell}")
-        row = results.add(cell, lambda cell: train_cell(cell, loaded[cell.task], hopeless=hopeless))
+        folder = args.out / "unfinished" / digest_of(repr(cell))
+        row = results.add(cell, lambda cell: train_cell(cell, loaded[cell.task], folder=folder, hopeless=hopeless))
+        shutil.rmtree(folder)
         trained += 1
         say(f"  {row['curve']}, {row['seconds']:.0f} s" + (", stopped early" if row["stopped_at"] else ""))
         write_page(results, args.results.with_suffix(".md"))

@@ -9,17 +9,18 @@ from typing import Any, Final
 import numpy as np
 from jaxtyping import Float64
 
-from doppler_hf import GradientRecorder
 from doppler_hf.filters import LowPassFilter, impulse_response
 
 LAGS: Final = 64
 PARTS: Final = 3  # of a run
 
 
-def spectrum_of(recorder: GradientRecorder) -> dict[str, Any]:
-    """Return C_τ in units of the noise's power, of the whole run for all lags, and of its parts for lags 0, 1 and 10."""
-    series = recorder.private
-    noise = recorder.noise_std**2 * recorder.dimensions
+def spectrum_of(series: Float64[np.ndarray, "steps dimensions"], *, noise_std: float) -> dict[str, Any]:
+    """Return C_τ in units of the noise's power, of the whole run for all lags, and of its parts for lags 0, 1 and 10.
+
+    Without noise the unit is the mean of ‖g_t‖².
+    """
+    noise = noise_std**2 * series.shape[1]
     unit = noise or float(np.mean(np.sum(series**2, axis=1)))
     whole = products(series, lags=min(LAGS, len(series)))
     whole[0] -= noise

@@ -28,6 +28,7 @@ class Task:
         micro_batch: How many images are computed together: as many as fit into a core's caches.
         pooled: By how much each side of the images is divided; their pixels are means.
         weight: The share of the time that is spent on this task, in relation to the others.
+        later: After how many seconds of the others, for one of weight 1, its turn comes first.
     """
 
     source: str
@@ -35,13 +36,34 @@ class Task:
     micro_batch: int
     pooled: int = 1
     weight: float = 1.0
+    later: float = 0.0
+
+
+class MeanOfFour(nn.Module):
+    """The mean of every two by two pixels: `nn.AvgPool2d(2)` in a third of its time on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return images of half the side."""
+        rows = x[:, :, ::2] + x[:, :, 1::2]
+        return (rows[..., ::2] + rows[..., 1::2]) / 4
+
+
+def quarter_cnn(side: int) -> nn.Module:
+    """Return the five-layer CNN with a quarter of its channels, for images of a side: 103,050 weights for 32."""
+    network = cifar_cnn(10, width=16, side=side)
+    return nn.Sequential(*(MeanOfFour() if isinstance(layer, nn.AvgPool2d) else layer for layer in network))
+
+
+def cnn_of_mnist() -> nn.Module:
+    """Return the CNN for MNIST, with channels last in memory, which takes two thirds of the time on a CPU."""
+    return mnist_cnn().to(memory_format=torch.channels_last)
 
 
 TASKS: Final[Mapping[str, Task]] = {
     "mnist-perceptron": Task("mnist", perceptron, 500),
-    "cifar10-half": Task("cifar10", partial(cifar_cnn, 10, width=16, side=16), 125, pooled=2, weight=2.0),
-    "cifar10": Task("cifar10", partial(cifar_cnn, 10, width=16), 125, weight=2.0),
-    "mnist": Task("mnist", mnist_cnn, 250),
+    "cifar10-half": Task("cifar10", partial(quarter_cnn, 16), 250, pooled=2, weight=2.0),
+    "cifar10": Task("cifar10", partial(quarter_cnn, 32), 125, weight=2.0, later=3000.0),
+    "mnist": Task("mnist", cnn_of_mnist, 250, later=3000.0),
 }
 """Name → task. `cifar10` is the five-layer CNN with a quarter of its channels, `cifar10-half` the same on 16 x 16 pixels."""
 
