@@ -218,7 +218,9 @@ def _patches(
     The patches are one view of the padded input, which is then copied row by row. `F.unfold` writes the same numbers one by
     one, which takes three to five times as long on a CPU.
     """
-    x = F.pad(x, [each for size in reversed(padding) for each in (size, size)]).contiguous()
+    if any(padding):
+        x = F.pad(x, [each for size in reversed(padding) for each in (size, size)])
+    x = x.contiguous()
     spans = zip(x.shape[2:], kernel_size, stride, dilation, strict=True)
     outputs = [(size - (kernel - 1) * apart - 1) // step + 1 for size, kernel, step, apart in spans]
     within = [gap * apart for gap, apart in zip(x.stride()[2:], dilation, strict=True)]
