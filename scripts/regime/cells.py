@@ -1,11 +1,11 @@
 """One training of a task by a method, and what is kept of it.
 
-A run's noise and draws follow its seed, so that methods are paired. Nothing here is meant to be private: the data are public,
-and ε is what the same training would cost. Settings are compared on training images that are held out. Only a cell of
-`tests_once` is evaluated on the test set, at its end.
+A run's noise and draws follow its seed, so that methods are paired. Nothing here is meant to be private: the data are
+public, and ε is what the same training would cost. Settings are compared on training images that are held out. Only a cell
+with `tests_once` is evaluated on the test set, at its end.
 
-A cell that is given a folder saves itself there at every point of its curve, and goes on from the last one when it is trained
-again. With its seed it then has the same draws and noise as without the interruption.
+A cell saves itself at every point of its curve, and goes on from the last one when it is trained again. Its draws and noise
+follow from its seed, so that the result is the same as without the interruption.
 """
 
 import contextlib
@@ -231,7 +231,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             noise_seed=cell.seed,
             save_strategy="steps",
             save_steps=max(1, steps // POINTS),
-            save_total_limit=1,
+            save_total_limit=2,  # the last one that is whole, and that of an interruption
             logging_strategy="no",
             eval_strategy="no",
             report_to="none",
@@ -280,6 +280,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             found["spectrum"] = spectrum_of(follower.series, noise_std=recorder.noise_std)
     return found | {
         "seconds": round(follower.seconds, 1),
+        "date": time.strftime("%Y-%m-%d"),
         "interrupted": checkpoint is not None,
         "versions": {
             "doppler_hf": doppler_hf.__version__,

@@ -9,6 +9,7 @@ same file at once.
 """
 
 import argparse
+import functools
 import shutil
 import sys
 import time
@@ -31,7 +32,9 @@ RESULTS = Path("recipes/results/paper-regime.jsonl")
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.reproduce paper-regime", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce paper-regime", allow_abbrev=False, description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--data-dir", metavar="DIR", help="mnist/ and cifar10/ as parquet files; default: the hub")
@@ -48,7 +51,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Train what is missing for as long as there is time, and write the page."""
     args = parsed(argv)
     if (args.minutes is not None and not args.minutes > 0) or (args.jobs is not None and args.jobs < 1):
-        raise ValueError(f"--minutes and --jobs must be positive, got {args.minutes} and {args.jobs}. Leave them out for all.")
+        raise ValueError(
+            f"--minutes and --jobs must be positive, got {args.minutes} and {args.jobs}. Leave them out for all."
+        )
     if args.page:
         write_page(Results(args.results), args.results.with_suffix(".md"))
         return 0
@@ -87,7 +92,7 @@ def fill(args: argparse.Namespace) -> None:
             loaded[name] = load(TASKS[name], data_dir=args.data_dir, cache_dir=args.out)
         say(f"{time.strftime('%H:%M:%S')} {cell}")
         folder = args.out / "unfinished" / digest_of(repr(cell))
-        row = results.add(cell, lambda cell: train_cell(cell, loaded[cell.task], folder=folder, hopeless=hopeless))
+        row = results.add(cell, functools.partial(train_cell, data=loaded[name], folder=folder, hopeless=hopeless))
         shutil.rmtree(folder)
         trained += 1
         say(f"  {row['curve']}, {row['seconds']:.0f} s" + (", stopped early" if row["stopped_at"] else ""))

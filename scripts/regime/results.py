@@ -36,6 +36,11 @@ class Results:
         """Return a cell's result, or None if it was not trained yet."""
         return self._rows.get(cell)
 
+    @property
+    def date(self) -> str:
+        """The date of the last result, or a dash where there is none."""
+        return max((row.get("date", "") for row in self._rows.values()), default="–") or "–"
+
     def seconds(self, task: str) -> float:
         """Return how long the cells of a task took together."""
         return sum(row["seconds"] for cell, row in self._rows.items() if cell.task == task)

@@ -1,12 +1,13 @@
-"""Which cell comes next: a line of the table is a search for the best rate, and lines are filled in the order of their worth.
+"""Which cell comes next: a line of the table is a search for the best rate, and the lines that decide are filled first.
 
 A search climbs: from the first rate of its grid it goes to the side that is better until the best has been tried on both
-sides, so that no best rate is at an end of what was tried. SGD's grid is of factor 2, Adam's of factor √10, as the paper's
-are; both go on beyond its ends. Rates are compared by the held-out accuracy of one seed at the end of the run. A rate above a
-better one may be stopped early where it is hopeless (`HopelessRun`).
+sides, so that no best rate is at an end of what was tried. SGD's rates are a factor of 2 apart and Adam's a factor of √10,
+as in the paper's grids, but go on beyond their ends. Rates are compared by the held-out accuracy of one seed at the end of
+the run. A rate above a better one may be stopped early where it is hopeless (`HopelessRun`).
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -42,7 +43,9 @@ class Line:
 
     def cell(self, rate: float | None, *, clip_norm: float, **more: Any) -> Cell:
         """Return the cell of a rate, the search's by default."""
-        return Cell(self.task, self.method, rate, **({"clip_norm": clip_norm, "seed": TUNING_SEED} | dict(self.terms) | more))
+        return Cell(
+            self.task, self.method, rate, **({"clip_norm": clip_norm, "seed": TUNING_SEED} | dict(self.terms) | more)
+        )
 
     @property
     def kind(self) -> str:
@@ -127,7 +130,7 @@ def best_clip_norm(task: str, results: Results, *, clipping: str = "vanilla") ->
 
     Automatic clipping brings all gradients to C, which then only multiplies the rate.
     """
-    first = Search(Line(task, "DPSGD"), results, clip_norm=1.0)
+    first = Search(Line(task, SGD_LINES[0]), results, clip_norm=1.0)
     if clipping != "vanilla":
         return 1.0
     place = first.best
@@ -146,16 +149,18 @@ def next_cell(task: str, groups: Sequence[Sequence[Line]], results: Results) -> 
 
 def _cells(task: str, groups: Sequence[Sequence[Line]], results: Results) -> Iterator[tuple[Cell, HopelessRun | None]]:
     """Yield cells that can be run now, the first one first."""
-    first = Search(Line(task, "DPSGD"), results, clip_norm=1.0)
+    first = Search(Line(task, SGD_LINES[0]), results, clip_norm=1.0)
     if (place := first.next_place()) is not None:
         yield first.cell(place), first.hopeless(place)
         return
     assert first.best is not None
-    for norm in CLIP_NORMS:
-        if (other := Search(first.line, results, clip_norm=norm)).rows.get(first.best) is None:
-            yield other.cell(first.best), None
-            return
-    for lines in groups:
+    others = [Search(first.line, results, clip_norm=norm).cell(first.best) for norm in CLIP_NORMS]
+    if missing := [cell for cell in others if results.get(cell) is None]:
+        yield missing[0], None
+        return
+    for group, lines in enumerate(groups):
+        if group == 1 and (cell := noiseless_cell(task, results)) is not None and results.get(cell) is None:
+            yield cell, None
         searches = [search_of(line, results) for line in lines]
         for search in searches:
             if (place := search.next_place()) is not None:
@@ -168,6 +173,12 @@ def search_of(line: Line, results: Results) -> Search:
     """Return the search of a line, at the clip norm of its task."""
     clip_norm = best_clip_norm(line.task, results, clipping=dict(line.terms).get("clipping", "vanilla"))
     return Search(line, results, clip_norm=1.0 if clip_norm is None else clip_norm)
+
+
+def noiseless_cell(task: str, results: Results) -> Cell | None:
+    """Return DPSGD without noise at the best rate with it: its gradients are the signal, clipped and of random batches."""
+    search = search_of(Line(task, SGD_LINES[0]), results)
+    return None if search.best is None else search.cell(search.best, epsilon=math.inf)
 
 
 def reported_cells(search: Search) -> list[Cell]:
@@ -209,9 +220,7 @@ def lines_of(task: str) -> list[list[Line]]:
     return groups
 
 
-def _group(
-    task: str, methods: Sequence[str], terms: tuple[tuple[str, Any], ...], *, is_reported: bool = True
-) -> list[Line]:
+def _group(task: str, methods: Sequence[str], terms: tuple[tuple[str, Any], ...], *, is_reported: bool = True) -> list[Line]:
     lines = []
     for method in methods:
         base = SGD_LINES[0] if METHODS[method].base == "sgd" else ADAM_LINES[0]

@@ -1,4 +1,4 @@
-"""What the theory asks of a run: the autocorrelation of the signal in its private gradients, and the filter that it predicts.
+"""What the theory asks of a run: the autocorrelation of the signal in its private gradients, and what filters make of it.
 
 The recorded images g_t = s_t + w_t of `GradientRecorder` have white noise of known size. It adds its power to the mean of
 ‖g_t‖² and nothing to the means of ⟨g_t, g_{t−τ}⟩, so that those less the noise estimate the signal's autocorrelation, C_τ.
@@ -48,8 +48,8 @@ def power_after(filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " la
 
 
 def predicted_gain(filter: LowPassFilter, autocorrelation: Float64[np.ndarray, " lags"]) -> float:
-    """Return the quantity that the paper's bound depends on, (Σ κ_τ ρ_τ)²/Σ κ_τ² with ρ = C/C_0, which is 1 without a filter."""
+    """Return what the paper's bound depends on, (Σ κ_τ ρ_τ)²/Σ κ_τ² with ρ = C/C_0: 1 without a filter."""
     kappa = impulse_response(filter, 4 * LAGS)
     rho = autocorrelation / autocorrelation[0]
     known = np.pad(rho, (0, len(kappa) - len(rho)), mode="edge")
-    return float(np.sum(kappa * known) ** 2 / np.sum(kappa**2))
+    return float(max(np.sum(kappa * known), 0.0) ** 2 / np.sum(kappa**2))
