@@ -14,22 +14,20 @@ import io
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 import doppler_hf
-from doppler_hf import GradientRecorder
 from doppler_hf.run.filter_and_noise import chosen_filter
 from doppler_hf.training_args import DopplerTrainingArguments
-from scripts.regime.spectrum import spectrum_of
+from scripts.regime.spectrum import Released, Signal
 from scripts.regime.tasks import TASKS, Loaded, network_of
 from scripts.studies.runs import StudyTrainer
 
@@ -114,7 +112,7 @@ class Follower(TrainerCallback):
 
     Attributes:
         curve: The held-out accuracy at each point that was reached.
-        recorded: The private gradients that a `GradientRecorder` recorded before the run was interrupted.
+        recorders: What records gradients beside it, and is saved with it.
     """
 
     def __init__(
@@ -122,14 +120,13 @@ class Follower(TrainerCallback):
         evaluate: Callable[[nn.Module], float],
         *,
         steps: int,
-        hopeless: HopelessRun | None,
-        recorder: GradientRecorder | None,
+        hopeless: HopelessRun | None = None,
+        recorders: Sequence[Released | Signal] = (),
     ) -> None:
-        self._evaluate, self._steps, self._hopeless, self._recorder = evaluate, steps, hopeless, recorder
+        self._evaluate, self._steps, self._hopeless, self.recorders = evaluate, steps, hopeless, recorders
         self._average: list[Tensor] = []
         self._seconds_before, self._begun = 0.0, time.perf_counter()
         self.curve: list[float] = []
-        self.recorded = np.zeros((0, 0 if recorder is None else recorder.dimensions))
 
     @property
     def is_stopped(self) -> bool:
@@ -144,22 +141,19 @@ class Follower(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save beside a checkpoint what the run needs to be followed from there on."""
-        saved = {"average": self._average, "curve": self.curve, "recorded": self.series, "seconds": self.seconds}
+        series = [recorder.series for recorder in self.recorders]
+        saved = {"average": self._average, "curve": self.curve, "series": series, "seconds": self.seconds}
         torch.save(saved, saved_at(Path(args.output_dir), state.global_step))
 
     def _take_up(self, saved: dict[str, Any]) -> None:
-        self._average, self.curve, self.recorded = saved["average"], saved["curve"], saved["recorded"]
-        self._seconds_before = saved["seconds"]
+        self._average, self.curve, self._seconds_before = saved["average"], saved["curve"], saved["seconds"]
+        for recorder, series in zip(self.recorders, saved["series"], strict=True):
+            recorder.before = series
 
     @property
     def seconds(self) -> float:
         """How long the run took, with all that was before its interruptions and is kept."""
         return self._seconds_before + time.perf_counter() - self._begun
-
-    @property
-    def series(self) -> Any:
-        """The recorded gradients of the whole run, shape (steps, dimensions)."""
-        return self.recorded if self._recorder is None else np.concatenate([self.recorded, self._recorder.private])
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
         """Follow one step."""
@@ -240,17 +234,19 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        recorder = GradientRecorder() if method.noise_shape == "white" else None
+        recorders = recorders_of(cell)
         follower = Follower(
-            lambda model: accuracy(model, data, data.held_out), steps=steps, hopeless=hopeless, recorder=recorder
+            lambda model: accuracy(model, data, data.held_out), steps=steps, hopeless=hopeless, recorders=recorders
         )
         trainer = StudyTrainer(
             model=network,
             args=args,
             train_dataset=data.train,
             data_collator=data.batch,
-            callbacks=[follower, *([] if recorder is None else [recorder])],
+            callbacks=[follower, *(recorder.callback for recorder in recorders)],
         )
+        for recorder in recorders:
+            recorder.attach(trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     statement = trainer.private_run.statement
@@ -276,8 +272,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
         found["held_out_of_average"] = accuracy(trained, data, data.held_out)
         if cell.tests_once:
             found["test_of_average"] = accuracy(trained, data, range(len(data.labels[data.test])), split=data.test)
-        if recorder is not None:
-            found["spectrum"] = spectrum_of(follower.series, noise_std=recorder.noise_std)
+        found |= {recorder.name: recorder.spectrum() for recorder in recorders}
     return found | {
         "seconds": round(follower.seconds, 1),
         "date": time.strftime("%Y-%m-%d"),
@@ -288,6 +283,17 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             "transformers": transformers.__version__,
         },
     }
+
+
+def recorders_of(cell: Cell) -> list[Released | Signal]:
+    """Return what records the gradients of a cell: in the runs that choose rates, of white noise alone.
+
+    The signal is recorded for every method, and what is released for those without a filter.
+    """
+    method = METHODS[cell.method]
+    if method.noise_shape != "white" or cell.tests_once:
+        return []
+    return [Signal(), Released()] if method.low_pass_filter == "none" else [Signal()]
 
 
 @torch.no_grad()

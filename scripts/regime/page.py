@@ -11,7 +11,7 @@ from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, noise_gain
 from scripts.regime.cells import METHODS
 from scripts.regime.results import Results
 from scripts.regime.search import ADAM_LINES, SGD_LINES, Line, Search, lines_of, noiseless_cell, reported_cells, search_of
-from scripts.regime.spectrum import power_after, predicted_gain
+from scripts.regime.spectrum import Released, Signal, power_after, predicted_gain
 from scripts.regime.tasks import TASKS
 from scripts.studies.tuning import difference
 
@@ -45,9 +45,10 @@ held-out images, at its own best rate. Differences are paired by the seed, in po
 """.strip()
 
 
+SPECTRUM: Final = Signal.name
 SIGNAL: Final = """
 Signal per noise and the signal's autocorrelation at lags 1 and 10, in the three thirds of DPSGD's run at its best rate:
-{parts}.
+{parts}. As estimated from what is released: {released}.
 {without} *Predicted gain* is (Σ κ_τ ρ_τ)²/Σ κ_τ² of the whole run, on which the paper's bound depends.
 Predicted best: {best}; found best: {found}.
 """.strip()
@@ -145,12 +146,12 @@ def filter_of(name: str) -> LowPassFilter:
 
 
 def _theory(task: str, results: Results) -> Iterator[str]:
-    """Yield what the autocorrelation of DPSGD's private gradients predicts, and what was found."""
+    """Yield what the autocorrelation of DPSGD's gradients predicts, and what was found."""
     base = search_of(Line(task, SGD_LINES[0]), results)
     row = None if base.best is None else base.rows[base.best]
-    if row is None or "spectrum" not in row:
+    if row is None or SPECTRUM not in row:
         return
-    signal = np.array(row["spectrum"]["autocorrelation"])
+    signal = np.array(row[SPECTRUM]["autocorrelation"])
     noiseless = results.get(noiseless_cell(task, results) or base.cell(0))
     lines = [
         "| filter | predicted gain | signal per noise at the best rate, before → after | held out, % |",
@@ -164,10 +165,10 @@ def _theory(task: str, results: Results) -> Iterator[str]:
         search = search_of(Line(task, method), results)
         own = search.rows.get(search.best) if search.best is not None else None
         name = terms.low_pass_filter
-        if own is None or "spectrum" not in own:
+        if own is None or SPECTRUM not in own:
             lines.append(f"| {name} | {predicted[name]:.2f} | – | – |")
             continue
-        of_run = np.array(own["spectrum"]["autocorrelation"])
+        of_run = np.array(own[SPECTRUM]["autocorrelation"])
         after = power_after(filter_of(name), of_run) / noise_gain(filter_of(name))
         scores[name] = own["held_out"]
         lines.append(f"| {name} | {predicted[name]:.2f} | {of_run[0]:.3f} → {after:.3f} | {100 * own['held_out']:.1f} |")
@@ -177,15 +178,19 @@ def _theory(task: str, results: Results) -> Iterator[str]:
     if noiseless is not None and noiseless["epsilon"] == math.inf:
         without = f"Without noise, at the same rate: {_of_parts(noiseless, with_power=False)}."
     yield f"### {task}: what the gradient says\n\n" + SIGNAL.format(
-        parts=_of_parts(row), without=without, best=best, found=found or "not all filters are done"
+        parts=_of_parts(row),
+        released=_of_parts(row, spectrum=Released.name),
+        without=without,
+        best=best,
+        found=found or "not all filters are done",
     )
     yield "\n".join(lines)
 
 
-def _of_parts(row: dict[str, Any], *, with_power: bool = True) -> str:
+def _of_parts(row: dict[str, Any], *, with_power: bool = True, spectrum: str = Signal.name) -> str:
     """Return power and autocorrelation of the signal in the parts of a run."""
     found = []
-    for power, next_to_it, later in row["spectrum"]["parts"]:
+    for power, next_to_it, later in row[spectrum]["parts"]:
         rho = f"{next_to_it / power:.2f}, {later / power:.2f}" if power > 0 else "no signal"
         found.append(f"{power:.3f}, {rho}" if with_power else rho)
     return "; ".join(found)

@@ -59,7 +59,7 @@ def test_every_method_trains(tiny, tmp_path, name):
     assert 0 <= found["held_out"] <= 1
     wanted = methods()[name].low_pass_filter
     assert wanted in ("auto", found["low_pass_filter"])
-    assert ("spectrum" in found) == (name != "ours, auto")
+    assert ("spectrum_of_signal" in found) == (name != "ours, auto")
 
 
 def test_an_interrupted_cell_goes_on_to_the_same_result(tiny, tmp_path, monkeypatch):
@@ -106,14 +106,26 @@ def test_a_run_without_noise_records_the_signal(tiny, tmp_path):
 
     found = train_cell(cell_of(epsilon=math.inf, epochs=3), tiny, folder=tmp_path / "run")
     assert found["noise_multiplier"] == 0.0
-    assert found["spectrum"]["autocorrelation"][0] == pytest.approx(1.0)
+    assert found["spectrum_of_signal"]["autocorrelation"][0] == pytest.approx(1.0)
+    # What is released is the signal itself, of which both keep an image in another number of dimensions.
+    np.testing.assert_allclose(found["spectrum_of_released"]["unit"], found["spectrum_of_signal"]["unit"], rtol=0.2)
+
+
+def test_the_signal_that_is_recorded_is_what_is_released_less_the_noise(tiny, tmp_path):
+    """Over the same seed of draws and with hardly any noise both are the same."""
+    from scripts.regime.cells import train_cell
+
+    found = train_cell(cell_of(epsilon=5e4), tiny, folder=tmp_path / "run")
+    signal, released = (np.array(found[f"spectrum_of_{name}"]["autocorrelation"]) for name in ("signal", "released"))
+    assert signal[0] > 10
+    np.testing.assert_allclose(released, signal, rtol=0.2, atol=0.1 * signal[0])
 
 
 def test_the_average_is_that_of_de_et_al(tiny):
     from scripts.regime.cells import Follower
 
     model = torch.nn.Linear(1, 1, bias=False)
-    follower = Follower(lambda model: 0.0, steps=100, hopeless=None, recorder=None)
+    follower = Follower(lambda model: 0.0, steps=100, hopeless=None)
     expected = 3.0
     with torch.no_grad():
         model.weight.fill_(expected)
@@ -219,11 +231,14 @@ def test_the_spectrum_is_that_of_the_signal_beneath_the_noise():
     signal = np.zeros((4000, 64))
     for step in range(1, 4000):
         signal[step] = rho * signal[step - 1] + (1 - rho**2) ** 0.5 * generator.standard_normal(64)
-    found = spectrum_of(signal + noise_std * generator.standard_normal(signal.shape), noise_std=noise_std)
-    assert found["noise_power"] == pytest.approx(64 * noise_std**2)
+    noise_power, noise = 64 * noise_std**2, noise_std * generator.standard_normal(signal.shape)
     expected = rho ** np.arange(64) / noise_std**2
-    np.testing.assert_allclose(found["autocorrelation"], expected, atol=0.02)
-    assert len(found["parts"]) == 3
+    for series, is_in_it in ((signal + noise, True), (signal, False)):
+        found = spectrum_of(series, noise_power=noise_power, is_in_it=is_in_it)
+        assert found["unit"] == pytest.approx(noise_power)
+        np.testing.assert_allclose(found["autocorrelation"], expected, atol=0.02)
+        assert len(found["parts"]) == 3
+        np.testing.assert_allclose(found["parts"], [expected[[0, 1, 10]]] * 3, atol=0.03)
 
 
 @pytest.mark.parametrize("name", ["none", "momentum", "first-order-v1", "first-order-v2", "second-order"])
