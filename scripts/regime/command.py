@@ -38,7 +38,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--data-dir", metavar="DIR", help="mnist/ and cifar10/ as parquet files; default: the hub")
-    add("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS], metavar="TASK", help=f"some of {', '.join(TASKS)}")
+    usual = [name for name, task in TASKS.items() if not task.is_left_out]
+    tasks = f"some of {', '.join(TASKS)}; default: {', '.join(usual)}"
+    add("--tasks", nargs="+", choices=[*TASKS], default=usual, metavar="TASK", help=tasks)
     add("--minutes", type=float, metavar="M", help="begin no cell after so many minutes; default: no limit")
     add("--jobs", type=int, metavar="N", help="train at most so many cells; default: no limit")
     add("--results", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")

@@ -264,9 +264,13 @@ def test_the_predicted_gain():
 
 
 def test_the_mean_of_four_is_the_average_pool():
-    from scripts.regime.tasks import MeanOfFour, quarter_cnn
+    from scripts.regime.tasks import TASKS, MeanOfFour, five_layers
 
     images = torch.randn(2, 3, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(MeanOfFour()(images), torch.nn.AvgPool2d(2)(images))
-    assert sum(parameter.numel() for parameter in quarter_cnn(32).parameters()) == 103_050
-    assert quarter_cnn(16)(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+    for options, number in (({"width": 16}, 103_050), ({}, 1_573_386), ({"width": 16, "side": 16}, 99_210)):
+        network = five_layers(**options)
+        assert sum(parameter.numel() for parameter in network.parameters()) == number
+        side = options.get("side", 32)
+        assert network(torch.randn(2, 3, side, side)).shape == (2, 10)
+    assert len(TASKS) > 1
