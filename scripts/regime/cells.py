@@ -71,7 +71,7 @@ class Cell:
 
     Attributes:
         learning_rate: The first rate; `None` for that of the package's rule.
-        epsilon: ε at δ = N^−1.1; infinite for a run without noise, whose gradients are clipped all the same.
+        epsilon: ε at δ = N^−1.1; `None` for a run without noise, whose gradients are clipped all the same.
         tests_once: Whether the weights at the end are evaluated on the test set.
     """
 
@@ -82,7 +82,7 @@ class Cell:
     clip_norm: float = 1.0
     clipping: str = "vanilla"
     sampling: str = "poisson"
-    epsilon: float = 8.0
+    epsilon: float | None = 8.0
     batch_size: int = 1000
     epochs: int = 50
     seed: int = 100
@@ -112,6 +112,7 @@ class Follower(TrainerCallback):
 
     Attributes:
         curve: The held-out accuracy at each point that was reached.
+        is_stopped: Whether the run was stopped early.
         recorders: What records gradients beside it, and is saved with it.
     """
 
@@ -127,11 +128,7 @@ class Follower(TrainerCallback):
         self._average: list[Tensor] = []
         self._seconds_before, self._begun = 0.0, time.perf_counter()
         self.curve: list[float] = []
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the run was stopped early."""
-        return len(self.curve) < POINTS
+        self.is_stopped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
         """Begin the average, or go on with that of a checkpoint."""
@@ -163,7 +160,7 @@ class Follower(TrainerCallback):
         if step * POINTS // self._steps > (step - 1) * POINTS // self._steps:
             self.curve.append(self._evaluate(model))
             if self._hopeless is not None and self._hopeless.is_behind(self.curve):
-                control.should_training_stop = True
+                control.should_training_stop = self.is_stopped = True
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
@@ -200,15 +197,14 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
     task, method = TASKS[cell.task], METHODS[cell.method]
     steps = round(cell.epochs * len(data.train) / cell.batch_size)
     micro_batch = math.gcd(task.micro_batch, cell.batch_size)
-    no_noise = math.isinf(cell.epsilon)
     set_seed(cell.seed)
     network = network_of(task)
     checkpoint = last_checkpoint(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         args = DopplerTrainingArguments(
             output_dir=str(folder),
-            target_epsilon=None if no_noise else cell.epsilon,
-            noise_multiplier=0.0 if no_noise else None,
+            target_epsilon=cell.epsilon,
+            noise_multiplier=0.0 if cell.epsilon is None else None,
             max_steps=steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=cell.batch_size // micro_batch,
@@ -217,7 +213,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             sampling=cell.sampling,
             base_optimizer=method.base,
             low_pass_filter=method.low_pass_filter,
-            noise_shape="auto" if no_noise else method.noise_shape,
+            noise_shape="auto" if cell.epsilon is None else method.noise_shape,
             learning_rate=cell.learning_rate,
             lr_scheduler_type=cell.schedule,
             rehearse=False,  # a grid of rates may reach a hundredfold

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, noise_gain
+from doppler_hf.filters import PAPER_FILTERS, noise_gain
 from scripts.regime.cells import METHODS
 from scripts.regime.results import Results
-from scripts.regime.search import ADAM_LINES, SGD_LINES, Line, Search, lines_of, noiseless_cell, reported_cells, search_of
+from scripts.regime.search import ADAM_LINES, SGD_LINES, Line, Search, lines_of, reported_cells, search_of
 from scripts.regime.spectrum import Released, Signal, power_after, predicted_gain
 from scripts.regime.tasks import TASKS
 from scripts.studies.tuning import difference
@@ -21,6 +21,7 @@ TERMS: Final = {
     "batch_size": lambda value: f"B = {value:,}",
     "schedule": lambda value: f"{value} schedule",
     "clipping": lambda value: f"{value} clipping",
+    "epochs": lambda value: f"{value} epochs",
     "sampling": lambda value: f"sampling by {value}",
 }
 USUAL: Final = "ε = 8, B = 1,000, constant rate, vanilla clipping, Poisson sampling"
@@ -47,10 +48,10 @@ held-out images, at its own best rate. Differences are paired by the seed, in po
 
 SPECTRUM: Final = Signal.name
 SIGNAL: Final = """
-Signal per noise and the signal's autocorrelation at lags 1 and 10, in the three thirds of DPSGD's run at its best rate:
-{parts}. As estimated from what is released: {released}.
-{without} *Predicted gain* is (Σ κ_τ ρ_τ)²/Σ κ_τ² of the whole run, on which the paper's bound depends.
-Predicted best: {best}; found best: {found}.
+Runs of DPSGD. *Signal* is the power of the mean clipped gradient over all examples, in units of the mechanism's
+noise, and beside it that of the draws' own noise. ρ is the signal's autocorrelation at lags 1 and 10. *Released* is
+power and lag 1 as estimated from the private gradients alone. Then for each filter (Σ κ_τ ρ_τ)²/Σ κ_τ², on which the
+paper's bound depends, and which is 1 without a filter. ε = ∞ is a run without noise, in units of its own mean square.
 """.strip()
 
 
@@ -140,57 +141,62 @@ def _less(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
     return difference(np.array([mine[seed] - theirs[seed] for seed in seeds]))
 
 
-def filter_of(name: str) -> LowPassFilter:
-    """Return one of `FILTERS`."""
-    return PAPER_FILTERS[name]
+def signal_of(row: dict[str, Any]) -> np.ndarray:
+    """Return the autocorrelation of a run's signal in units of the noise, without the noise of the draws."""
+    found = np.array(row[SPECTRUM]["autocorrelation"])
+    # Where all of lag 0 is the noise of draws, by the error of the estimate, the next lag takes its place.
+    found[0] = max(found[0] - np.mean(row[SPECTRUM]["of_draws"]), abs(found[1]))
+    return found
 
 
 def _theory(task: str, results: Results) -> Iterator[str]:
-    """Yield what the autocorrelation of DPSGD's gradients predicts, and what was found."""
-    base = search_of(Line(task, SGD_LINES[0]), results)
-    row = None if base.best is None else base.rows[base.best]
-    if row is None or SPECTRUM not in row:
+    """Yield what the autocorrelation of DPSGD's signal predicts at every rate, and what was found at the best ones."""
+    of_sgd = [row for row in results.rows(task) if row["method"] == SGD_LINES[0] and SPECTRUM in row]
+    if not of_sgd:
         return
-    signal = np.array(row[SPECTRUM]["autocorrelation"])
-    noiseless = results.get(noiseless_cell(task, results) or base.cell(0))
-    lines = [
-        "| filter | predicted gain | signal per noise at the best rate, before → after | held out, % |",
-        "|---|---|---|---|",
+    rows = [
+        "| ε, B, schedule, C | rate | held out, % | signal, draws | ρ₁, ρ₁₀ | released | " + " | ".join(FILTERS[1:]) + " |"
     ]
-    scores: dict[str, float] = {}
-    predicted = {name: predicted_gain(filter_of(name), signal) for name in FILTERS}
+    rows.append("|---" * (6 + len(FILTERS) - 1) + "|")
+    for row in sorted(of_sgd, key=_place):
+        signal = signal_of(row)
+        gains = " | ".join(f"{predicted_gain(PAPER_FILTERS[name], signal):.2f}" for name in FILTERS[1:])
+        rho, released = signal / signal[0], row.get(Released.name, {}).get("autocorrelation")
+        epsilon, batch_size, schedule, clip_norm, rate = _place(row)
+        rows.append(
+            f"| {'∞' if epsilon == -math.inf else f'{-epsilon:g}'}, {batch_size:,}, {schedule}, {clip_norm:g} | {rate:g} | "
+            f"{_percent(row)} | {signal[0]:.4f}, {np.mean(row[SPECTRUM]['of_draws']):.4f} | {rho[1]:.2f}, {rho[10]:.2f} | "
+            f"{'–' if released is None else f'{released[0]:.4f}, {released[1]:.4f}'} | {gains} |"
+        )
+    yield f"### {task}: what the gradient says\n\n{SIGNAL}"
+    yield "\n".join(rows)
+    yield from _prediction(task, results)
+
+
+def _place(row: dict[str, Any]) -> tuple[float, int, str, float, float]:
+    """Return −ε, B, schedule, C and rate, in whose order the runs stand."""
+    epsilon = math.inf if row["epsilon"] is None else row["epsilon"]
+    return -epsilon, row["batch_size"], row["schedule"], row["clip_norm"], row["learning_rate"]
+
+
+def _prediction(task: str, results: Results) -> Iterator[str]:
+    """Yield the signal per noise with each filter at its own best rate, and whether the predicted best is the best."""
+    found: dict[str, tuple[float, str]] = {}
+    predicted: dict[str, float] = {}
     for method, terms in METHODS.items():
-        if terms.base != "sgd":
-            continue
         search = search_of(Line(task, method), results)
-        own = search.rows.get(search.best) if search.best is not None else None
-        name = terms.low_pass_filter
-        if own is None or SPECTRUM not in own:
-            lines.append(f"| {name} | {predicted[name]:.2f} | – | – |")
+        if terms.base != "sgd" or search.best is None or SPECTRUM not in (row := search.rows[search.best]):
             continue
-        of_run = np.array(own[SPECTRUM]["autocorrelation"])
-        after = power_after(filter_of(name), of_run) / noise_gain(filter_of(name))
-        scores[name] = own["held_out"]
-        lines.append(f"| {name} | {predicted[name]:.2f} | {of_run[0]:.3f} → {after:.3f} | {100 * own['held_out']:.1f} |")
-    best = max(predicted, key=lambda name: predicted[name])
-    found = max(scores, key=lambda name: scores[name]) if len(scores) == len(FILTERS) else None
-    without = "The run without noise is not done."
-    if noiseless is not None and noiseless["epsilon"] == math.inf:
-        without = f"Without noise, at the same rate: {_of_parts(noiseless, with_power=False)}."
-    yield f"### {task}: what the gradient says\n\n" + SIGNAL.format(
-        parts=_of_parts(row),
-        released=_of_parts(row, spectrum=Released.name),
-        without=without,
-        best=best,
-        found=found or "not all filters are done",
-    )
+        signal, used = signal_of(row), PAPER_FILTERS[terms.low_pass_filter]
+        after = power_after(used, signal) / noise_gain(used)
+        found[terms.low_pass_filter] = row["held_out"], f"{signal[0]:.4f} → {after:.4f}"
+        if terms.low_pass_filter == "none":
+            predicted = {name: predicted_gain(PAPER_FILTERS[name], signal) for name in FILTERS}
+    if not predicted:
+        return
+    lines = ["| filter | signal per noise at its best rate, before → after | held out, % |", "|---|---|---|"]
+    lines += [f"| {name} | {power} | {100 * score:.1f} |" for name, (score, power) in found.items()]
     yield "\n".join(lines)
-
-
-def _of_parts(row: dict[str, Any], *, with_power: bool = True, spectrum: str = Signal.name) -> str:
-    """Return power and autocorrelation of the signal in the parts of a run."""
-    found = []
-    for power, next_to_it, later in row[spectrum]["parts"]:
-        rho = f"{next_to_it / power:.2f}, {later / power:.2f}" if power > 0 else "no signal"
-        found.append(f"{power:.3f}, {rho}" if with_power else rho)
-    return "; ".join(found)
+    best, is_whole = max(predicted, key=lambda name: predicted[name]), len(found) == len(FILTERS)
+    ending = f"found best: {max(found, key=lambda name: found[name][0])}" if is_whole else "not all of them are done"
+    yield f"Predicted best from DPSGD's run at its best rate: {best}; {ending}."

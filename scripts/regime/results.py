@@ -41,6 +41,10 @@ class Results:
         """The date of the last result, or a dash where there is none."""
         return max((row.get("date", "") for row in self._rows.values()), default="–") or "–"
 
+    def rows(self, task: str) -> list[dict[str, Any]]:
+        """Return the results of a task."""
+        return [row for cell, row in self._rows.items() if cell.task == task]
+
     def seconds(self, task: str) -> float:
         """Return how long the cells of a task took together."""
         return sum(row["seconds"] for cell, row in self._rows.items() if cell.task == task)

@@ -7,7 +7,6 @@ the run. A rate above a better one may be stopped early where it is hopeless (`H
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -178,7 +177,7 @@ def search_of(line: Line, results: Results) -> Search:
 def noiseless_cell(task: str, results: Results) -> Cell | None:
     """Return DPSGD without noise at the best rate with it: its gradients are the signal, clipped and of random batches."""
     search = search_of(Line(task, SGD_LINES[0]), results)
-    return None if search.best is None else search.cell(search.best, epsilon=math.inf)
+    return None if search.best is None else search.cell(search.best, epsilon=None)
 
 
 def reported_cells(search: Search) -> list[Cell]:
@@ -205,6 +204,7 @@ CONDITIONS: Final = (
     (("epsilon", 2.0), ("schedule", "cosine")),
     (("batch_size", 5000), ("schedule", "cosine")),
     (("epsilon", 2.0), ("batch_size", 5000)),
+    (("epochs", 150),),
 )
 """What differs from ε = 8, B = 1,000, a constant rate, vanilla clipping and Poisson sampling, in the order of its worth."""
 

@@ -4,6 +4,10 @@
 and nothing to the means of ⟨g_t, g_{t−τ}⟩, so that those less the noise estimate the signal's autocorrelation, C_τ. Where
 the signal is far below the noise, this takes more steps than a run has. `Signal` therefore records s_t itself, the mean of
 the clipped gradients: the data of the study are public. Both keep a small image of each gradient (`CountSketch`).
+
+The draws add noise of their own to s_t, which is as white as the mechanism's. Under Poisson sampling with probability q the
+sum over a draw has the variance q(1 − q) Σ ‖clip(gᵢ)‖² over all examples, which (1 − q) Σ ‖clip(gᵢ)‖² over the draw
+estimates.
 """
 
 from collections.abc import Mapping
@@ -51,17 +55,18 @@ class Released:
 
 
 class Signal:
-    """Records the mean clipped gradient of every draw, before noise is added to it.
+    """Records the mean clipped gradient of every draw before noise is added to it, and the power of the draw's own noise.
 
     Attributes:
-        before: What was recorded before the run was interrupted, shape (steps, dimensions).
+        before: What was recorded before the run was interrupted, shape (steps, 1 + dimensions): that power, and the images.
     """
 
     name: Final = "spectrum_of_signal"
 
     def __init__(self) -> None:
         self.callback = AtTheBeginning(self)
-        self.before = np.zeros((0, DIMENSIONS))
+        self.before = np.zeros((0, 0))
+        self._squares = 0.0
         self._rows: list[Any] = []
         self._noise_power = 0.0
         self._trainer: DopplerTrainer | None = None
@@ -73,27 +78,39 @@ class Signal:
     def begin(self) -> None:
         """Record what the mechanism is given from now on."""
         assert self._trainer is not None
-        mechanism = self._trainer.private_run.mechanism
+        run = self._trainer.private_run
+        assert run.steps is not None
+        clipped, mechanism, statement = run.steps.clipped, run.mechanism, run.statement
         number = sum(each.numel() for each in self._trainer.model.parameters())
         sketch = CountSketch(number, dimensions=min(DIMENSIONS, number), seed=0)
-        self.before = self.before[:, : min(DIMENSIONS, number)]
         self._noise_power = number * mechanism.noise_std(step=0) ** 2
-        batch_size, privatize = self._trainer.private_run.statement.expected_batch_size, mechanism.privatize
+        privatize, backward = mechanism.privatize, clipped.backward
 
-        def recorded(sums: Mapping[str, Tensor], **options: Any) -> dict[str, Tensor]:
-            self._rows.append(sketch([*sums.values()]) / batch_size)
+        def clip_and_add(losses: Tensor, **options: Any) -> Tensor:
+            norms = backward(losses, **options)
+            self._squares += float(norms.clamp(max=clipped.max_grad_norm).square().sum())
+            return norms
+
+        def record(sums: Mapping[str, Tensor], **options: Any) -> dict[str, Tensor]:
+            image = sketch([*sums.values()]) / statement.expected_batch_size
+            power = (1 - statement.sample_rate) * self._squares / statement.expected_batch_size**2
+            self._rows.append(np.concatenate([[power], image]))
+            self._squares = 0.0
             return privatize(sums, **options)
 
-        mechanism.privatize = recorded  # type: ignore[method-assign]
+        clipped.backward = clip_and_add  # type: ignore[method-assign]
+        mechanism.privatize = record  # type: ignore[method-assign]
 
     @property
     def series(self) -> Float64[np.ndarray, "steps dimensions"]:
-        """The images of all steps."""
-        return np.concatenate([self.before, np.array(self._rows, dtype=np.float64).reshape(-1, self.before.shape[1])])
+        """The power of the draws' noise and the images, of all steps."""
+        return np.array([*self.before, *self._rows], dtype=np.float64)
 
     def spectrum(self) -> dict[str, Any]:
-        """Return the autocorrelation of the signal."""
-        return spectrum_of(self.series, noise_power=self._noise_power, is_in_it=False)
+        """Return the autocorrelation of the signal, with the draws' noise in lag 0, and the power of that noise in parts."""
+        found = spectrum_of(self.series[:, 1:], noise_power=self._noise_power, is_in_it=False)
+        powers = [float(np.mean(part)) for part in np.array_split(self.series[:, 0], PARTS)]
+        return found | {"of_draws": [float(f"{power / found['unit']:.4g}") for power in powers]}
 
 
 class AtTheBeginning(TrainerCallback):

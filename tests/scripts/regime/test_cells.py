@@ -1,7 +1,6 @@
 """A cell trains with the privacy that it says, goes on where it was interrupted, and is written once."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -101,10 +100,25 @@ def test_a_hopeless_run_is_stopped_and_says_so(tiny, tmp_path):
     assert len(found["curve"]) == 4
 
 
+def test_the_noise_of_draws_is_what_draws_differ_by(tiny, tmp_path, monkeypatch):
+    """Without steps all draws have the same expected sum, so that what differs between them is their noise."""
+    from scripts.regime.cells import train_cell
+    from scripts.regime.spectrum import Signal
+
+    kept = []
+    spectrum = Signal.spectrum
+    monkeypatch.setattr(Signal, "spectrum", lambda self: kept.append(self.series) or spectrum(self))
+    cell = cell_of(epochs=200)
+    train_cell(cell.__class__(**{**vars(cell), "learning_rate": 1e-12}), tiny, folder=tmp_path / "run")
+    (series,) = kept
+    images = series[:, 1:]
+    assert np.square(images - images.mean(axis=0)).sum(axis=1).mean() == pytest.approx(series[:, 0].mean(), rel=0.1)
+
+
 def test_a_run_without_noise_records_the_signal(tiny, tmp_path):
     from scripts.regime.cells import train_cell
 
-    found = train_cell(cell_of(epsilon=math.inf, epochs=3), tiny, folder=tmp_path / "run")
+    found = train_cell(cell_of(epsilon=None, epochs=3), tiny, folder=tmp_path / "run")
     assert found["noise_multiplier"] == 0.0
     assert found["spectrum_of_signal"]["autocorrelation"][0] == pytest.approx(1.0)
     # What is released is the signal itself, of which both keep an image in another number of dimensions.
@@ -117,6 +131,7 @@ def test_the_signal_that_is_recorded_is_what_is_released_less_the_noise(tiny, tm
 
     found = train_cell(cell_of(epsilon=5e4), tiny, folder=tmp_path / "run")
     signal, released = (np.array(found[f"spectrum_of_{name}"]["autocorrelation"]) for name in ("signal", "released"))
+    assert len(found["spectrum_of_signal"]["of_draws"]) == 3
     assert signal[0] > 10
     np.testing.assert_allclose(released, signal, rtol=0.2, atol=0.1 * signal[0])
 
@@ -158,20 +173,20 @@ def run(tmp_path, *more):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Trainings of two steps, of which the number is kept."""
+    """Trainings of eight steps, of which the cells are kept."""
     from scripts.regime import command
 
     trained = []
     train = command.train_cell
 
-    def of_two_steps(cell, data, **options):
+    def of_eight_steps(cell, data, **options):
         import dataclasses
 
         trained.append(cell)
         small = dataclasses.replace(cell, batch_size=10, epochs=2)
         return train(small, data, **options) | dataclasses.asdict(cell)
 
-    monkeypatch.setattr(command, "train_cell", of_two_steps)
+    monkeypatch.setattr(command, "train_cell", of_eight_steps)
     return trained
 
 
@@ -190,6 +205,7 @@ def test_the_command_fills_the_file_goes_on_and_writes_the_page(tiny, short, tmp
     page = (tmp_path / "found.md").read_text()
     assert "| tiny | 5 |" in page
     assert "| DPSGD |" in page
+    assert "what the gradient says" in page
     (tmp_path / "found.md").unlink()
     assert run(tmp_path, "--page") == 0
     assert (tmp_path / "found.md").read_text() == page
