@@ -173,20 +173,20 @@ def run(tmp_path, *more):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Trainings of eight steps, of which the cells are kept."""
+    """Trainings of twenty steps, of which the cells are kept."""
     from scripts.regime import command
 
     trained = []
     train = command.train_cell
 
-    def of_eight_steps(cell, data, **options):
+    def of_twenty_steps(cell, data, **options):
         import dataclasses
 
         trained.append(cell)
-        small = dataclasses.replace(cell, batch_size=10, epochs=2)
+        small = dataclasses.replace(cell, batch_size=10, epochs=5)
         return train(small, data, **options) | dataclasses.asdict(cell)
 
-    monkeypatch.setattr(command, "train_cell", of_eight_steps)
+    monkeypatch.setattr(command, "train_cell", of_twenty_steps)
     return trained
 
 
