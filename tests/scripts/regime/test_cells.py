@@ -100,6 +100,7 @@ def test_a_hopeless_run_is_stopped_and_says_so(tiny, tmp_path):
     assert len(found["curve"]) == 4
 
 
+@pytest.mark.thorough
 def test_the_noise_of_draws_is_what_draws_differ_by(tiny, tmp_path, monkeypatch):
     """Without steps all draws have the same expected sum, so that what differs between them is their noise."""
     from scripts.regime.cells import train_cell
@@ -108,7 +109,7 @@ def test_the_noise_of_draws_is_what_draws_differ_by(tiny, tmp_path, monkeypatch)
     kept = []
     spectrum = Signal.spectrum
     monkeypatch.setattr(Signal, "spectrum", lambda self: kept.append(self.series) or spectrum(self))
-    cell = cell_of(epochs=200)
+    cell = cell_of(epochs=100)
     train_cell(cell.__class__(**{**vars(cell), "learning_rate": 1e-12}), tiny, folder=tmp_path / "run")
     (series,) = kept
     images = series[:, 1:]
