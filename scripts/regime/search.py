@@ -18,6 +18,8 @@ SGD, ADAM = "sgd", "adam"
 # The largest rate of the paper's grid for SGD and the one between for Adam, and the grids' factors.
 FIRST_RATE: Final[Mapping[str, float]] = {SGD: 0.8, ADAM: 1e-3}
 FACTOR: Final[Mapping[str, float]] = {SGD: 2.0, ADAM: 10**0.5}
+# The places of the rates 0.1, 0.4 and 0.8, which is the largest of the paper's grid.
+PAPERS_PLACES: Final = (-3, -1, 0)
 TUNING_SEED: Final = 100
 REPORTED_SEEDS: Final = (0, 1, 2)
 # Clip norms that are compared once for each task, with DPSGD at rates that keep rate times norm.
@@ -160,6 +162,8 @@ def _cells(task: str, groups: Sequence[Sequence[Line]], results: Results) -> Ite
     for group, lines in enumerate(groups):
         if group == 1 and (cell := noiseless_cell(task, results)) is not None and results.get(cell) is None:
             yield cell, None
+        if group == 2:
+            yield from ((cell, None) for cell in papers_cells(task, results) if results.get(cell) is None)
         searches = [search_of(line, results) for line in lines]
         for search in searches:
             if (place := search.next_place()) is not None:
@@ -172,6 +176,12 @@ def search_of(line: Line, results: Results) -> Search:
     """Return the search of a line, at the clip norm of its task."""
     clip_norm = best_clip_norm(line.task, results, clipping=dict(line.terms).get("clipping", "vanilla"))
     return Search(line, results, clip_norm=1.0 if clip_norm is None else clip_norm)
+
+
+def papers_cells(task: str, results: Results) -> list[Cell]:
+    """Return DPSGD and LP-DPSGD at rates of the paper's grid, below those of the search: is the signal low-pass there?"""
+    searches = [search_of(Line(task, method), results) for method in SGD_LINES[:2]]
+    return [search.cell(place) for search in searches for place in PAPERS_PLACES]
 
 
 def noiseless_cell(task: str, results: Results) -> Cell | None:

@@ -102,6 +102,17 @@ def test_no_cell_is_trained_twice_and_a_groups_rates_come_before_its_reports(res
     assert all(cell.seed != TUNING_SEED for cell in order if cell.tests_once)
 
 
+def test_the_papers_own_rates_are_tried_too(results):
+    from scripts.regime.search import SGD_LINES, lines_of, next_cell
+
+    groups = [*lines_of("mnist")[:2], []]
+    while (found := next_cell("mnist", groups, results)) is not None:
+        results.add(found[0], lambda cell: made_up(cell, best=6.4 if cell.method in SGD_LINES else 1e-3))
+    for method in SGD_LINES[:2]:
+        tried = {cell.learning_rate * cell.clip_norm for cell in results if cell.method == method}
+        assert {0.1, 0.4, 0.8, 3.2, 6.4, 12.8} <= tried
+
+
 def test_only_a_rate_above_a_better_one_at_a_constant_rate_may_be_stopped(results):
     from scripts.regime.search import Line, Search
 
