@@ -5,6 +5,8 @@ it ends; with --resume those that it holds are not run again. The tables are pri
 
   python -m scripts.reproduce noise-shaping > tables.md
   python -m scripts.reproduce noise-shaping --tasks sst2 --epsilons 3 --data-dir DATA --encoder MODEL --resume
+
+`paper-regime` is another kind of study, with arguments of its own: see python -m scripts.reproduce paper-regime --help.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from scripts.regime import command as regime
 from scripts.studies.data import Sources
 from scripts.studies.studies import STUDIES, fits
 from scripts.studies.tasks import TASKS
@@ -50,6 +53,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study, and return 0, 2 for arguments that cannot be carried out, or 130 for an interruption."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["paper-regime"]:
+        return regime.main(argv[1:])
     try:
         return run(parsed(argv))
     except ValueError as error:

@@ -104,15 +104,15 @@ def digits_vit() -> nn.Module:
     return OfPixels(ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_labels=10)))
 
 
-def cifar_cnn(num_labels: int, *, width: int = 64) -> nn.Module:
-    """Return a CNN for 32 x 32 images: four convolutions, each with GroupNorm, a pool and twice the channels, and a head."""
+def cifar_cnn(num_labels: int, *, width: int = 64, side: int = 32) -> nn.Module:
+    """Return a CNN of five layers: four convolutions, each with GroupNorm, a pool and twice the channels, and a head."""
     widths = (3, width, 2 * width, 4 * width, 8 * width)
     blocks = (
         (nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(16, width), nn.ReLU(), nn.AvgPool2d(2))
         for before, width in itertools.pairwise(widths)
     )
     return nn.Sequential(
-        *(layer for block in blocks for layer in block), nn.Flatten(), nn.Linear(4 * widths[-1], num_labels)
+        *(layer for block in blocks for layer in block), nn.Flatten(), nn.Linear((side // 16) ** 2 * widths[-1], num_labels)
     )
 
 

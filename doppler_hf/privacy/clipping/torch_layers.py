@@ -8,13 +8,13 @@ Parameters are kept as attributes of the context and not among the saved tensors
 other tensor objects, whose notes would be lost.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from opacus.utils.tensor_utils import unfold3d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -205,12 +205,29 @@ class _Convolution(torch.autograd.Function):
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
 
 
-def _patches(x: Float[Tensor, "batch channels *positions"], **geometry: tuple[int, ...]) -> Float[Tensor, "batch q outputs"]:
-    """Return the patches of sequences, which are images of one row, of images or of volumes."""
-    if x.ndim == 3:
-        x = x.unsqueeze(2)
-        geometry = {name: (0 if name == "padding" else 1, *sizes) for name, sizes in geometry.items()}
-    return (F.unfold if x.ndim == 4 else unfold3d)(x, **geometry)
+def _patches(
+    x: Float[Tensor, "batch channels *positions"],
+    *,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> Float[Tensor, "batch q outputs"]:
+    """Return the patch of the input that each position of the output sees, for inputs of one to three dimensions.
+
+    The patches are one view of the padded input, which is then copied row by row. `F.unfold` writes the same numbers one by
+    one, which takes three to five times as long on a CPU.
+    """
+    if any(padding):
+        x = F.pad(x, [each for size in reversed(padding) for each in (size, size)])
+    x = x.contiguous()
+    spans = zip(x.shape[2:], kernel_size, stride, dilation, strict=True)
+    outputs = [(size - (kernel - 1) * apart - 1) // step + 1 for size, kernel, step, apart in spans]
+    within = [gap * apart for gap, apart in zip(x.stride()[2:], dilation, strict=True)]
+    between = [gap * step for gap, step in zip(x.stride()[2:], stride, strict=True)]
+    # Sensitivity: the view has the input's own strides over the examples, so that row i is of example i alone.
+    view = x.as_strided((*x.shape[:2], *kernel_size, *outputs), (*x.stride()[:2], *within, *between))
+    return view.reshape(len(x), -1, math.prod(outputs))
 
 
 # A rule replaces one function, so it is chosen by that function and not by a class's name or ancestors.

@@ -4,9 +4,11 @@ import pytest
 import torch
 from opacus.layers import DPGRU
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 from doppler_hf.privacy import ClippedGradients
+from doppler_hf.privacy.clipping.torch_layers import _patches
 from tests.support.nets import BATCH, Net, check, draw, on, ready, tokens
 from tests.support.per_example import (
     NORM_RULES,
@@ -68,7 +70,42 @@ LAYERS = {
         draw(BATCH, 4, 4, 5, 3),
     ),
     "dilation in three dimensions": (nn.Conv3d(2, 4, 2, padding=1, dilation=(1, 2, 3)), draw(BATCH, 2, 4, 5, 6)),
+    "stride, dilation and padding in three dimensions": (
+        nn.Conv3d(2, 4, (2, 3, 1), stride=(2, 1, 3), padding=(1, 2, 0), dilation=(2, 1, 1)),
+        draw(BATCH, 2, 4, 5, 6),
+    ),
+    "stride beyond the kernel": (nn.Conv2d(4, 6, 2, stride=(3, 4), padding=1), IMAGE),
+    "one position": (nn.Conv2d(4, 6, (9, 8)), IMAGE),
+    "channels last in memory": (
+        nn.Conv2d(4, 6, (3, 2), stride=(1, 2), dilation=(2, 1)).to(memory_format=torch.channels_last),
+        IMAGE.contiguous(memory_format=torch.channels_last),
+    ),
+    "every second row of the input": (
+        Net(lambda n, x: n.conv(x[:, :, ::2, 1:]), conv=nn.Conv2d(4, 6, 2, padding=(0, 1))),
+        IMAGE,
+    ),
+    "the same channel again and again": (
+        Net(lambda n, x: n.conv(x[:, :1].expand(-1, 3, -1, -1)), conv=nn.Conv2d(3, 6, 2)),
+        IMAGE,
+    ),
 }
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("kernel_size", "stride", "padding", "dilation"),
+    [
+        ((1, 1), (1, 1), (0, 0), (1, 1)),
+        ((3, 2), (1, 1), (1, 0), (1, 1)),
+        ((2, 3), (2, 3), (1, 2), (1, 1)),
+        ((3, 2), (1, 2), (2, 3), (2, 4)),
+        ((2, 2), (5, 3), (0, 0), (3, 2)),
+    ],
+)
+def test_patches_are_those_of_unfold(kernel_size, stride, padding, dilation, memory_format):
+    inputs = draw(BATCH, 3, 9, 11).contiguous(memory_format=memory_format)
+    found = _patches(inputs, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
+    assert torch.equal(found, F.unfold(inputs, kernel_size, dilation, padding, stride))
 
 
 @pytest.mark.parametrize("norm_rule", NORM_RULES)

@@ -1,0 +1,10 @@
+"""DOPPLER's own regime: from scratch, 50 epochs of large batches at rates of its grids, at equal ε.
+
+- tasks: data that are held in memory, and networks
+- cells: one training, and what is kept of it
+- spectrum: the autocorrelation of a run's private gradients
+- results: the file of all cells, a line each
+- search: which rate is tried next, and in which order lines are filled
+- page: the tables
+- command: the command line
+"""

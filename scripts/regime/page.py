@@ -1,0 +1,202 @@
+"""The page of the results: tables of what there is, what the theory says of it, and what is missing."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from doppler_hf.filters import PAPER_FILTERS, noise_gain
+from scripts.regime.cells import METHODS
+from scripts.regime.results import Results
+from scripts.regime.search import ADAM_LINES, SGD_LINES, Line, Search, lines_of, reported_cells, search_of
+from scripts.regime.spectrum import Released, Signal, power_after, predicted_gain
+from scripts.regime.tasks import TASKS
+from scripts.studies.tuning import difference
+
+TITLE: Final = "# Does the paper's filter gain in the paper's own regime?"
+TERMS: Final = {
+    "epsilon": lambda value: f"ε = {value:g}",
+    "batch_size": lambda value: f"B = {value:,}",
+    "schedule": lambda value: f"{value} schedule",
+    "clipping": lambda value: f"{value} clipping",
+    "epochs": lambda value: f"{value} epochs",
+    "sampling": lambda value: f"sampling by {value}",
+}
+USUAL: Final = "ε = 8, B = 1,000, constant rate, vanilla clipping, Poisson sampling"
+# The filters that are compared with what the theory predicts, by their names in `METHODS`.
+FILTERS: Final = ("none", "momentum", "first-order-v1", "first-order-v2", "second-order")
+FIRST_PART: Final = """
+- **Command:** `python -m scripts.reproduce paper-regime --data-dir DATA`; this page is written from
+  [paper-regime.jsonl](paper-regime.jsonl), which has a line for each training
+- **Seeds, hardware, date:** 100 chooses the rates, 0, 1 and 2 are reported; one thread of a busy CPU; {date}
+
+De et al.'s CNN of five layers with a quarter of its channels on CIFAR-10 (`cifar10`), the same on images of 16 × 16 pixels
+(`cifar10-half`), the CNN of Papernot et al. (`mnist`) and a tanh perceptron (`mnist-perceptron`) on MNIST. 50 epochs,
+δ = N^−1.1, no augmentation. 5,000 training images are held out to choose rate and clip norm. The test set (5,000 images) is
+evaluated only at the end of the reported runs.
+
+SGD's rates are a factor of 2 apart, Adam's a factor of √10. The search goes on until the best rate has been tried on both
+sides. A rate above a better one is stopped after 40 % of the run if it is 5 points behind it at the same point; this is done
+at a constant rate only, and no deciding figure comes from a stopped run.
+
+*Average* is an exponential average of the weights (De et al. 2022), which costs no privacy. Its accuracy is that on the
+held-out images, at its own best rate. Differences are paired by the seed, in points, with a 95 % interval.
+""".strip()
+
+
+SPECTRUM: Final = Signal.name
+SIGNAL: Final = """
+Runs of DPSGD. *Signal* is the power of the mean clipped gradient over all examples, in units of the mechanism's
+noise, and beside it that of the draws' own noise. ρ is the signal's autocorrelation at lags 1 and 10. *Released* is
+power and lag 1 as estimated from the private gradients alone. Then for each filter (Σ κ_τ ρ_τ)²/Σ κ_τ², on which the
+paper's bound depends, and which is 1 without a filter. ε = ∞ is a run without noise, in units of its own mean square.
+""".strip()
+
+
+def write_page(results: Results, path: Path) -> None:
+    """Write the page of the results that there are."""
+    parts = [TITLE, FIRST_PART.format(date=results.date), *_missing(results)]
+    for task in TASKS:
+        parts += [*_tables(task, results), *_theory(task, results)]
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _missing(results: Results) -> Iterator[str]:
+    """Yield a table of how much of the study there is."""
+    rows = ["| task | trainings | hours | lines whose rate is found | lines that are reported |", "|---|---|---|---|---|"]
+    for task in TASKS:
+        searches = [search_of(line, results) for lines in lines_of(task) for line in lines]
+        reported = [search for search in searches if search.line.is_reported]
+        whole = [search for search in reported if (cells := reported_cells(search)) and all(map(results.get, cells))]
+        found = sum(search.best is not None for search in searches)
+        number = sum(cell.task == task for cell in results)
+        rows.append(
+            f"| {task} | {number} | {results.seconds(task) / 3600:.1f} | {found} of {len(searches)} | "
+            f"{len(whole)} of {len(reported)} |"
+        )
+    yield "## How much there is\n\n" + "\n".join(rows)
+
+
+def _tables(task: str, results: Results) -> Iterator[str]:
+    by_terms: dict[tuple[tuple[str, Any], ...], list[Search]] = {}
+    for lines in lines_of(task):
+        for line in lines:
+            if (search := search_of(line, results)).rows:
+                by_terms.setdefault(line.terms, []).append(search)
+    for terms, searches in by_terms.items():
+        yield f"## {task}: {USUAL if not terms else ', '.join(TERMS[name](value) for name, value in terms)}"
+        yield _table(searches, results)
+
+
+def _table(searches: Sequence[Search], results: Results) -> str:
+    rows = [
+        "| method | rates tried: held-out accuracy, % | best rate | average | test, % | less no filter | less momentum |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    reported = {search.line.method: tests_of(search, results) for search in searches}
+    for search in searches:
+        name, found = search.line.method, search.rows
+        tried = "; ".join(f"{row['learning_rate']:g}: {_percent(row)}" for _, row in sorted(found.items()))
+        best = found.get(search.best) if search.best is not None else None
+        averages = [row["held_out_of_average"] for row in found.values() if row["held_out"] is not None]
+        base, momentum = (
+            lines[at] for lines in ((SGD_LINES if search.line.kind == "sgd" else ADAM_LINES),) for at in (0, 2)
+        )
+        rows.append(
+            f"| {name} | {tried} | {'still searched' if best is None else format(best['learning_rate'], 'g')} | "
+            f"{100 * max(averages):.1f} | {_mean(reported[name])} | {_less(reported, name, base)} | "
+            f"{_less(reported, name, momentum)} |"
+            if averages
+            else f"| {name} | {tried} | still searched | – | – | – | – |"
+        )
+    return "\n".join(rows)
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return "stopped" if row["held_out"] is None else f"{100 * row['held_out']:.1f}"
+
+
+def tests_of(search: Search, results: Results) -> dict[int, float]:
+    """Return the test accuracy in % by seed, of those seeds that were run."""
+    rows = [row for cell in reported_cells(search) if (row := results.get(cell)) is not None]
+    return {row["seed"]: 100 * row["test"] for row in rows}
+
+
+def _mean(tests: dict[int, float]) -> str:
+    if not tests:
+        return "–"
+    values = np.array([*tests.values()])
+    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{values.mean():.2f}{error}"
+
+
+def _less(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
+    """Return the paired difference from another method."""
+    mine, theirs = reported[name], reported.get(other, {})
+    seeds = sorted(mine.keys() & theirs.keys())
+    if name == other or len(seeds) < 2:
+        return "–"
+    return difference(np.array([mine[seed] - theirs[seed] for seed in seeds]))
+
+
+def signal_of(row: dict[str, Any]) -> np.ndarray:
+    """Return the autocorrelation of a run's signal in units of the noise, without the noise of the draws."""
+    found = np.array(row[SPECTRUM]["autocorrelation"])
+    # Where all of lag 0 is the noise of draws, by the error of the estimate, the next lag takes its place.
+    found[0] = max(found[0] - np.mean(row[SPECTRUM]["of_draws"]), abs(found[1]))
+    return found
+
+
+def _theory(task: str, results: Results) -> Iterator[str]:
+    """Yield what the autocorrelation of DPSGD's signal predicts at every rate, and what was found at the best ones."""
+    of_sgd = [row for row in results.rows(task) if row["method"] == SGD_LINES[0] and SPECTRUM in row]
+    if not of_sgd:
+        return
+    rows = [
+        "| ε, B, schedule, C | rate | held out, % | signal, draws | ρ₁, ρ₁₀ | released | " + " | ".join(FILTERS[1:]) + " |"
+    ]
+    rows.append("|---" * (6 + len(FILTERS) - 1) + "|")
+    for row in sorted(of_sgd, key=_place):
+        signal = signal_of(row)
+        gains = " | ".join(f"{predicted_gain(PAPER_FILTERS[name], signal):.2f}" for name in FILTERS[1:])
+        rho, released = signal / signal[0], row.get(Released.name, {}).get("autocorrelation")
+        epsilon, batch_size, schedule, clip_norm, rate = _place(row)
+        rows.append(
+            f"| {'∞' if epsilon == -math.inf else f'{-epsilon:g}'}, {batch_size:,}, {schedule}, {clip_norm:g} | {rate:g} | "
+            f"{_percent(row)} | {signal[0]:.4f}, {np.mean(row[SPECTRUM]['of_draws']):.4f} | {rho[1]:.2f}, {rho[10]:.2f} | "
+            f"{'–' if released is None else f'{released[0]:.4f}, {released[1]:.4f}'} | {gains} |"
+        )
+    yield f"### {task}: what the gradient says\n\n{SIGNAL}"
+    yield "\n".join(rows)
+    yield from _prediction(task, results)
+
+
+def _place(row: dict[str, Any]) -> tuple[float, int, str, float, float]:
+    """Return −ε, B, schedule, C and rate, in whose order the runs stand."""
+    epsilon = math.inf if row["epsilon"] is None else row["epsilon"]
+    return -epsilon, row["batch_size"], row["schedule"], row["clip_norm"], row["learning_rate"]
+
+
+def _prediction(task: str, results: Results) -> Iterator[str]:
+    """Yield the signal per noise with each filter at its own best rate, and whether the predicted best is the best."""
+    found: dict[str, tuple[float, str]] = {}
+    predicted: dict[str, float] = {}
+    for method, terms in METHODS.items():
+        search = search_of(Line(task, method), results)
+        if terms.base != "sgd" or search.best is None or SPECTRUM not in (row := search.rows[search.best]):
+            continue
+        signal, used = signal_of(row), PAPER_FILTERS[terms.low_pass_filter]
+        after = power_after(used, signal) / noise_gain(used)
+        found[terms.low_pass_filter] = row["held_out"], f"{signal[0]:.4f} → {after:.4f}"
+        if terms.low_pass_filter == "none":
+            predicted = {name: predicted_gain(PAPER_FILTERS[name], signal) for name in FILTERS}
+    if not predicted:
+        return
+    lines = ["| filter | signal per noise at its best rate, before → after | held out, % |", "|---|---|---|"]
+    lines += [f"| {name} | {power} | {100 * score:.1f} |" for name, (score, power) in found.items()]
+    yield "\n".join(lines)
+    best, is_whole = max(predicted, key=lambda name: predicted[name]), len(found) == len(FILTERS)
+    ending = f"found best: {max(found, key=lambda name: found[name][0])}" if is_whole else "not all of them are done"
+    yield f"Predicted best from DPSGD's run at its best rate: {best}; {ending}."
