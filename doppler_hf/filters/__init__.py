@@ -4,8 +4,12 @@
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
+- on_circle: polynomials at a frequency, in twice the precision of float64
 - spectrum, optimal_fir: measured autocorrelations and signal, and the filter that they call for
 - closed_loop, auto: the loss that noise costs, and the choice with the least
+
+A response of no steps is an empty array, as is what is asked at no frequency, and a sum over no steps is 0. A mean, a design
+and a choice need one step at least, and refuse none with a ValueError. A negative number of steps is always refused.
 """
 
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape

@@ -75,7 +75,11 @@ class ClosedLoop:
         return cls(np.outer(shares, curvatures).ravel(), np.repeat(shares / shares.sum() / _DIRECTIONS, _DIRECTIONS))
 
     def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:
-        """Return the mean of L(x) over the directions, which scales with σ²; infinite if the loop is unstable in one."""
+        """Return the mean of L(x) over the directions, which scales with σ²; infinite if the loop is unstable in one.
+
+        It is right to 0.2 % for filters that delay by up to 10,000 steps. Slower ones may ring with the weights between two
+        frequencies of the grid: at a delay of 100,000 steps the loss of the sharpest direction is 9 % too small.
+        """
         passed = self._passed(low_pass_filter)
         if passed is None:
             return math.inf
@@ -121,7 +125,7 @@ class ClosedLoop:
         if any(max(np.abs(np.roots(open_loop + x * feedback))) >= 1.0 for x in np.unique(self._x)):
             return None
         response = self._response(b) / self._response(a)
-        lag = np.exp(1j * self._omega) - 1
+        lag = np.expm1(1j * self._omega)
         gains = np.abs(response / (lag + np.multiply.outer(self._x, response))) ** 2
         return np.asarray(self._measure * ((self._weights * self._x) @ gains))
 

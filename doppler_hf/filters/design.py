@@ -13,6 +13,7 @@ import numpy as np
 import scipy.signal
 
 from doppler_hf.filters.low_pass_filter import LowPassFilter
+from doppler_hf.filters.on_circle import values_on_circle
 
 # By how much the gain at the cutoff may miss the design, once the coefficients are rounded to float64.
 CUTOFF_GAIN_ATOL: Final = 1e-3
@@ -42,7 +43,13 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     # SciPy's gain at frequency zero misses 1 where the cutoff is low.
     low_pass_filter = _named(name, LowPassFilter(b=tuple(b * (math.fsum(a) / math.fsum(b))), a=tuple(a)))
     # Poles near 1 are differences of coefficients that are rounded to float64, and a high power of that distance.
-    gain = float(np.abs(scipy.signal.freqz(low_pass_filter.b, a, worN=[cutoff], fs=2)[1][0]))
+    gain = float(
+        np.abs(
+            np.divide(
+                *(values_on_circle(each, np.array([float(cutoff)])) for each in (low_pass_filter.b, low_pass_filter.a))
+            )
+        )[0]
+    )
     if abs(gain - 0.5**0.5) > CUTOFF_GAIN_ATOL:
         raise ValueError(
             f"The coefficients of {name} must have the gain 0.7071 at the cutoff, got {gain:.4g}: float64 cannot hold its "

@@ -9,6 +9,7 @@ z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix a
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import ClassVar, Final, final
 
 import numpy as np
@@ -83,10 +84,27 @@ def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[n
         impulse[0] = 0.0
         energy = float(kappa @ kappa)
         total_energy += energy
-        assert math.isfinite(total_energy), "a response without end belongs to a pole that _check_poles refuses"
+        if not math.isfinite(total_energy):
+            # Several poles at one place: a root of multiplicity m is known to the m-th root of the precision only.
+            raise ValueError(
+                f"The response of a={tuple(a)} grows without end, which its poles do not show in float64. Move the poles "
+                "inwards, or put fewer in one place."
+            )
         yield kappa
         if energy <= 1e-18 * total_energy:
             return
+
+
+def filtered(b: Sequence[float], a: Sequence[float], values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what a filter makes of some values; of none, which SciPy refuses for some filters, nothing."""
+    return np.asarray(scipy.signal.lfilter(b, a, values)) if len(values) else np.zeros(0)
+
+
+def number_of_steps(steps: int) -> int:
+    """Return how many steps a response has, which may be 0."""
+    if not isinstance(steps, Integral) or steps < 0:
+        raise ValueError(f"steps must be an integer of at least 0, got {steps}.")
+    return int(steps)
 
 
 def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:

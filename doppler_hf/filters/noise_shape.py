@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
-import scipy.signal
 from jaxtyping import Float64
 
 from doppler_hf.filters.grammar import did_you_mean
-from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS
+from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS, filtered, impulse_blocks, number_of_steps
 
 
 @final
@@ -101,17 +100,20 @@ class NoiseShape:
 
     def response(self, steps: int) -> Float64[np.ndarray, " steps"]:
         """Return g_0 ... g_{steps-1} of 1/c(x): y_t = Σ_τ g_τ z_{t-τ}, shape (steps,)."""
-        return np.asarray(scipy.signal.lfilter([1.0], self.c, np.eye(1, steps)[0]))
+        return filtered([1.0], self.c, np.eye(1, number_of_steps(steps))[0])
 
     def std(self, step: int) -> float:
         """Return the noise's standard deviation per σ at a step, from 0; it rises for some b steps, then is constant."""
-        # The response falls by its largest pole, so that what comes after so many bands does not show in a float.
-        response = self.response(min(step + 1, 64 * self.bands))
-        return self.norm * float(np.linalg.norm(response))
+        energy, left = 0.0, number_of_steps(step) + 1
+        for block in impulse_blocks([1.0], self.c):
+            energy += float(np.sum(block[:left] ** 2))
+            if (left := left - len(block)) <= 0:
+                break
+        return self.norm * math.sqrt(energy)
 
     def std_of_sum(self, rates: Sequence[float]) -> float:
-        """Return the standard deviation per σ of Σ_t rate_t y_t, the noise that stays in the weights of SGD."""
-        return self.norm * float(np.linalg.norm(scipy.signal.lfilter([1.0], self.c, rates[::-1])))
+        """Return the standard deviation per σ of Σ_t rate_t y_t, the noise that SGD leaves in weights; 0 for no steps."""
+        return self.norm * float(np.linalg.norm(filtered([1.0], self.c, rates[::-1])))
 
     def __str__(self) -> str:
         """Return its name: white, banded:bands=4, or its coefficients."""

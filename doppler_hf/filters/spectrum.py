@@ -46,7 +46,7 @@ def autocorrelation(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.
 
 
 def corrected_noise_gain(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
-    """Return the share of white noise power in m̂_t, for at least one step: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ²."""
+    """Return the share of white noise power in m̂_t: Σ_{τ≤t} κ_τ² / c_t², from 1 down to Σκ²."""
     return np.cumsum(impulse_response(filter, steps) ** 2) / step_response(filter, steps) ** 2
 
 

@@ -63,6 +63,15 @@ def test_the_loss_is_that_of_a_quadratic(rates, shape, low_pass_filter):
     np.testing.assert_allclose(ClosedLoop.of_run(120, rates).loss(low_pass_filter, shape), expected, rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("x", [1.0, 0.3, 1e-2, 1e-4])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.9999])
+def test_the_loss_behind_a_long_delay_is_right_to_what_is_said(beta, x):
+    """Where the loop rings, too: that of momentum has a narrow resonance."""
+    low_pass_filter = LowPassFilter(b=(1 - beta,), a=(1.0, -beta))
+    expected = settled_loss(x, low_pass_filter, NoiseShape())
+    np.testing.assert_allclose(ClosedLoop(np.array([x])).loss(low_pass_filter), expected, rtol=2e-3, atol=0)
+
+
 def test_a_learning_rate_of_zero_costs_nothing():
     assert ClosedLoop.of_run(100, [0.0] * 99 + [1.0]).loss(NONE) == pytest.approx(ClosedLoop.of_run(1).loss(NONE), rel=1e-6)
     warm_up = [0.0] * 60 + [1.0] * 60

@@ -34,6 +34,14 @@ def test_response_and_deviation_are_those_of_the_inverse_matrix(shape):
     assert shape.std(10**9) == pytest.approx(settled, rel=1e-12)
 
 
+@pytest.mark.parametrize("root", [0.9, 0.9999, 0.999998])
+def test_the_deviation_of_slow_noise_rises_for_as_long_as_its_root_says(root):
+    shape, z = NoiseShape((1.0, -root)), 1 - root**2
+    for step in (0, 200, 10_000, 300_000):
+        expected = shape.norm * np.sqrt(-np.expm1(2 * (step + 1) * np.log(root)) / z)
+        assert shape.std(step) == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "second-order", "f6"])
 def test_noise_gain_is_the_energy_of_both_responses(shape, name):
