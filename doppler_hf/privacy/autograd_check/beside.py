@@ -73,10 +73,12 @@ class Batches(NamedTuple):
             other = self._outcome(self._batch(places), len(places))
             is_other = self._differs(other, found, places)
             if is_other.any():
-                first = places[int(is_other.nonzero()[0])]
+                where = int(is_other.nonzero()[0])
+                first, beside = places[where], [*places[:where], *places[where + 1 :]]
                 rest = [place for place in range(self.number) if place != first]
                 trial = Trial(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
-                return why_losses_change(trial)
+                further = [(self._batch([*rest, first]), True), (self._batch([first, *beside]), False)]
+                return why_losses_change(trial, further=further)
         return None
 
     def changes_with_nan(self) -> bool:
@@ -93,6 +95,8 @@ class Batches(NamedTuple):
         handle = self.model.register_forward_hook(spoil)
         try:
             other = self._outcome(self.whole, self.number)
+        except Exception:  # a loss may refuse such numbers, as torch's of probabilities
+            return False
         finally:
             handle.remove()
         # What is NaN itself has read the other's numbers, and is found by its gradient.
@@ -121,6 +125,8 @@ class Batches(NamedTuple):
             yield [place]
         if self.is_thorough:
             yield [order[-1] if is_kept[place] else place for place in places]
+            # The first example has the rarest label: a count of its class, or of the others, is another one by far.
+            yield from ([0] + [next(each for each in of if each)] * (self.number - 1) for of in (order, order[::-1]))
             yield [*reversed(places)]
             yield [place for place in places if is_kept[place]]
 

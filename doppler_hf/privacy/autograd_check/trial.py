@@ -1,5 +1,6 @@
 """Examples alone and together: their gradients by plain autograd, and why a loss or a gradient changes with the others."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import norm
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -77,9 +77,14 @@ def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor
     raise ValueError(why_losses_change(trial))
 
 
-def why_losses_change(trial: Trial) -> str:
-    """Return what makes losses change with the batch, as a sentence."""
-    return _why(trial, "loss", first_changing_layer(trial, trial.together) or "the loss")
+def why_losses_change(trial: Trial, *, further: Sequence[tuple[Inputs, bool]] = ()) -> str:
+    """Return what makes losses change with the batch, as a sentence.
+
+    In `further` batches the first example is the first one, or the last one where that is said.
+    """
+    batches = [(trial.together, False), *further]
+    layers = (first_changing_layer(trial, inputs, is_last=is_last) for inputs, is_last in batches)
+    return _why(trial, "loss", next(filter(None, layers), "the loss"))
 
 
 def why_gradients_change(trial: Trial) -> str | None:
@@ -115,14 +120,20 @@ def _why(trial: Trial, what: str, layer: str) -> str:
     )
 
 
-def first_changing_layer(trial: Trial, together: Inputs) -> str | None:
-    """Return the first layer whose output for the first example is another in a batch, in words; None if there is none."""
+def first_changing_layer(trial: Trial, together: Inputs, *, is_last: bool = False) -> str | None:
+    """Return the first layer whose output for the first example is another in a batch, in words; None if there is none.
+
+    With `is_last` the example is the last one in that batch.
+    """
     classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
     with torch.no_grad():
         outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
     # Not strict: some models call more layers for more rows.
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
-        found = output[tuple(map(slice, expected.shape))]
+        if not expected.ndim or len(output) < len(expected):
+            continue
+        found = output[-len(expected) :] if is_last else output
+        found = found[tuple(map(slice, expected.shape))]
         size = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
         most = max(1e-3, 16 * torch.finfo(found.dtype).eps)
         if found.shape == expected.shape and not torch.allclose(
@@ -140,8 +151,10 @@ def _outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tup
     def note(module: nn.Module, _args: Any, output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else [output]
         tensors = (value for value in values if is_floating(value) and value.numel())
-        outputs.extend((names[module], tensor.detach()) for tensor in itertools.islice(tensors, 1) if module in names)
+        outputs.extend((names[module], tensor.detach()) for tensor in itertools.islice(tensors, 1))
 
-    with register_module_forward_hook(note):
+    with contextlib.ExitStack() as hooks:
+        for module in names:  # behind hooks that change the output, which torch's hook for all modules would not be
+            hooks.enter_context(module.register_forward_hook(note))
         losses_of(dict(inputs))
     return outputs
