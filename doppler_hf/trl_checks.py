@@ -13,9 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from datasets import Dataset
-from datasets.formatting import formatting
-
 from doppler_hf.run.checks.data import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -72,9 +69,11 @@ def without_training_figures(trainer: Any) -> None:
 @contextlib.contextmanager
 def quiet_rows() -> Iterator[None]:
     """Let `Dataset.map`, on which `filter` is built too, call each function of rows as `WithoutWords` during the block."""
+    from datasets import Dataset  # which TRL brings
+
     own = Dataset.map
 
-    def map_quietly(self: Dataset, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def map_quietly(self: Any, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         with _errors_without_rows():
             return own(self, function and WithoutWords(function), *args, **kwargs)
 
@@ -145,6 +144,8 @@ def _errors_without_rows() -> Iterator[None]:
     except RowError:
         raise
     except Exception as error:
+        from datasets.formatting import formatting
+
         frames = list(_frames(error.__traceback__))
         # Privacy: a constant of the code is no part of a row, nor is the name of a column that a row does not have.
         constants = [constant for code, _ in frames for constant in code.co_consts]

@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
     parser.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
     parser.add_argument(
-        "--noise-multiplier", type=float, metavar="σ", help="in units of the clip norm, in place of --epsilon"
+        "--noise-multiplier",
+        type=float,
+        metavar="σ",
+        help="in units of the clip norm, in place of --epsilon; of gradient and loss together, so that a training needs "
+        "noise_multiplier=1.005·σ for the same ε, unless it has report_train_loss=none",
     )
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
     parser.add_argument(
