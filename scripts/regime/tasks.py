@@ -63,9 +63,9 @@ def cnn_of_mnist() -> nn.Module:
 
 TASKS: Final[Mapping[str, Task]] = {
     "mnist-perceptron": Task("mnist", perceptron, 500),
-    "cifar10-half": Task("cifar10", partial(five_layers, width=16, side=16), 250, pooled=2, weight=2.0),
-    "cifar10": Task("cifar10", partial(five_layers, width=16), 125, weight=2.0, later=3000.0),
-    "mnist": Task("mnist", cnn_of_mnist, 250, later=3000.0),
+    "cifar10-half": Task("cifar10", partial(five_layers, width=16, side=16), 250, pooled=2, weight=2.0, later=2500.0),
+    "cifar10": Task("cifar10", partial(five_layers, width=16), 125, weight=2.0, later=5000.0),
+    "mnist": Task("mnist", cnn_of_mnist, 250, later=5000.0),
     "cifar10-full": Task("cifar10", five_layers, 50, is_left_out=True),
 }
 """Name → task. `cifar10` is the five-layer CNN with a quarter of its channels, `cifar10-half` the same on 16 x 16 pixels."""
