@@ -60,7 +60,6 @@ def mistakes_in(message: str) -> list[str]:
     found = {
         "ends without a full stop": not message.endswith((".", ". X")),
         "chains sentences by semicolons": "; " in message,
-        "is longer than 300 characters: the rest belongs on a page": len(message) > 300,
         "begins neither with a capital nor with an argument": not (
             first[1] or first[0][:1].isupper() or first[0].partition(".")[0] in ARGUMENTS
         ),

@@ -11,6 +11,7 @@
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
+- known_numbers: random numbers with a seed that anybody may know, in data, collator or model
 - randomness: secret random words for draws and noise, and the global generators
 """
 

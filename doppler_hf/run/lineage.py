@@ -18,6 +18,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -203,8 +204,7 @@ def _is_merged(model: nn.Module, merged: Iterable[MergedWeight]) -> bool:
             continue
         sketch = _sketch(parameter)
         for weight in candidates:
-            change = np.subtract(weight.after, weight.before)
-            if np.linalg.norm(sketch - weight.after) < _NEAR * np.linalg.norm(change):
+            if math.dist(sketch, weight.after) < _NEAR * math.dist(weight.after, weight.before):
                 return True
     return False
 

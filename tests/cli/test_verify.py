@@ -263,7 +263,7 @@ def test_ledgers_of_version_0_3_are_verified_by_the_rule_of_their_time(path, cap
     assert main(["verify", str(path)]) == 0
     output = said(capsys)
     ledger = PrivacyLedger.load(path)
-    assert output.startswith(f"VERIFIED: ({ledger.epsilon():.4g}, ")
+    assert output.startswith(f"LEDGER ONLY: ({ledger.epsilon():.4g}, ")
     lengths = [[each.steps for each in plan] for plan in ledger.plans]
     plans = {"clean": [[10]], "resumed": [[13]], "stopped": [[10]], "repeated": [[10], [5], [5]]}
     assert lengths == plans[path.stem.split("-")[1]]

@@ -119,7 +119,7 @@ def test_a_finished_run_that_is_trained_again_from_a_checkpoint_adds_its_epsilon
         terms = dict(noise_multiplier=1.5, sample_rate=1 / 3, delta=24**-1.1 / (1 + times))
         assert again.privacy.epsilon() == get_epsilon(**terms, steps=6) + times * get_epsilon(**terms, steps=3)
         assert main(["verify", str(tmp_path / "out")]) == 0
-        assert f"VERIFIED: ({again.privacy.epsilon():.4g}, " in said(capsys)
+        assert f"LEDGER ONLY: ({again.privacy.epsilon():.4g}, " in said(capsys)
 
 
 @pytest.mark.parametrize("callback", [stop, *thorough(interrupt)])
@@ -155,8 +155,7 @@ def test_a_cell_that_is_run_again_adds_up_what_its_model_has_cost(tmp_path, caps
         trainer.save_model()
         costs.append(trainer.privacy.epsilon())
         printed = said(capsys)
-        before = sum(costs[:-1])
-        words = f"ε is {before:.4g} + {costs[-1]:.4g} = {sum(costs):.4g}, and their δ add up, too."
+        words = f"they cost ε = {' + '.join(f'{cost:.4g}' for cost in costs)} = {sum(costs):.4g} together, at δ = "
         assert (words in printed) == (number > 0)
         assert main(["verify", str(tmp_path / str(number) / "out")]) == 0
         assert (words in said(capsys)) == (number > 0)
@@ -206,7 +205,7 @@ def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, within, ends
     assert second.privacy.epsilon() == (first.privacy.epsilon() if planned == 6 else 8.0)
     assert second.private_run.sampler.secret == before
     assert main(["verify", str(tmp_path / "out")]) == 0
-    assert f"VERIFIED: ({second.privacy.epsilon():.4g}, " in said(capsys)
+    assert f"LEDGER ONLY: ({second.privacy.epsilon():.4g}, " in said(capsys)
     # Done: nobody can go on with them.
     assert not secret.path.exists()
     assert not secrets_of(second).path.exists()

@@ -74,7 +74,9 @@ def test_random_filters_have_scipys_frequency_response_and_delay(low_pass_filter
     np.testing.assert_allclose(frequency_response(low_pass_filter, frequencies), expected, rtol=1e-12, atol=1e-12)
     kept = frequencies[np.abs(expected) > 1e-2]  # nearer to a zero both divide by rounding errors
     _, expected = scipy.signal.group_delay((b, a), w=np.pi * kept)
-    np.testing.assert_allclose(group_delay(low_pass_filter, kept), expected, rtol=1e-12, atol=1e-12)
+    # SciPy divides two sums that are rounded in float64: near a pole or a zero it loses up to four digits. Ours is held to
+    # 50 digits below.
+    np.testing.assert_allclose(group_delay(low_pass_filter, kept), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_frequencies_that_are_removed_have_no_delay():

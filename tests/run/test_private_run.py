@@ -70,7 +70,9 @@ def test_what_is_accounted_is_what_sampler_and_mechanisms_do(part, tmp_path):
 @pytest.mark.parametrize(("clean", "allowed"), [(True, 7), (False, 8)])
 def test_a_run_makes_no_more_steps_than_its_plan_has_left_whatever_its_target_would_allow(tmp_path, clean, allowed):
     """It is resumed at step 2 of 10, and 3 were made: the third one was lost by chance, or results may have led to it."""
-    args = arguments(tmp_path, max_steps=10, noise_multiplier=None, target_epsilon=6.0, noise_shape="white")
+    args = arguments(
+        tmp_path, max_steps=10, noise_multiplier=None, target_epsilon=6.0, noise_shape="white", report_train_loss="none"
+    )
     statement = PrivateRun(args, text_data(240), num_trained=1).statement
     noisier = dataclasses.replace(statement, noise_multiplier=2.0 * statement.noise_multiplier)
     ledger = after(PrivacyLedger.open(noisier), 3)

@@ -96,7 +96,7 @@ def stop(control, **_):
 
 
 def kept(states):
-    return [*states.iterdir()] if states.exists() else []
+    return [path for path in states.iterdir() if path.is_file()] if states.exists() else []
 
 
 @pytest.mark.parametrize("terms", [dict(), *thorough(dict(noise_multiplier=None, target_epsilon=6.0))])

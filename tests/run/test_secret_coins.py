@@ -32,11 +32,6 @@ class Kept(Rows):
         return self.kept[index]
 
 
-def seeding_collator(examples):
-    set_seed(42)
-    return pad(examples)
-
-
 class OwnCollator:
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -61,7 +56,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
     for run in range(2):
         whole = dict(per_device_train_batch_size=24, gradient_accumulation_steps=1)  # a piece is a micro-batch
         seeding = On(step_begin=lambda state, **_: set_seed(state.global_step))
-        options = dict(data=Seeding(), collator=seeding_collator, callbacks=[seeding], grad_sample_self_check=False)
+        options = dict(data=Seeding(), callbacks=[seeding], grad_sample_self_check=False)
         trainer = trained(trainer_of(tmp_path / str(run), cls=Drawn, **options, **whole))
         assert len(trainer.states) > 3
         states += trainer.states

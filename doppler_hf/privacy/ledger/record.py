@@ -138,7 +138,7 @@ class LedgerRecord:
         if last is None or not statement.continues(last.statement, from_step=from_step):
             return None
         left = last.steps_allowed - last.steps_made
-        if not last.is_closed:
+        if not self._has_ended_cleanly(last):
             # Privacy: chance has led here. What it has lost are the steps since the checkpoint, and not those before the
             # step at which the training was taken up by choice.
             is_lost = from_step >= last.made_anew_from or statement.target_epsilon is not None
@@ -197,7 +197,7 @@ class LedgerRecord:
             _refuse(entry, f"by what came before it {'begins a new plan' if stated else 'goes on with the plan'}")
         if keeps_rounds and not (went_on if stated is None else stated):
             _refuse(entry, "rounds go on under the same terms only")
-        is_taken_up = allowed is None or self._last_made().is_closed
+        is_taken_up = allowed is None or self._has_ended_cleanly(self._last_made())
         run = Run(
             statement=statement,
             versions=versions,
@@ -215,6 +215,14 @@ class LedgerRecord:
             if not is_same:
                 plans.append([])
             plans[-1].append(run)
+
+    def _has_ended_cleanly(self, last: Run) -> bool:
+        """Return whether the last run that made a step, or one since that made none, ended cleanly.
+
+        A run that failed after its last step is over for who looks at the results of a later one that found nothing to do.
+        """
+        since = next(place for place, run in enumerate(self.runs) if run is last)
+        return any(run.is_closed for run in self.runs[since:])
 
     def _last_made(self) -> Run:
         """Return the last run that has made a step, or the first one."""
