@@ -1,10 +1,17 @@
 # One command each. PYTHON makes the environment; everything else runs inside it. DATASET_DIR and MODEL are
 # folders with SST-2 and an encoder, for the quick start.
 PYTHON ?= python3
-VENV := .venv
+# "oldest" and "newest" are the ends of what pyproject.toml admits. Each has an environment of its own.
+VERSIONS ?=
+ifneq ($(filter-out oldest newest,$(VERSIONS)),)
+$(error Expected VERSIONS=oldest, VERSIONS=newest or neither; got $(VERSIONS))
+endif
+VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
-# Of the versions that are tested, the one of make's own environment.
-TORCH ?= torch==2.13.0
+# Without VERSIONS, the environment has this one of the versions of torch that are tested.
+TORCH ?= $(if $(VERSIONS),torch,torch==2.13.0)
+PIP_oldest := --constraint $(VENV)/oldest.txt
+PIP_newest := --upgrade --upgrade-strategy eager
 STAMP := $(VENV)/.installed
 # Two processes of one thread each: torch's own threads would fight over the cores. Each keeps what its files share.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -12,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check package test test-all test-slow gpu docs install clean
+.PHONY: quickstart check package test test-all test-slow test-oldest test-newest gpu docs install today clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR)) $(if $(MODEL),--model $(MODEL))
@@ -46,6 +53,13 @@ test-all: install
 test-slow: install
 	$(PYTEST) -m "slow"
 
+# The tests of `make test-all` with other versions of the packages. PYTHON=python3.11 makes the environment with that Python.
+test-oldest:
+	$(MAKE) test-all VERSIONS=oldest
+
+test-newest:
+	$(MAKE) test-all VERSIONS=newest
+
 # Tests and benchmarks that need a CUDA device, and a page of what came out. Started again, it goes on. Nothing is installed:
 # PYTHON has torch built for the device, and the packages of pyproject.toml.
 gpu:
@@ -57,10 +71,12 @@ docs: install
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+# What is newest may change by the day, so that these versions are looked up each time.
+$(STAMP): pyproject.toml $(if $(filter newest,$(VERSIONS)),today)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
+	$(if $(filter oldest,$(VERSIONS)),$(BIN)/python -m scripts.oldest_versions > $(VENV)/oldest.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)" $(PIP_$(VERSIONS))
 	touch $@
 
 clean:
-	rm -rf $(VENV) out site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest out site build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -15,7 +15,7 @@ extensions = ["myst_parser", "sphinx_design", "sphinx.ext.autodoc", "sphinx.ext.
 suppress_warnings = ["toc.not_included"]
 # The source is the repository as a whole, so that a link that leads somewhere there leads somewhere here.
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "recipes/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**", "recipes/**"]
 exclude_patterns = [".*", "build", "dist", "doppler_hf", "out", "runs", "scripts", "site", "tests"]
 myst_heading_anchors = 4  # GitHub's
 myst_enable_extensions = ["colon_fence", "tasklist"]

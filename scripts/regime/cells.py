@@ -205,6 +205,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             output_dir=str(folder),
             target_epsilon=cell.epsilon,
             noise_multiplier=0.0 if cell.epsilon is None else None,
+            report_train_loss="none",  # all of ε is for the gradient, as in the paper
             max_steps=steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=cell.batch_size // micro_batch,

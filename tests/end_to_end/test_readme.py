@@ -43,7 +43,8 @@ from tests.support.tiny import pad, text_data, tiny_bert
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
 INDEX = ROOT / "recipes" / "RESULTS.md"
-PAGES = [README, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
+SECURITY = ROOT / "SECURITY.md"
+PAGES = [README, SECURITY, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
 RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
@@ -216,7 +217,11 @@ def test_the_site_lists_every_page_once():
     trees = blocks(DOCS / "index.md", re.escape("{toctree}"))
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     pages = [(ROOT / name[1:] if name.startswith("/") else DOCS / name).with_suffix(".md") for name in listed]
-    others = {(DOCS / name).with_suffix(".md") for name in OTHER_PAGES} | {ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"}
+    others = {(DOCS / name).with_suffix(".md") for name in OTHER_PAGES} | {
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        SECURITY,
+    }
     assert len(pages) == len(set(pages))
     assert set(pages) == {*DOCS.rglob("*.md"), INDEX, *others} - {DOCS / "index.md"}
 
