@@ -109,7 +109,7 @@ def test_another_length_within_the_same_target_is_refused_with_what_to_do(tmp_pa
 
 def test_a_finished_run_that_is_trained_again_from_a_checkpoint_adds_its_epsilon_each_time(tmp_path, capsys):
     """Results may have chosen whether, and how often."""
-    options = dict(noise_multiplier=1.5, max_steps=6, save_strategy="steps", save_steps=3)
+    options = dict(noise_multiplier=1.5, max_steps=6, save_strategy="steps", save_steps=3, report_train_loss="none")
     trained(trainer_of(tmp_path, **options))
     assert "results may have led" not in said(capsys)
     for times in (1, 2):

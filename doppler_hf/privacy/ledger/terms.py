@@ -83,10 +83,12 @@ def earlier_in_words(ledger: PrivacyLedger) -> str:
         return ""
     before = [f"{spent.epsilon:.4g}" for spent in ledger.earlier_trainings.values()]
     trainings = "one other private training" if len(before) == 1 else f"{len(before)} other private trainings"
-    total, terms = ledger.spent, " + ".join([*before, f"{ledger.planned_epsilon:.4g}"])
+    # What this training costs is said before its first step, too.
+    epsilon, delta = ledger.earlier.epsilon + ledger.planned_epsilon, ledger.spent.delta
+    terms = " + ".join([*before, f"{ledger.planned_epsilon:.4g}"])
     return (
         f"These weights already went through {trainings}. If all of them used the same data, they cost ε = {terms} = "
-        f"{total.epsilon:.4g} together, at δ = {total.delta:.3g}."
+        f"{epsilon:.4g} together, at δ = {delta:.3g}."
     )
 
 
