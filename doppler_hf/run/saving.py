@@ -175,4 +175,10 @@ class SavingTrainer(ShardedTrainer):
             super().log(logs, start_time)
             handler.callbacks = local
             show_beside_evaluations(local, losses)
-            self.control = handler.on_log(self.args, self.state, self.control, losses | logs)
+            public = dict(logs)
+            logs.clear()
+            logs.update(losses | public)  # the loss first, and the same object, which callbacks may change
+            try:
+                self.control = handler.on_log(self.args, self.state, self.control, logs)
+            finally:
+                take_losses(logs)

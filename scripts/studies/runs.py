@@ -84,6 +84,7 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
             output_dir=folder,
             target_epsilon=run.epsilon,
             learning_rate=run.learning_rate,
+            report_train_loss="none",  # all of ε is for the gradient, as in the papers
             rehearse=False,  # a grid of rates may reach a hundredfold
             seed=run.seed,
             noise_seed=run.seed,

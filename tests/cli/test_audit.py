@@ -48,7 +48,7 @@ def test_honest_run_ends_with_0_and_writes_one_file(recipe, tmp_path, capsys):
     assert main([*words, "--per_device_train_batch_size=8", "--noise_multiplier", "3"]) == 0
     shown = flat(capsys.readouterr().out)
     assert "No defect found" in shown
-    assert "noise multiplier 3; " in shown
+    assert "noise multiplier 2.985; " in shown  # √0.99 times what was given: of gradient and loss together
     assert "canaries │ 200, " in shown
     written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "privacy_audit.json"]

@@ -48,7 +48,7 @@ def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path
     with pytest.raises(error) if error else contextlib.nullcontext():
         trainer.train()
     ledger = PrivacyLedger.load(tmp_path / "out")
-    terms = dict(noise_multiplier=ledger.statement.noise_multiplier, sample_rate=1 / 3, delta=24**-1.1)
+    terms = dict(noise_multiplier=ledger.statement.effective_noise_multiplier, sample_rate=1 / 3, delta=24**-1.1)
     planned, fixed = (get_epsilon(**terms, steps=count) for count in (9, steps))
     assert ledger.steps_run == steps
     assert 2.97 < planned <= 3.0

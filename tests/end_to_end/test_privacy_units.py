@@ -215,7 +215,8 @@ def test_the_accountant_the_ledger_and_the_summary_count_users(tmp_path, capsys)
     statement = PrivacyLedger.load(tmp_path / "out").statement
     assert (statement.num_units, statement.sample_rate, statement.max_examples_per_unit) == (14, 8 / 14, 3)
     assert "user_id" in statement.unit_of_privacy
-    mechanism = dict(noise_multiplier=1.0, sample_rate=8 / 14, steps=3, delta=14**-1.1)
+    # The loss is released beside the gradient, and takes a hundredth of the budget.
+    mechanism = dict(noise_multiplier=0.99**0.5, sample_rate=8 / 14, steps=3, delta=14**-1.1)
     assert trainer.privacy.epsilon() == pytest.approx(get_epsilon(**mechanism), rel=1e-9)
     assert "user_id" in capsys.readouterr().out
 

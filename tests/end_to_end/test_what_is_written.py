@@ -94,6 +94,7 @@ def written_by(kind, folder, monkeypatch, capsys, **options):
     ("options", "also"),
     [
         (dict(report_train_loss="private", per_sample_max_loss=5.0), {"loss", "train_loss"}),
+        (dict(report_train_loss="raw"), set()),
         *thorough((dict(clipping="vanilla"), set()), (dict(low_pass_filter="second-order"), set())),
     ],
 )
@@ -104,6 +105,8 @@ def test_what_is_written_follows_from_private_gradients(tmp_path, monkeypatch, c
         (tmp_path / str(kind)).mkdir()
         runs.append(written_by(kind, tmp_path / str(kind), monkeypatch, capsys, **options))
     one, other = runs
+    if options["report_train_loss"] == "raw":  # which is shown, and kept nowhere
+        assert one.pop("printed") != other.pop("printed")
     for what in one:
         if isinstance(one[what], dict):
             assert one[what].keys() == other[what].keys()

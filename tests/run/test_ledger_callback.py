@@ -272,17 +272,17 @@ def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("options", "changed"),
     [
-        (dict(), {}),
+        (dict(report_train_loss="raw"), {}),
         (
             dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="banded:bands=2", low_pass_filter="auto"),
-            {"noise": "noise multiplier {sigma}; shape: banded, 2 steps; filter: none (auto)"},
+            {"noise": "noise multiplier {sigma}; shape: banded, 2 steps; filter: none (auto)", "watch": ""},
         ),
         (
             dict(report_train_loss="none", learning_rate=None),
             {"rate": " (auto: by noise, steps and model size)", "watch": ""},
         ),
         # What is accounted, and what `plan` says, is σ of gradient and loss together.
-        (dict(report_train_loss="private"), {"watch": ""}),
+        (dict(), {"watch": ""}),
     ],
     ids=str,
 )
@@ -293,7 +293,9 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     sigma = f"{statement.effective_noise_multiplier:.4g}"
     spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record"
     noise = changed.get("noise", "noise multiplier {sigma}; shape: white (auto); filter: none (auto)")
-    watch = "the logged training loss is not private: report_train_loss='private' adds noise, 'none' hides it"
+    watch = (
+        "the training loss shown here is not private, and not saved: report_train_loss='private' adds noise, 'none' hides it"
+    )
     lines = {
         "privacy": spent,
         "data": "400 records; 4 random batches of 128 on average",
