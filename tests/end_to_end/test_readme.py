@@ -169,7 +169,8 @@ def test_flags_are_those_of_the_commands_of_the_page(page):
     known = RECIPE_FIELDS | LAUNCHERS
     for command in commands(page):
         if flags(command) and script_of(command):
-            known |= flags(help_of(script_of(command), ()))
+            # Some results have a command of their own.
+            known |= flags(help_of(script_of(command), tuple(re.findall(r"scripts\.reproduce ([a-z-]+)", command))))
         elif ours := re.search(r"doppler-hf((?: [a-z]+(?![\w/.-]))+)", command):
             known |= flags(help_of("doppler_hf/__main__.py", tuple(ours[1].split())))
     for command in commands(page):

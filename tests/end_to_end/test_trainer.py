@@ -197,7 +197,8 @@ class TokensFirst(type(tiny_bert())):
 )
 def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_path, length, engine, self_check):
     rows = [{"input_ids": [9] * (length - 1) + [7], "attention_mask": [1] * length, "labels": 0}] * 24
-    options = dict(grad_sample_engine=engine, grad_sample_self_check=self_check)
+    # With draws of 6 and 9 examples alone, which chance makes now and then, all passes have three rows.
+    options = dict(grad_sample_engine=engine, grad_sample_self_check=self_check, noise_seed=0)
     trainer = trainer_of(tmp_path, model=TokensFirst(tiny_bert().config), data=Dataset.from_list(rows), **options)
     with pytest.raises(ValueError, match="mixer"):
         trainer.train()

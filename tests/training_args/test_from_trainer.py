@@ -131,7 +131,15 @@ OF_TRAINER = [
 def test_every_name_on_the_page_is_there():
     known = {*FIELDS, *inspect.signature(Trainer.__init__).parameters, *dir(DopplerTrainer)}
     known |= {"Trainer", "TrainingArguments", "DopplerTrainer", "DopplerTrainingArguments"}
-    known |= {"loss", "group_by_length", "seed", "resume_from_checkpoint", "torchrun", "split_batches", "use_seedable_sampler"}
+    known |= {
+        "loss",
+        "group_by_length",
+        "seed",
+        "resume_from_checkpoint",
+        "torchrun",
+        "split_batches",
+        "use_seedable_sampler",
+    }
     names = re.findall(r"`([a-zA-Z_]\w*)(?:=\w+)?`", PAGE)
     assert len(names) > 60
     assert set(names) - {"True", "False"} <= known
