@@ -113,6 +113,11 @@ def verdict(result: NeighbourResult) -> str:
     """Return the outcome in one sentence."""
     if not result.contradicts_claim:
         return "No defect found: no tested record moved the sum by more than C. Untested ones may."
+    if result.distances.max() <= 1.0 + result.tolerance and result.extrapolated.max() <= 1.0 + result.tolerance:
+        return (
+            f"THE CLAIM IS WRONG: one record moves what others contribute by up to {result.couplings.max():.4g} C. The "
+            "proof assumes that it moves nothing but its own contribution. Let each loss depend on its example alone."
+        )
     return (
         f"THE CLAIM IS WRONG: one record moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
         f"{result.extrapolated.max():.4g} C, where the ledger claims 1."

@@ -9,6 +9,7 @@ What an object holds is found by looking into it. What is hidden, such as a gene
 between after another one.
 """
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.linalg import same
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators, states_of_generators
 
@@ -28,6 +30,9 @@ _LEAVES: Final = (str, bytes, int, float, complex, type(None), type, ModuleType,
 # How deep a search goes: from a layer to an object that it holds, to a list in it, and so on.
 _DEEPEST: Final = 5
 _MOST_OBJECTS: Final = 200_000
+# By which share of itself a loss may change when the same pass is made again.
+_SAME_ON_CPU: Final = 1e-6
+_SAME_ON_ACCELERATOR: Final = 1e-4  # where sums have no fixed order
 _FIRST: Final = 100  # of a list or a dictionary, which may be one of records
 
 
@@ -122,7 +127,7 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
 
 
 def refuse_known_numbers_in_passes(
-    model: nn.Module, losses_of: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any], *, tolerance: float
+    model: nn.Module, losses_of: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any]
 ) -> None:
     """Refuse a model or loss that seeds a generator, or has one of its own, in passes as in training, with dropout."""
 
@@ -133,8 +138,24 @@ def refuse_known_numbers_in_passes(
     def is_same(first: Any, second: Any) -> bool:
         if first is None or second is None or first.shape != second.shape:
             return True  # which is refused for that
-        return torch.allclose(first, second, rtol=tolerance / 10, atol=0.0, equal_nan=True)
+        # The same numbers in the same shapes: on a CPU sums are made in the same order.
+        is_on_cpu = first.device.type == "cpu"
+        return torch.allclose(
+            first, second, rtol=_SAME_ON_CPU if is_on_cpu else _SAME_ON_ACCELERATOR, atol=0.0, equal_nan=True
+        )
 
     with modes_kept(model), torch.no_grad():
         model.train()
         refuse_known_numbers(computed, "The model or its loss", is_same=is_same)
+
+
+def refuse_known_numbers_in_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
+    """Refuse a collator that seeds a generator, or has one of its own."""
+
+    def is_same(first: Any, second: Any) -> bool:
+        if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+            return True  # which is refused for that
+        return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
+
+    # A collator may write into what it is given.
+    refuse_known_numbers(lambda: collate(copy.deepcopy(rows)), "data_collator", is_same=is_same)

@@ -187,7 +187,7 @@ class PrivateRun:
         if args.world_size > 1:
             compare_terms(statement, args, model, data=self._digest_of_data)
             give_all_the_weights_of_process_0(model)
-        probe = Probe(loader)
+        probe = Probe(loader, checks_numbers=args.grad_sample_self_check)
         if not loss.is_own:
             probe.refuse_ignored_labels()
         refuse_model(model, args, probe)

@@ -11,6 +11,15 @@ from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
+from tests.run.checks.test_beside import (
+    LAYERS,
+    OF_ITSELF,
+    OF_OTHERS,
+    behind_an_adapter,
+    of_losses,
+    with_gate,
+    with_layer,
+)
 from tests.support.tiers import further
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
@@ -85,13 +94,49 @@ class Carried(DopplerTrainer):
         return losses
 
 
-@pytest.mark.parametrize("cls", [TokenMean, Carried])
-def test_a_loss_that_looks_at_others_is_seen(tmp_path, cls):
+def test_a_loss_that_looks_at_others_is_seen(tmp_path):
     # Far below the bound nothing is clipped, so that all of it shows.
     options = dict(clipping="vanilla", per_sample_max_grad_norm=10.0, grad_sample_self_check=False)
-    trainer = trainer_of(tmp_path, cls=cls, model=tiny_bert().double(), per_device_train_batch_size=8, **options)
+    trainer = trainer_of(tmp_path, cls=TokenMean, model=tiny_bert().double(), per_device_train_batch_size=8, **options)
     result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
     assert result.couplings.max() > 1e-4
+    assert result.contradicts_claim
+
+
+def test_a_loss_that_keeps_something_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keeps something from one batch to the next"):
+        neighbour_distances(trainer_of(tmp_path, cls=Carried), pairs=2)
+
+
+COUPLED = {
+    **{f"a loss of {name}": (lambda name=name: dict(cls=of_losses(OF_OTHERS[name]))) for name in OF_OTHERS},
+    **{f"a layer of {name}": (lambda name=name: dict(model=with_layer(LAYERS[name]))) for name in LAYERS},
+    "behind a closed gate": lambda: dict(model=with_gate(gate=0.0)),
+    "behind an adapter of zeros": lambda: dict(model=behind_an_adapter()),
+}
+
+
+@pytest.mark.parametrize("kind", further([*COUPLED], quick=[*COUPLED][::4] + [*COUPLED][-2:]))
+def test_ranks_counts_and_capacities_contradict_the_claim_without_the_start_check(tmp_path, kind):
+    # Far below the bound nothing is clipped: automatic clipping would take a factor out again, and so hides nothing.
+    options = COUPLED[kind]() | dict(clipping="vanilla", per_sample_max_grad_norm=10.0, grad_sample_self_check=False)
+    trainer = trainer_of(
+        tmp_path, data=text_data(96), per_device_train_batch_size=16, gradient_accumulation_steps=1, **options
+    )
+    before = weights(trainer)
+    result = neighbour_distances(trainer, pairs=8)
+    assert result.contradicts_claim
+    assert torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize("name", ["focal", "a fixed threshold"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_of_its_own_row_contradicts_nothing(tmp_path, name, dtype):
+    """All rows have one length, as they should in bfloat16."""
+    data = Dataset.from_list([row for row in text_data(300).to_list() if len(row["input_ids"]) == 6])
+    trainer = trainer_of(tmp_path, cls=of_losses(OF_ITSELF[name]), model=tiny_bert().to(dtype), data=data)
+    result = neighbour_distances(trainer, pairs=8, tolerance=1e-4 if dtype == torch.float32 else 1e-2)
+    assert not result.contradicts_claim
 
 
 def test_twice_the_clip_norm_contradicts_the_claim(tmp_path, monkeypatch):
@@ -134,7 +179,7 @@ def test_draws_come_in_threes_and_begin_with_the_extremes(tmp_path):
 def test_what_is_extrapolated_counts_no_rounding():
     result = NeighbourResult(
         distances=np.array([0.9, 0.9]), couplings=np.array([1e-7, 0.02]), draw_size=10,
-        expected_batch_size=100, tolerance=1e-6,
+        expected_batch_size=100, tolerance=1e-6, rounding=1e-6,
     )  # fmt: skip
     assert result.extrapolated.tolist() == pytest.approx([0.9, 1.08])
     assert result.contradicts_claim

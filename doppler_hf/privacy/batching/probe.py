@@ -12,7 +12,7 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
-from doppler_hf.privacy.known_numbers import refuse_known_numbers
+from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator
 from doppler_hf.privacy.randomness import filled_generators, next_numbers
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
@@ -36,6 +36,10 @@ class Probe:
 
     Every process of a training chooses the same ones.
 
+    Args:
+        loader: The loader of the run.
+        checks_numbers: Whether a collator is refused whose random numbers may be known.
+
     Attributes:
         short: The short examples.
         longest: The longest of all, or of those that were looked at if lengths are unknown.
@@ -43,10 +47,10 @@ class Probe:
         are_of_one_length: Whether all examples are as long, or those that were looked at if lengths are unknown.
 
     Raises:
-        ValueError: If the collator returns no dictionary, or a row changes with those beside it.
+        ValueError: If the collator returns no dictionary, has random numbers that may be known, or a row changes with those beside it.
     """
 
-    def __init__(self, loader: PrivateLoader) -> None:
+    def __init__(self, loader: PrivateLoader, *, checks_numbers: bool = True) -> None:
         self._loader, self._collator = loader, loader.collator
         self._candidates = candidates(loader)
         with filled_generators(0):
@@ -65,7 +69,8 @@ class Probe:
             shapes[0] == shapes[1] if loader.lengths is None else int(loader.lengths.min()) == self.longest_length
         )
         rows = [*self.short[: SHORT // 2], self.longest, *self.short[SHORT // 2 :]]
-        refuse_known_numbers(lambda: self._collator(copy.deepcopy(rows)), "data_collator", is_same=_are_same)
+        if checks_numbers:
+            refuse_known_numbers_in_collator(self._collator, rows)
         first, second = self.collated(rows), self.collated(rows, seed=1)
         stable = [name for name in first if isinstance(first[name], Tensor) and same(first[name], second[name])]
         self._is_random = not all(name in stable for name in first if isinstance(first[name], Tensor))
@@ -147,14 +152,6 @@ class Probe:
             # Sensitivity: the same numbers lie in the same places, so that the row of the first example must be the same.
             if any(first[name].shape == second[name].shape and not same(first[name][0], second[name][0]) for name in rows):
                 raise ValueError(_MIXED_ROWS)
-
-
-def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two batches have the same tensors."""
-    if not isinstance(first, Mapping):
-        return True  # which is refused for that
-    tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
-    return all(isinstance(second[name], Tensor) and same(value, second[name]) for name, value in tensors.items())
 
 
 def _are_ignored(batch: Inputs) -> bool:

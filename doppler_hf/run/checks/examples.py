@@ -125,7 +125,7 @@ class _Comparison:
                 found = self._place_of_coupling()
             with self.clipped.unwatched():
                 two = self.probe.collated(self.probe.short[:2])
-                refuse_known_numbers_in_passes(self.model, self.losses_of, two, tolerance=self.tolerance)
+                refuse_known_numbers_in_passes(self.model, self.losses_of, two)
             with without_dropout(self.model):
                 try:
                     return self._compared(*found)

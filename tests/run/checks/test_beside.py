@@ -225,22 +225,32 @@ class Hidden(nn.Module):
         return self.layer(x) + self.gate * LAYERS["tokens by rank"](x)[..., : self.layer.out_features]
 
 
-@pytest.mark.parametrize("gate", [0.0, 1e-6])
-def test_what_a_gate_hides_at_the_start_is_seen_with_moved_weights(tmp_path, gate):
+def with_gate(*, gate):
     model = tiny_bert()
     attention = model.bert.encoder.layer[0].attention.self
     attention.value = Hidden(attention.value, gate=gate)
+    return model
+
+
+def behind_an_adapter():
+    """The second factor of LoRA is zero at the start, behind which the first one reads the batch."""
+    model = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["value"]))
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda module, args, output: LAYERS["tokens by rank"](output))
+    return model
+
+
+@pytest.mark.parametrize("gate", [0.0, 1e-6])
+def test_what_a_gate_hides_at_the_start_is_seen_with_moved_weights(tmp_path, gate):
+    model = with_gate(gate=gate)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     refused(tmp_path, model=model, **DATA)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_an_adapter_of_zeros_hides_is_seen_with_moved_weights(tmp_path):
-    model = get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["value"]))
-    for name, module in model.named_modules():
-        if name.endswith("lora_A.default"):
-            module.register_forward_hook(lambda module, args, output: LAYERS["tokens by rank"](output))
-    refused(tmp_path, model=model, **DATA)
+    refused(tmp_path, model=behind_an_adapter(), **DATA)
 
 
 # --- weights are given back -----------------------------------------------------------------------------------------------
