@@ -13,6 +13,7 @@ Nothing about the examples is released: the outcome depends on model, loss, data
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -116,6 +117,13 @@ class _Comparison:
     def number(self) -> int:
         return len(self.rows)
 
+    @functools.cached_property
+    def _is_cheap(self) -> bool:
+        """Whether a pass of a few examples takes next to no time."""
+        layers = (module for module in self.model.modules() if not isinstance(module, nn.Embedding))
+        weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
+        return weights <= _FEW_WEIGHTS or not _is_on_cpu(self.model)
+
     def names_reached(self) -> set[str]:
         """Compare, and return the names of the trained parameters that a loss reaches."""
         # TF32, which is cuDNN's default, would round more than the tolerance.
@@ -124,8 +132,8 @@ class _Comparison:
                 self._take_as_many_as_are_affordable()
                 found = self._place_of_coupling()
             with self.clipped.unwatched():
-                two = self.probe.collated(self.probe.short[:2])
-                refuse_known_numbers_in_passes(self.model, self.losses_of, two)
+                few = self.probe.collated(self.probe.short[: 2 if self._is_cheap else 1])
+                refuse_known_numbers_in_passes(self.model, self.losses_of, few)
             with without_dropout(self.model):
                 try:
                     return self._compared(*found)
@@ -147,9 +155,11 @@ class _Comparison:
 
     def _take_as_many_as_are_affordable(self) -> None:
         """Take as many examples as a micro-batch has, if the model is small enough for a fraction of a second."""
-        with self.clipped.unwatched(), torch.no_grad(), multiply_adds(self.model) as counted:
-            self.losses_of(self.probe.collated(self.probe.short[:1]))
-        affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
+        affordable = 0.0
+        if self._is_cheap:
+            with self.clipped.unwatched(), torch.no_grad(), multiply_adds(self.model) as counted:
+                self.losses_of(self.probe.collated(self.probe.short[:1]))
+            affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
         # A loss of the user's own may choose among as many as a micro-batch has, such as the hardest eight.
         least = min(self.most_rows, 4 * SHORT) if self.loss.is_own else SHORT
         number = max(SHORT, least, min(self.most_rows, _MOST_ROWS, int(affordable)))
@@ -180,9 +190,7 @@ class _Comparison:
         return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
 
     def _refuse_changes_beside_others(self) -> None:
-        layers = (module for module in self.model.modules() if not isinstance(module, nn.Embedding))
-        weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
-        is_cheap = weights <= _FEW_WEIGHTS or not _is_on_cpu(self.model)
+        is_cheap = self._is_cheap
         batches = Batches(
             self.model,
             self.losses_of,
@@ -190,7 +198,7 @@ class _Comparison:
             self.number,
             lambda places: self.probe.collated([self.rows[place] for place in places]),
             tolerance=self.tolerance,
-            most_alone=SHORT if is_cheap else 2,
+            most_alone=SHORT if is_cheap else 2 if self.loss.is_own else 1,
             is_thorough=is_cheap,
             norms_by=self.clipped if is_cheap and self.loss.is_users else None,
         )
