@@ -202,6 +202,8 @@ class PrivacyCallback(TrainerCallback):
                 ledger.checkpoint(checkpoint_step)
             trained = frozenset() if self._lineage is None else self._lineage.marks_of_trained(model, together=False)
             ledger.speak_for(weights, model=digests_of(model), trained=trained)
+            if self._lineage is not None:  # a checkpoint may be merged, too
+                self._lineage.remember(model, ledger, marks=trained, writes=True)
             if checkpoint_step is not None:
                 ledger.save(args.output_dir)
             set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))

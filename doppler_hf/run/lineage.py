@@ -3,11 +3,13 @@
 Trained tensors are recognised one by one, whatever was added to the model, merged into it or put around it since:
 
 - by object, within the process;
-- by value: a *mark* of each trained tensor is kept in its ledger, and in a small register in the user's state folder. The
-  mark follows the tensor's values in bfloat16, so that it survives saving, loading, and a conversion to half precision;
-- by what a trained adapter makes of its base weights when it is merged. A merge rounds differently in each precision, so
-  the register keeps a *sketch* instead: sixteen numbers xᵢᵀ W yᵢ with random signs x and y. A weight counts as merged if
-  its sketch differs from the merged one by less than a tenth of what the merge changes.
+- by value: *marks* of each trained tensor are kept in its ledger, and in a small register in the user's state folder. A mark
+  is a hash of the values. Matrices also have marks of their values in half precision, so that they are recognised after a
+  conversion;
+- by what a trained adapter makes of its base weights when it is merged. The register keeps the marks of some merged weights.
+  It also keeps a *sketch* of each, since a merge rounds differently on another processor: sixteen numbers xᵢᵀ W yᵢ with
+  random signs x and y. A weight counts as merged if its sketch differs from the merged one by less than a tenth of what the
+  merge changes.
 
 Weights that were averaged, quantized or scaled, or that came from another machine without their ledger, are not recognised;
 docs/trust/ledger.md says so. The register holds nothing but digests of weights that a private training has released, and
@@ -23,7 +25,7 @@ import os
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -35,7 +37,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
@@ -46,6 +47,11 @@ from doppler_hf.run.processes import on_process_0
 _FEWEST_VALUES: Final = 32
 # A mark takes about so many values of a tensor, evenly spread: noise reaches every coordinate of what is trained.
 _MOST_VALUES: Final = 2**16
+# In half precision a training at a small rate leaves most values of a vector as they are, perhaps all. So vectors have no
+# mark of their values in half precision, nor have matrices of fewer values.
+_FEWEST_HALVES: Final = 2**8
+# Of how many adapted layers a merge is noted: who merges an adapter merges it into all of them.
+_MERGED_LAYERS: Final = 8
 _SKETCH_LENGTH: Final = 16
 # Relative to what the merge changes. The sketch of another training's weights differs by as much as the merge, or more.
 _NEAR: Final = 0.1
@@ -73,7 +79,7 @@ class Past(NamedTuple):
     """What a tensor of this process has gone through."""
 
     trainings: Trainings  # what its last value has cost
-    begun: dict[str | None, Trainings]  # by the mark of each value with which a training began: what that had cost
+    begun: dict[str, Trainings]  # by the mark of each value with which a training began: what that had cost
 
 
 # The past of each trained tensor.
@@ -94,10 +100,12 @@ class Lineage:
 
     def __init__(self, model: nn.Module, *, output_dir: str | Path, continued: PrivacyLedger | None = None) -> None:
         named = dict(model.named_parameters())
-        self._begun = {name: _mark(parameter) for name, parameter in named.items()}
-        marks = frozenset(mark for name, mark in self._begun.items() if mark is not None and _is_telling(named[name]))
+        self._begun = {name: _marks(parameter, both_halves=True) for name, parameter in named.items()}
+        marks = frozenset().union(*(found.all for name, found in self._begun.items() if _is_telling(named[name])))
         found = on_process_0(lambda: _by_value(model, marks, Path(output_dir)))
-        found += [trainings for name, parameter in named.items() for trainings in _by_object(parameter, self._begun[name])]
+        found += [
+            trainings for name, parameter in named.items() for trainings in _by_object(parameter, self._begun[name].exact)
+        ]
         self._at_start = all_trainings(found)
         own = None if continued is None else continued.name
         self.earlier: Trainings = {name: spent for name, spent in self._at_start.items() if name != own}
@@ -112,15 +120,13 @@ class Lineage:
             together: Whether every process calls this at the same moment. If not, weights that are cut into parts are left
                 out, since no process can read a whole one alone.
         """
-        found: set[str | None] = set()
+        found: set[str] = set()
         for name, parameter in model.named_parameters():
             if not together and isinstance(parameter, DTensor):
                 continue
-            if not (parameter.requires_grad and _is_telling(parameter)):
-                continue
-            if (mark := _mark(parameter)) != self._begun.get(name):
-                found |= {mark, _mark(parameter, torch.float16)}
-        return frozenset(mark for mark in found if mark is not None)
+            if parameter.requires_grad and _is_telling(parameter):
+                found |= _marks(parameter, both_halves=True).all - self._begun.get(name, Marks("", frozenset())).all
+        return frozenset(found)
 
     def remember(self, model: nn.Module, ledger: PrivacyLedger, *, marks: frozenset[str], writes: bool) -> None:
         """Note what this run has made of the model, for trainings to come.
@@ -137,11 +143,17 @@ class Lineage:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 past = _BY_OBJECT.get(parameter, Past({}, {}))
-                _BY_OBJECT[parameter] = Past(trainings, past.begun | {self._begun.get(name): self._at_start})
-        before = _OF_PROCESS.get(ledger.name, Record({}, frozenset(), ()))
-        # What was saved under this ledger may be loaded again, too, so that its marks stay.
-        merged = (*before.merged, *(weight for weight in _merged_weights(model) if weight not in before.merged))
-        record = Record(trainings, before.marks | ledger.trained_marks | marks, merged)
+                begun = {} if name not in self._begun else {self._begun[name].exact: self._at_start}
+                _BY_OBJECT[parameter] = Past(trainings, past.begun | begun)
+        # What was saved under this ledger may be loaded again, too, so that its marks stay, also those of another process.
+        before = [_OF_PROCESS.get(ledger.name), _read_one(_register() / f"{ledger.name}.json")]
+        merged, of_merged = _merged_weights(model)
+        known = [record for record in before if record is not None]
+        record = Record(
+            trainings,
+            frozenset().union(marks, of_merged, ledger.trained_marks, *(each.marks for each in known)),
+            tuple(dict.fromkeys([*(weight for each in known for weight in each.merged), *merged])),
+        )
         _OF_PROCESS[ledger.name] = record
         if writes:
             _write(ledger.name, record)
@@ -168,16 +180,34 @@ def adapters_trained_by_others(model: nn.Module) -> list[str]:
 # --- recognising ------------------------------------------------------------------------------------------------------
 
 
-def _mark(value: Tensor, precision: torch.dtype | None = None) -> str | None:
-    """Return the mark of a tensor, or what it would be of a copy in this precision; None if its values are integers."""
+class Marks(NamedTuple):
+    """The marks of a tensor."""
+
+    exact: str
+    halves: frozenset[str]  # of its values in half precision, if it has many
+
+    @property
+    def all(self) -> frozenset[str]:
+        """All of them."""
+        return self.halves | {self.exact} if self.exact else frozenset()
+
+
+def _marks(value: Tensor, *, both_halves: bool = False) -> Marks:
+    """Return the marks of a tensor: of `both_halves` also what it would be after a conversion to float16."""
     if not value.is_floating_point() or value.is_meta:
-        return None
+        return Marks("", frozenset())
     whole = value.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
     values = whole.reshape(-1)[:: max(1, whole.numel() // _MOST_VALUES)]
-    halves = (values if precision is None else values.to(precision)).to(torch.bfloat16)
-    said = json.dumps([list(value.shape), sums_of_bytes(halves).tolist()])
-    return hashlib.sha256(said.encode("utf-8")).hexdigest()[:MARK_LENGTH]
+    halves = [values] if value.ndim > 1 and value.numel() >= _FEWEST_HALVES else []
+    halves += [values.half()] if halves and both_halves else []
+    return Marks(_hash(values.float(), value.shape), frozenset(_hash(half.bfloat16(), value.shape) for half in halves))
+
+
+def _hash(values: Tensor, shape: torch.Size) -> str:
+    content = values.contiguous().cpu().view(torch.uint8).numpy()
+    said = f"{list(shape)} {values.dtype} ".encode()
+    return hashlib.sha256(said + content.tobytes()).hexdigest()[:MARK_LENGTH]
 
 
 def _is_telling(value: Tensor) -> bool:
@@ -185,12 +215,12 @@ def _is_telling(value: Tensor) -> bool:
     return value.numel() >= _FEWEST_VALUES
 
 
-def _by_object(parameter: Tensor, mark: str | None) -> list[Trainings]:
+def _by_object(parameter: Tensor, mark: str) -> list[Trainings]:
     past = _BY_OBJECT.get(parameter)
     if past is None:
         return []
     # It may have been put back to what it was before a training, as a notebook does for another trial.
-    return [past.trainings if mark is None else past.begun.get(mark, past.trainings)]
+    return [past.begun.get(mark, past.trainings)]
 
 
 def _is_merged(model: nn.Module, merged: Iterable[MergedWeight]) -> bool:
@@ -224,29 +254,34 @@ def _signs(size: int) -> Float[Tensor, "sketch size"]:
     return torch.from_numpy(bits.astype(np.float32).reshape(_SKETCH_LENGTH, size) * 2.0 - 1.0)
 
 
-def _merged_weights(model: nn.Module) -> Iterator[MergedWeight]:
-    """Merge each adapted layer, in a copy of this layer alone, and describe the weight that comes out."""
+def _merged_weights(model: nn.Module) -> tuple[list[MergedWeight], set[str]]:
+    """Merge some adapted layers, each in a copy of it alone, and return sketches and marks of the weights that come out."""
     peft = sys.modules.get("peft")
     if peft is None:
-        return
-    for module in model.modules():
-        if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-            continue
-        weight = getattr(module.get_base_layer(), "weight", None)
-        # A quantized weight is merged into another format, and parts of a weight are on other processes.
-        if (
-            not isinstance(weight, Tensor)
-            or isinstance(weight, DTensor)
-            or not weight.is_floating_point()
-            or weight.ndim < 2
-        ):
-            continue
-        with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
-            before, merged = _sketch(weight), _copy_without_hooks(module)
-            merged.merge()
-            after = _sketch(merged.get_base_layer().weight)
-            if not np.array_equal(after, before):
-                yield MergedWeight(tuple(weight.shape), tuple(after.tolist()), tuple(before.tolist()))
+        return [], set()
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
+    layers = [layer for layer in layers if _can_be_merged(getattr(layer.get_base_layer(), "weight", None))]
+    found: list[MergedWeight] = []
+    marks: set[str] = set()
+    for layer in layers[:: max(1, len(layers) // _MERGED_LAYERS)]:
+        # Users merge in the precision of the base, and often in bfloat16.
+        for precision in dict.fromkeys([layer.get_base_layer().weight.dtype, torch.bfloat16]):
+            with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+                merged = _copy_without_hooks(layer).to(precision)
+                weight = merged.get_base_layer().weight
+                before, sketch_before = _marks(weight, both_halves=True), _sketch(weight)
+                merged.merge()
+                weight = merged.get_base_layer().weight
+                marks |= _marks(weight, both_halves=True).all - before.all
+                sketch = _sketch(weight)
+                if precision == layer.get_base_layer().weight.dtype and not np.array_equal(sketch, sketch_before):
+                    found.append(MergedWeight(tuple(weight.shape), tuple(sketch.tolist()), tuple(sketch_before.tolist())))
+    return found, marks
+
+
+def _can_be_merged(weight: Any) -> bool:
+    # A quantized weight is merged into another format, and parts of a weight are on other processes.
+    return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.ndim > 1
 
 
 def _copy_without_hooks(module: nn.Module) -> Any:
@@ -297,7 +332,8 @@ def _holds_any(folder: Path, marks: Iterable[str]) -> bool:
     try:
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                if any(_is_telling(value := file.get_tensor(name)) and _mark(value) in sought for name in file.keys()):  # noqa: SIM118 - it is no dict
+                values = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118 - it is no dict
+                if any(_is_telling(value) and not sought.isdisjoint(_marks(value).all) for value in values):
                     return True
     except (OSError, SafetensorError):
         return True
@@ -325,11 +361,13 @@ def _write(ledger: str, record: Record) -> None:
 
 
 def _read() -> list[Record]:
-    found = []
-    for path in _register().glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another version, or cut off
-            said = json.loads(path.read_text("utf-8"))
-            trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
-            merged = tuple(MergedWeight(tuple(shape), tuple(a), tuple(b)) for shape, a, b in said["merged"])
-            found.append(Record(trainings, split_marks(said["marks"]), merged))
-    return found
+    return [record for path in _register().glob("*.json") if (record := _read_one(path)) is not None]
+
+
+def _read_one(path: Path) -> Record | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, of another version, or cut off
+        said = json.loads(path.read_text("utf-8"))
+        trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
+        merged = tuple(MergedWeight(tuple(shape), tuple(after), tuple(before)) for shape, after, before in said["merged"])
+        return Record(trainings, split_marks(said["marks"]), merged)
+    return None

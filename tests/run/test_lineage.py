@@ -266,3 +266,79 @@ def test_a_register_that_cannot_be_written_or_read_stops_nothing(tmp_path):
     (tmp_path / "state/doppler_hf/trainings").mkdir(parents=True)
     (tmp_path / "state/doppler_hf/trainings/ffff.json").write_text('{"trainings": ')
     train(tmp_path, "third", tiny_bert())
+
+
+# --- half precision, checkpoints, small steps -----------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    def __init__(self, **values):
+        super().__init__()
+        self.values = nn.ParameterDict({name: nn.Parameter(value.clone()) for name, value in values.items()})
+
+
+def marks_after(model, change, tmp_path):
+    """The marks of a model that a run has trained so."""
+    run = lineage.Lineage(model, output_dir=tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            change(parameter)
+    return run.marks_of_trained(model)
+
+
+def marks_of(model):
+    return frozenset().union(*(lineage._marks(parameter).all for parameter in model.parameters()))
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_base_is_not_taken_for_what_was_trained_from_it(tmp_path, rate, precision):
+    """Few values of a vector cross to another number of half precision, and those of a resumed run may come back."""
+    torch.manual_seed(0)
+    base = {str(place): (0.3 + 0.2 * torch.rand(2048)).to(precision).float() for place in range(20)}
+    base |= {"ones": torch.ones(768), "matrix": 0.04 * torch.randn(128, 256), "small": torch.randn(16, 16)}
+    for _ in range(3):
+        model = Weights(**base)
+        marks_after(model, lambda value: value.add_(rate * 20 * torch.randn(value.shape)), tmp_path)
+        found = marks_after(model, lambda value: value.add_(rate * 20 * torch.randn(value.shape)), tmp_path)
+        assert found
+        for copy_of in (Weights(**base), Weights(**base).bfloat16(), Weights(**base).half()):
+            assert found.isdisjoint(marks_of(copy_of))
+
+
+def test_vectors_that_moved_a_little_are_recognised(tmp_path):
+    """As IA³ trains them: below the spacing of half precision."""
+    model = Weights(scale=torch.ones(64))
+    found = marks_after(model, lambda value: value.add_(1e-4 * torch.randn(64)), tmp_path)
+    assert not found.isdisjoint(marks_of(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, *thorough(1e-2)])
+@pytest.mark.parametrize("then", ["saved in bfloat16", "merged in bfloat16", *thorough("saved in float16")])
+def test_a_small_merge_is_recognised_in_half_precision(tmp_path, learning_rate, then):
+    config = dict(hidden_size=128, intermediate_size=128)
+    first = train(tmp_path, "first", adapted(model=tiny_bert(**config)), learning_rate=learning_rate)
+    forget_this_process()
+    base = tiny_bert(**config).bfloat16() if then == "merged in bfloat16" else tiny_bert(**config)
+    merged = PeftModel.from_pretrained(base, first.args.output_dir).merge_and_unload()
+    merged = merged.half() if "float16" in then and "b" not in then else merged.bfloat16()
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged.float()))), first)
+
+
+def new_head_of(model):
+    model.classifier = nn.Linear(128, 2)
+    return model
+
+
+def test_a_checkpoint_that_is_merged_is_recognised_also_after_a_resume(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    first = trainer_of(tmp_path / "first", model=adapted(), callbacks=[On(step_end=at(3, interrupt))], **options)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    forget_this_process()
+    resumed = trainer_of(tmp_path / "first", model=adapted(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    forget_this_process()
+    early = PeftModel.from_pretrained(tiny_bert(), tmp_path / "first/out/checkpoint-2").merge_and_unload()
+    assert_carries(train(tmp_path, "second", adapted(model=new_head(early))), resumed)

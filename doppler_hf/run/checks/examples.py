@@ -119,7 +119,7 @@ class _Comparison:
 
     @functools.cached_property
     def _is_cheap(self) -> bool:
-        """Whether a pass of a few examples takes next to no time."""
+        """Return whether a pass of a few examples takes next to no time."""
         layers = (module for module in self.model.modules() if not isinstance(module, nn.Embedding))
         weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
         return weights <= _FEW_WEIGHTS or not _is_on_cpu(self.model)
