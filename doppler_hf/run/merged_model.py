@@ -1,11 +1,12 @@
 """Check that a model is a base with an adapter merged into it, for `doppler-hf verify MERGED --base BASE --adapter FOLDER`.
 
-The merge is computed again and every tensor compared. How a merge rounds depends on precision and machine, so two tensors
-count as equal if each value of W′ = W + ΔW differs by at most
+The merge is computed again and every tensor compared. How a merge rounds depends on precision and machine. With the spacing
+eps of the precision in which the merged model was saved, a tensor V counts as W′ = W + ΔW if
 
-    4 eps (|W| + |W′| + max |ΔW|)
-
-with the spacing eps of the precision in which the merged model was saved.
+- each value differs from W′ by at most 2 eps (|W| + |W′| + max |ΔW|), and all of them together by at most eps/2 of the norms
+  of W and W′: roundings differ from value to value, while a training or a factor changes all;
+- the change V − W contains ΔW once: ⟨V − W, ΔW⟩ is ⟨ΔW, ΔW⟩ up to a tenth and what rounding adds. So a base without the
+  adapter is noticed, even if the adapter changes less than rounding does.
 """
 
 from pathlib import Path
@@ -18,7 +19,11 @@ from transformers import AutoConfig, PreTrainedModel
 
 from doppler_hf.extras import require
 
-_ROUNDINGS: Final = 4.0
+_ROUNDINGS: Final = 2.0
+_TOGETHER: Final = 0.5
+_NEARLY_ONCE: Final = 0.1
+# So many standard deviations.
+_BY_CHANCE: Final = 6.0
 
 
 def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
@@ -65,5 +70,16 @@ def _is_equal(found: Tensor, expected: Tensor, before: Tensor | None) -> bool:
     # A head that only the adapter holds was another tensor before, perhaps of another shape.
     base = expected if before is None or before.shape != expected.shape else before
     spacing, (found, expected, base) = torch.finfo(found.dtype).eps, (value.double() for value in (found, expected, base))
-    scale = expected.abs() + base.abs() + (expected - base).abs().max()
-    return bool(((found - expected).abs() <= _ROUNDINGS * spacing * scale).all())
+    off, change = found - expected, expected - base
+    sizes = _size(base) + _size(expected)
+    is_near = bool((off.abs() <= _ROUNDINGS * spacing * (expected.abs() + base.abs() + change.abs().max())).all())
+    is_rounding = bool(_size(off) <= _TOGETHER * spacing * sizes)
+    # Rounding is nearly independent of the change, so that its share of the product falls with the number of values.
+    rounding = spacing * sizes * _size(change) / found.numel() ** 0.5
+    is_merged_once = bool((off * change).sum().abs() <= _NEARLY_ONCE * change.square().sum() + _BY_CHANCE * rounding)
+    return is_near and is_rounding and is_merged_once
+
+
+def _size(values: Tensor) -> Tensor:
+    """Return the norm of float64 numbers, whose squares `sum` adds up in pairs."""
+    return values.square().sum().sqrt()

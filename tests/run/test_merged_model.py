@@ -9,6 +9,7 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.run.merged_model import _is_equal as is_equal
 from tests.support.ledgers import said
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
@@ -75,7 +76,11 @@ def larger(name, by):
         (torch.float32, larger("bert.encoder.layer.0.attention.self.query.weight", 1e-3), "query.weight"),
         (torch.float32, larger("bert.embeddings.word_embeddings.weight", 1e-4), "word_embeddings.weight"),
         (torch.bfloat16, larger("bert.encoder.layer.0.attention.self.value.weight", 0.2), "value.weight"),
-        *thorough((torch.float32, larger("classifier.weight", 1e-3), "classifier.weight")),
+        (torch.bfloat16, larger("bert.embeddings.LayerNorm.weight", 0.03), "LayerNorm.weight"),
+        *thorough(
+            (torch.float32, larger("classifier.weight", 1e-3), "classifier.weight"),
+            (torch.bfloat16, larger("bert.embeddings.word_embeddings.weight", 0.05), "word_embeddings.weight"),
+        ),
     ],
 )
 def test_a_model_that_was_changed_after_the_merge_is_not_verified(folders, capsys, dtype, change, named):
@@ -84,6 +89,18 @@ def test_a_model_that_was_changed_after_the_merge_is_not_verified(folders, capsy
     output = said(capsys)
     assert output.startswith("NOT VERIFIED")
     assert f"{named}. Merge again from the saved adapter" in output
+
+
+def test_a_base_without_its_adapter_is_noticed_though_the_merge_changes_less_than_rounding():
+    torch.manual_seed(0)
+    base = (0.04 * torch.randn(768, 768)).bfloat16()
+    expected = (base.float() + 1e-4 * torch.randn(768, 768)).bfloat16()
+    assert 0 < float((expected.float() - base.float()).norm() / base.float().norm()) < 4e-3
+    assert is_equal(expected, expected, base)
+    for other in (base, 1.05 * expected, (base.float() + 2 * (expected.float() - base.float())).bfloat16()):
+        assert not is_equal(other, expected, base)
+    in_float32 = base.float() + 1e-4 * torch.randn(768, 768)
+    assert is_equal(in_float32.bfloat16(), (base + (in_float32 - base.float()).bfloat16()), base)
 
 
 def test_another_base_or_no_merge_is_not_verified(folders, capsys):
