@@ -22,6 +22,7 @@ CHECKED = (
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
     "doppler_hf.optim.muon",
+    "doppler_hf.privacy.autograd_check.beside",
     "doppler_hf.privacy.autograd_check.coupling",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.randomness",

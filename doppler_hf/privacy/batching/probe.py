@@ -47,7 +47,8 @@ class Probe:
         are_of_one_length: Whether all examples are as long, or those that were looked at if lengths are unknown.
 
     Raises:
-        ValueError: If the collator returns no dictionary, has random numbers that may be known, or a row changes with those beside it.
+        ValueError: If the collator returns no dictionary, has random numbers that may be known, or a row changes with those
+            beside it.
     """
 
     def __init__(self, loader: PrivateLoader, *, checks_numbers: bool = True) -> None:
