@@ -11,7 +11,7 @@
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check
-- known_numbers: random numbers with a seed that anybody may know, in data, collator or model
+- known_numbers: random numbers that may be known, in a model, loss or collator
 - randomness: secret random words for draws and noise, and the global generators
 """
 

@@ -93,9 +93,9 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
         # Sensitivity: its numbers follow the order of the rows in the batch.
         raise ValueError(
             f"The layer {names[module]!r} ({type(module).__name__}) holds a {type(generator).__name__} of its own, at "
-            f"{path.removeprefix('.') or 'itself'}. One record more would shift the random numbers of all others, which "
-            "follow a seed that anybody may know. Let the layer draw from the global generators of torch, NumPy or Python, "
-            "which are secret in a private run: leave out its seed, such as generator_seed, or set the attribute to None."
+            f"{path.removeprefix('.') or 'itself'}: one record more would shift the numbers of all others, and anybody may "
+            "know its seed. Let it draw from the global generators, which are secret here: leave out a seed such as "
+            "generator_seed, or set the attribute to None."
         )
 
 

@@ -20,7 +20,7 @@ from doppler_hf.run.checks.rehearsal import few_rows
 from doppler_hf.workloads.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert
-from tests.support.trainers import OfLogits, on_cpu, trained, trainer_of, weights
+from tests.support.trainers import OfLogits, On, on_cpu, trained, trainer_of, weights
 
 EVALUATES = dict(eval_strategy="steps", eval_steps=2)
 SAVES = dict(save_strategy="steps", save_steps=2)
@@ -287,3 +287,21 @@ def test_a_best_metric_without_a_value_is_told_of(tmp_path):
     options = dict(metric_for_best_model="f1", max_steps=1, **(BEST | dict(eval_steps=1, save_steps=1)))
     with pytest.warns(UserWarning, match="metric_for_best_model='f1' is NaN on the first rows, and NaN is never the best"):
         trainer_of(tmp_path, compute_metrics=lambda _: {"f1": float("nan")}, **options).train()
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def test_the_evaluation_leaves_each_layer_in_its_mode(tmp_path):
+    """A layer may be in evaluation mode by the user's choice, and the others must have dropout again."""
+    found = []
+    trainer = trainer_of(
+        tmp_path, callbacks=[On(train_begin=lambda model, **_: found.append(modes(model)))], max_steps=1, **EVALUATES
+    )
+    trainer.model.train()
+    trainer.model.bert.embeddings.eval()
+    before = modes(trainer.model)
+    trainer.train()
+    assert found == [before]
+    assert len({*before.values()}) == 2
