@@ -143,9 +143,13 @@ class BoundWatch:
 
     def __init__(self, statement: PrivacyStatement, *, step: int) -> None:
         assert statement.per_sample_max_loss is not None
-        self._statement, self._bound = statement, statement.per_sample_max_loss
-        # Until the noise of their mean is a twentieth of the bound, or the training is over.
-        enough = (noise_of_loss(statement, steps=1) / (0.05 * self._bound)) ** 2
+        self._bound = statement.per_sample_max_loss
+        # What moves the mean of a step: noise, and the random size of its batch, by which nothing is divided.
+        self._std = math.hypot(
+            noise_of_loss(statement, steps=1), _NEAR * self._bound / math.sqrt(statement.expected_batch_size)
+        )
+        # Until that is a twentieth of the bound for the mean of some steps, or the training is over.
+        enough = (self._std / (0.05 * self._bound)) ** 2
         self._enough = min(max(1, math.ceil(enough)), max(1, statement.steps_planned - step))
         self._first, self._last, self._sum, self._steps = step, step, 0.0, 0
         self._is_noticed = False
@@ -163,9 +167,9 @@ class BoundWatch:
         self._steps += steps
         if self._steps < self._enough or self._is_noticed:
             return ""
-        mean, noise = self._sum / self._steps, noise_of_loss(self._statement, steps=self._steps)
+        mean, std = self._sum / self._steps, self._std / math.sqrt(self._steps)
         self._sum, self._steps = 0.0, 0
-        self._is_noticed = mean >= _NEAR * self._bound and mean - 3.0 * noise >= 0.5 * self._bound
+        self._is_noticed = mean >= _NEAR * self._bound and mean - 3.0 * std >= 0.5 * self._bound
         if not self._is_noticed:
             return ""
         return (

@@ -149,7 +149,8 @@ def test_a_run_without_noise_learns_at_the_rate_that_it_takes(tmp_path):
     """The diagnosis of the documentation: what does not learn without noise is not hindered by it."""
     options = dict(noise_multiplier=0.0, learning_rate=None, per_device_train_batch_size=16, max_steps=60)
     trainer = trained(trainer_of(tmp_path, data=text_data(200), **options))
-    assert trainer.state.log_history[-2]["loss"] < 0.1 < 0.5 < trainer.state.log_history[0]["loss"]
+    losses = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    assert sum(losses[-5:]) / 5 < 0.1 < 0.5 < sum(losses[:5]) / 5  # each varies with the size of its batch
 
 
 def told(tmp_path, capsys, **options):

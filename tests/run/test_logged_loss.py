@@ -5,8 +5,8 @@ import re
 import sys
 import types
 
+import numpy as np
 import pytest
-import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import TrainerState
@@ -317,19 +317,20 @@ def watched(values, *, batch=64, sigma=7.0, steps=1000, every=1):
     return [bool(watch.words_on({"loss": value}, step=every * number)) for number, value in enumerate(values, 1)]
 
 
-def test_noise_alone_does_not_look_like_a_clipped_loss():
-    """A loss at half of the bound, as of an untrained model: 100,000 values, in batches so small that noise is all."""
-    noise = noise_of_loss(
-        statement(train_loss="private", per_sample_max_loss=2.0, loss_noise_multiplier=7.0, expected_batch_size=8), steps=1
-    )
-    assert noise == pytest.approx(7.0 * 2.0 / 8)
-    values = 1.0 + noise * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    assert not any(watched(values.tolist(), batch=8, steps=10**6))
+@pytest.mark.parametrize(("batch", "sigma"), [(8, 7.0), (8, 0.0), (32, 0.0), (64, 7.0), (1024, 7.0)])
+def test_noise_and_batches_of_random_size_do_not_look_like_a_clipped_loss(batch, sigma):
+    """A loss at half of the bound, as of an untrained model: 100,000 values, also of batches so small that noise is all."""
+    run = statement(train_loss="private", per_sample_max_loss=2.0, loss_noise_multiplier=sigma, expected_batch_size=batch)
+    noise = noise_of_loss(run, steps=1)
+    assert noise == pytest.approx(sigma * 2.0 / batch)
+    generator = np.random.default_rng(0)
+    values = 1.0 * generator.poisson(batch, 100_000) / batch + noise * generator.standard_normal(100_000)
+    assert not any(watched(values.tolist(), batch=batch, sigma=sigma, steps=10**6))
     for start in range(0, 10_000, 10):  # short runs
-        assert not any(watched(values[start : start + 10].tolist(), batch=8, steps=10))
+        assert not any(watched(values[start : start + 10].tolist(), batch=batch, sigma=sigma, steps=10))
 
 
-@pytest.mark.parametrize(("batch", "after"), [(1024, 1), (64, 5), (16, 77)])
+@pytest.mark.parametrize(("batch", "after"), [(1024, 1), (64, 9), (16, 91)])
 def test_a_clipped_loss_is_noticed_once_its_noise_is_small(batch, after):
     values = watched([1.98] * 200, batch=batch)
     assert values.index(True) + 1 == after
