@@ -196,7 +196,8 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
     """
     task, method = TASKS[cell.task], METHODS[cell.method]
     steps = round(cell.epochs * len(data.train) / cell.batch_size)
-    micro_batch = math.gcd(task.micro_batch, cell.batch_size)
+    # A GPU computes a whole batch of the usual size together.
+    micro_batch = math.gcd(1000 if torch.cuda.is_available() else task.micro_batch, cell.batch_size)
     set_seed(cell.seed)
     network = network_of(task)
     checkpoint = last_checkpoint(folder)
@@ -205,6 +206,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             output_dir=str(folder),
             target_epsilon=cell.epsilon,
             noise_multiplier=0.0 if cell.epsilon is None else None,
+            report_train_loss="none",  # all of ε is for the gradient, as in the paper
             max_steps=steps,
             per_device_train_batch_size=micro_batch,
             gradient_accumulation_steps=cell.batch_size // micro_batch,
@@ -271,6 +273,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
         found |= {recorder.name: recorder.spectrum() for recorder in recorders}
     return found | {
         "seconds": round(follower.seconds, 1),
+        "device": next(trained.parameters()).device.type,
         "date": time.strftime("%Y-%m-%d"),
         "interrupted": checkpoint is not None,
         "versions": {
@@ -295,10 +298,11 @@ def recorders_of(cell: Cell) -> list[Released | Signal]:
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Loaded, rows: Any, *, split: str = "train") -> float:
     """Return the share of right predictions for some rows."""
-    was_training, right = model.training, 0
+    was_training, right, device = model.training, 0, next(model.parameters()).device
     model.eval()
     for first in range(0, len(rows), _AT_ONCE):
         batch = data.batch(rows[first : first + _AT_ONCE], split=split)
-        right += int((model(batch["inputs"]).logits.argmax(dim=-1) == batch["labels"]).sum())
+        found = model(batch["inputs"].to(device)).logits.argmax(dim=-1)
+        right += int((found.cpu() == batch["labels"]).sum())
     model.train(was_training)
     return right / len(rows)
