@@ -140,7 +140,10 @@ class Follower(TrainerCallback):
         """Save beside a checkpoint what the run needs to be followed from there on."""
         series = [recorder.series for recorder in self.recorders]
         saved = {"average": self._average, "curve": self.curve, "series": series, "seconds": self.seconds}
-        torch.save(saved, saved_at(Path(args.output_dir), state.global_step))
+        path = saved_at(Path(args.output_dir), state.global_step)
+        unfinished = path.with_suffix(".unfinished")  # a process that is killed while it writes leaves no half of a file
+        torch.save(saved, unfinished)
+        unfinished.replace(path)
 
     def _take_up(self, saved: dict[str, Any]) -> None:
         self._average, self.curve, self._seconds_before = saved["average"], saved["curve"], saved["seconds"]
