@@ -140,7 +140,10 @@ class Follower(TrainerCallback):
         """Save beside a checkpoint what the run needs to be followed from there on."""
         series = [recorder.series for recorder in self.recorders]
         saved = {"average": self._average, "curve": self.curve, "series": series, "seconds": self.seconds}
-        torch.save(saved, saved_at(Path(args.output_dir), state.global_step))
+        path = saved_at(Path(args.output_dir), state.global_step)
+        unfinished = path.with_suffix(".unfinished")  # a process that is killed while it writes leaves no half of a file
+        torch.save(saved, unfinished)
+        unfinished.replace(path)
 
     def _take_up(self, saved: dict[str, Any]) -> None:
         self._average, self.curve, self._seconds_before = saved["average"], saved["curve"], saved["seconds"]
@@ -196,7 +199,8 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
     """
     task, method = TASKS[cell.task], METHODS[cell.method]
     steps = round(cell.epochs * len(data.train) / cell.batch_size)
-    micro_batch = math.gcd(task.micro_batch, cell.batch_size)
+    # A GPU computes a whole batch of the usual size together.
+    micro_batch = math.gcd(1000 if torch.cuda.is_available() else task.micro_batch, cell.batch_size)
     set_seed(cell.seed)
     network = network_of(task)
     checkpoint = last_checkpoint(folder)
@@ -272,6 +276,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
         found |= {recorder.name: recorder.spectrum() for recorder in recorders}
     return found | {
         "seconds": round(follower.seconds, 1),
+        "device": next(trained.parameters()).device.type,
         "date": time.strftime("%Y-%m-%d"),
         "interrupted": checkpoint is not None,
         "versions": {
@@ -296,10 +301,11 @@ def recorders_of(cell: Cell) -> list[Released | Signal]:
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Loaded, rows: Any, *, split: str = "train") -> float:
     """Return the share of right predictions for some rows."""
-    was_training, right = model.training, 0
+    was_training, right, device = model.training, 0, next(model.parameters()).device
     model.eval()
     for first in range(0, len(rows), _AT_ONCE):
         batch = data.batch(rows[first : first + _AT_ONCE], split=split)
-        right += int((model(batch["inputs"]).logits.argmax(dim=-1) == batch["labels"]).sum())
+        found = model(batch["inputs"].to(device)).logits.argmax(dim=-1)
+        right += int((found.cpu() == batch["labels"]).sum())
     model.train(was_training)
     return right / len(rows)

@@ -91,6 +91,30 @@ def test_an_interrupted_cell_goes_on_to_the_same_result(tiny, tmp_path, monkeypa
     assert again | TIMES == whole | TIMES
 
 
+def test_a_cell_killed_while_it_saves_goes_on_from_the_point_before(tiny, tmp_path, monkeypatch):
+    from scripts.regime import cells
+
+    cell = cell_of()
+    whole = cells.train_cell(cell, tiny, folder=tmp_path / "whole")
+    save, saves = torch.save, []
+
+    def killed(value, path, *others, **more):
+        if not isinstance(value, dict) or "average" not in value:
+            return save(value, path, *others, **more)
+        saves.append(path)
+        if len(saves) == 6:
+            path.write_bytes(b"half")
+            raise RuntimeError("killed")
+        return save(value, path, *others, **more)
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        cells.train_cell(cell, tiny, folder=tmp_path / "cut")
+    monkeypatch.setattr(torch, "save", save)
+    assert cells.last_checkpoint(tmp_path / "cut").name == "checkpoint-10"
+    assert cells.train_cell(cell, tiny, folder=tmp_path / "cut") | TIMES == whole | TIMES
+
+
 def test_a_hopeless_run_is_stopped_and_says_so(tiny, tmp_path):
     from scripts.regime.cells import HopelessRun, train_cell
 
