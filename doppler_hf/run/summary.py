@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
-from doppler_hf.privacy.ledger.terms import of_fixed_length_in_words, terms_in_words
+from doppler_hf.privacy.ledger.terms import earlier_in_words, of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
@@ -99,7 +99,16 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
     """Print what a run has spent, where its ledger is, and if the last evaluation in the logs shows nothing learnt."""
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     print(
-        f"Privacy spent: {spent} in {ledger.steps_run:,} steps. {of_fixed_length_in_words(ledger)}".rstrip(),
+        " ".join(
+            filter(
+                None,
+                (
+                    f"Privacy spent: {spent} in {ledger.steps_run:,} steps.",
+                    of_fixed_length_in_words(ledger),
+                    earlier_in_words(ledger),
+                ),
+            )
+        ),
         f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`. What it "
         "means: docs/start/dp-in-ten-minutes.md.",
         sep="\n",

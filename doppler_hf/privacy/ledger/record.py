@@ -11,8 +11,8 @@ sequence, and ε of the whole sequence covers it. So results may end a run, and 
 They may not make the sequence longer, nor choose where a round is cut. Hence a run that follows a clean end, which results
 may have led to, begins a new plan if it makes steps again without a target, or if it cannot go on with the rounds in the
 middle of one. With a target, steps that are made again are missing at the end of the plan. A run that was killed, failed or
-was interrupted has not ended cleanly. It is taken to have been ended by chance: the steps that it lost are made again, and
-lengthen the plan by as many.
+was interrupted has not ended cleanly. It is taken to have been ended by chance: the steps since its latest checkpoint are
+lost, are made again, and lengthen the plan by as many. A run from an earlier checkpoint is one that results may have led to.
 """
 
 import json
@@ -61,6 +61,7 @@ class Run:
     steps_reserved: int
     steps_released: int
     steps_allowed: int  # how many it may make: what its plan has left
+    saved_at: int = 0  # the step of its latest checkpoint
     made_anew_from: int = 0  # the step at which its plan began or, after a clean end, was taken up again
     continues_rounds: bool = False  # whether units keep the turns that they had drawn in the run before
     is_closed: bool = False  # whether it ended cleanly
@@ -139,10 +140,11 @@ class LedgerRecord:
             return None
         left = last.steps_allowed - last.steps_made
         if not self._has_ended_cleanly(last):
-            # Privacy: chance has led here. What it has lost are the steps since the checkpoint, and not those before the
-            # step at which the training was taken up by choice.
-            is_lost = from_step >= last.made_anew_from or statement.target_epsilon is not None
-            return left + max(0, last.ended_at - max(from_step, last.made_anew_from)) if is_lost else None
+            # Privacy: chance has led here. What it has lost are the steps since the latest checkpoint, and not those before
+            # the step at which the training was taken up by choice. Who takes an earlier checkpoint has chosen to.
+            kept = max(last.made_anew_from, self._saved_at())
+            is_lost = from_step >= kept or statement.target_epsilon is not None
+            return left + max(0, last.ended_at - max(from_step, kept)) if is_lost else None
         # Privacy: results may have led here. The steps must be those that the plan has left.
         goes_on = keeps_rounds or self._is_between_rounds(last)
         return left if goes_on and (from_step >= last.ended_at or statement.target_epsilon is not None) else None
@@ -216,6 +218,10 @@ class LedgerRecord:
                 plans.append([])
             plans[-1].append(run)
 
+    def _saved_at(self) -> int:
+        """Return the step of the latest checkpoint of the last plan; 0 if none is known."""
+        return max((run.saved_at for run in self.plans[-1]), default=0)
+
     def _has_ended_cleanly(self, last: Run) -> bool:
         """Return whether the last run that made a step, or one since that made none, ended cleanly.
 
@@ -233,6 +239,7 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
+        run.saved_at = run.saved_at if is_end else entry["step"]
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:

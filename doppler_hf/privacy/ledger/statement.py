@@ -16,7 +16,7 @@ ROLE_OF_NUM_UNITS: Final = "public, not protected"
 
 _RAW_TRAIN_LOSS: Final = "the training loss, which was logged without noise"
 _NEVER_COVERED: Final = (
-    "gradient norms, losses, metrics and whatever else a callback of the user computes from training examples",
+    "whatever a callback of the user computes from training examples, such as gradient norms, losses and metrics",
     "metrics on the evaluation data, and every choice made with them: best checkpoint, early stopping, hyper-parameters",
     "hyper-parameter search, and any other run on the same training data: their ε add up",
     "the tokenizer, the label set, and the data that the model was pretrained on",

@@ -142,6 +142,12 @@ def test_a_clean_end_is_remembered_whatever_is_interrupted_after_it():
     # But who looks at the results of one that found nothing left to do has chosen to make steps again.
     failed = resumed(opened(TERMS, 30, clean=False), TERMS, 30, 0)
     assert failed.steps_allowed_to(terms, from_step=15, keeps_rounds=False) is None
+    # And so has who takes an earlier checkpoint than the latest.
+    saved = after(PrivacyLedger.open(statement(**TERMS)), 20)
+    saved.checkpoint(20)
+    after(saved, 5)
+    assert saved.as_written().steps_allowed_to(terms, from_step=20, keeps_rounds=True) == 10
+    assert saved.as_written().steps_allowed_to(terms, from_step=10, keeps_rounds=True) is None
     # The same for a plan that began at a checkpoint.
     again = resumed(opened(TERMS, 30), TERMS, 15, 3, clean=False)
     assert again.steps_allowed_to(terms, from_step=14, keeps_rounds=True) is None
