@@ -10,6 +10,7 @@ A factor that changes the gradient but not the value, as a function with a backw
 norms of the per-sample gradients, which are compared too.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,7 @@ from doppler_hf.privacy.autograd_check.rounding import OF_ROUNDING, rounded_at_r
 from doppler_hf.privacy.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
+from doppler_hf.privacy.randomness import filled_generators
 
 # The share of the largest loss or norm that is added to the size of each when two are compared: some are rounding alone.
 _OF_THE_LARGEST: Final = 0.1
@@ -48,6 +50,8 @@ class Batches(NamedTuple):
         most_alone: How many examples are looked at alone.
         is_thorough: Whether more batches are made than those that show ranks and counts of losses.
         norms_by: The engine, if norms of gradients are compared too.
+        is_random: Whether model or loss draw random numbers that cannot be turned off. Then all batches are as large, and
+            the global generators are filled alike for each, so that a row has the same numbers in all of them.
     """
 
     model: nn.Module
@@ -59,6 +63,7 @@ class Batches(NamedTuple):
     most_alone: int
     is_thorough: bool
     norms_by: ClippedGradients | None
+    is_random: bool = False
 
     def why_losses_change(self) -> str | None:
         """Return what makes losses change with the examples beside them, as a sentence, or None if nothing does.
@@ -72,6 +77,13 @@ class Batches(NamedTuple):
         for places in self._others(found.losses):
             other = self._outcome(self._batch(places), len(places))
             is_other = self._differs(other, found, places)
+            if self.is_random:
+                is_other &= torch.tensor([place == here for here, place in enumerate(places)], device=is_other.device)
+            if is_other.any() and self.is_random:
+                return (
+                    "The loss of an example changes with the examples beside it, although all random numbers are the same. "
+                    "Compute each loss from its own row: a permutation or a random part of the batch pairs rows with others."
+                )
             if is_other.any():
                 where = int(is_other.nonzero()[0])
                 first, beside = places[where], [*places[:where], *places[where + 1 :]]
@@ -105,6 +117,10 @@ class Batches(NamedTuple):
         return bool(is_other.any())
 
     def _outcome(self, batch: Inputs, number: int) -> Outcome:
+        with filled_generators(0) if self.is_random else contextlib.nullcontext():
+            return self._computed(batch, number)
+
+    def _computed(self, batch: Inputs, number: int) -> Outcome:
         if self.norms_by is None:
             losses = self.losses_of(dict(batch))
             refuse_number_of_losses(losses, number)
@@ -119,6 +135,10 @@ class Batches(NamedTuple):
         order = losses.nan_to_num(nan=0.0).argsort().tolist()
         is_kept, places = random_half(self.number).tolist(), range(self.number)
         yield [place if is_kept[place] else order[0] for place in places]
+        if self.is_random:
+            # A row has other numbers in another place, and in a batch of another size.
+            yield [order[-1] if is_kept[place] else place for place in places]
+            return
         # The extremes first, whose rank is another one alone.
         between = order[1:-1][:: max(1, self.number // max(1, self.most_alone - 2))]
         for place in dict.fromkeys([order[0], order[-1], *between][: self.most_alone]):

@@ -144,12 +144,13 @@ class _Comparison:
                 if not self._is_random():
                     return self._compared(*self._place_of_coupling())
         print(
-            "The model draws random numbers in evaluation mode too, so losses together and alone cannot be compared. "
-            "`doppler-hf check` tests whether each depends on its example alone."
+            "The model or its loss draws random numbers in evaluation mode too, so losses together and alone cannot be "
+            "compared. `doppler-hf check` tests whether each depends on its example alone."
         )
         _, place = self._place_of_coupling()
         if place is not None:
             raise read_by_others(place)
+        self._refuse_changes_beside_others(is_random=True)
         with self.clipped.unwatched():
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
 
@@ -189,7 +190,7 @@ class _Comparison:
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
         return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
 
-    def _refuse_changes_beside_others(self) -> None:
+    def _refuse_changes_beside_others(self, *, is_random: bool = False) -> None:
         is_cheap = self._is_cheap
         batches = Batches(
             self.model,
@@ -200,7 +201,8 @@ class _Comparison:
             tolerance=self.tolerance,
             most_alone=SHORT if is_cheap else 2 if self.loss.is_own else 1,
             is_thorough=is_cheap,
-            norms_by=self.clipped if is_cheap and self.loss.is_users else None,
+            norms_by=self.clipped if is_cheap and self.loss.is_users and not is_random else None,
+            is_random=is_random,
         )
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
             reason, is_seen = None, False

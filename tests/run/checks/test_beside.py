@@ -303,3 +303,31 @@ def test_moved_weights_are_given_back_bit_for_bit(kind):
     moved = {name for name, value in before.items() if not torch.equal(inside[name], value)}
     # A large matrix that passes something on stays as it is.
     assert moved == trained - ({"0.weight"} if kind.startswith("a large") else set())
+
+
+# --- losses with random numbers ---------------------------------------------------------------------------------------
+
+
+def mixed_up(losses, labels, logits):
+    others = torch.randperm(len(labels))
+    return 0.7 * losses + 0.3 * F.cross_entropy(logits.float(), labels[others], reduction="none")
+
+
+def random_part_of_the_hardest(losses, labels, logits):
+    chosen = (losses.detach() + torch.rand(len(losses))).topk(max(1, len(losses) // 2)).indices
+    return losses * torch.zeros_like(losses).index_fill(0, chosen, 1.0)
+
+
+@pytest.mark.parametrize("change", [mixed_up, *thorough(random_part_of_the_hardest)])
+def test_random_numbers_hide_no_loss_that_reads_others(tmp_path, change):
+    said = refused(tmp_path, match="although all random numbers are the same", cls=of_losses(change))
+    assert "Compute each loss from its own row" in said
+
+
+def noisy_logits(losses, labels, logits):
+    return F.cross_entropy(logits.float() + 0.1 * torch.randn_like(logits), labels, reduction="none")
+
+
+@pytest.mark.parametrize("change", [noisy_logits, *thorough(lambda losses, *_: losses * torch.rand(len(losses)))])
+def test_random_numbers_of_a_row_are_its_own(tmp_path, change):
+    assert trained(trainer_of(tmp_path, cls=of_losses(change))).state.global_step > 0
