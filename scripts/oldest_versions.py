@@ -21,7 +21,7 @@ def oldest_versions(project: dict[str, Any]) -> Iterator[str]:
         found = re.match(r"([\w.-]+)>=([\w.]+)", requirement)
         if found is None:
             raise ValueError(
-                f"Expected a lowest version, as in 'torch>=2.11'; got {requirement!r}. Add one in pyproject.toml."
+                f"The requirement {requirement!r} in pyproject.toml has no lowest version. Add one, as in 'torch>=2.11'."
             )
         yield f"{found[1]}=={found[2]}"
 
