@@ -61,7 +61,8 @@ class Run:
     steps_reserved: int
     steps_released: int
     steps_allowed: int  # how many it may make: what its plan has left
-    saved_at: int = 0  # the step of its latest checkpoint
+    saved_at: int = 0  # the step of its latest checkpoint that is known to be complete
+    being_saved_at: int = 0  # the step of the last checkpoint that it noted, whose writing may have been cut off
     made_anew_from: int = 0  # the step at which its plan began or, after a clean end, was taken up again
     continues_rounds: bool = False  # whether units keep the turns that they had drawn in the run before
     is_closed: bool = False  # whether it ended cleanly
@@ -121,6 +122,7 @@ class LedgerRecord:
                 if entry["steps_reserved"] <= self.runs[-1].steps_reserved:
                     _refuse(entry, f"{self.runs[-1].steps_reserved} steps were reserved already")
                 self.runs[-1].steps_reserved = entry["steps_reserved"]
+                self.runs[-1].saved_at = self.runs[-1].being_saved_at
             else:
                 self._release(entry)
         self.entries.append(entry)
@@ -239,7 +241,10 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
-        run.saved_at = run.saved_at if is_end else entry["step"]
+        # Files follow a checkpoint's entry. They are there if the training went on.
+        step = run.being_saved_at if is_end else entry["step"]
+        if is_end or step != run.being_saved_at:
+            run.saved_at, run.being_saved_at = run.being_saved_at, step
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:
