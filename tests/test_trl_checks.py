@@ -1,6 +1,7 @@
 """TRL's preparation of private rows shows none of them: not in logs, whatever their words, nor in warnings and errors."""
 
 import logging
+import os
 import warnings
 
 import pytest
@@ -24,9 +25,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_before():
+def nothing_said_before(monkeypatch):
     trl_checks._said.clear()
     type(sft_module.logger).warning_once.cache_clear()
+    # With several processes `datasets` puts a copy in its place, which others that hold it do not see.
+    monkeypatch.setattr(os, "environ", os.environ)
+    monkeypatch.setattr(logging.getLogger("trl"), "propagate", True)
 
 
 def rows_whose_prompts_end_otherwise(kind):
@@ -113,7 +117,6 @@ def test_no_prompt_is_shown_in_other_words_by_another_logger_or_as_a_warning(
         return inner(processing_class, text, **options)
 
     monkeypatch.setattr(KINDS[kind][2], "_tokenize", tokenize)
-    monkeypatch.setattr(logging.getLogger("trl"), "propagate", True)
     with caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         made(tmp_path, kind)
@@ -127,7 +130,6 @@ def test_what_is_logged_between_rows_is_shown(caplog):
     quiet = trl_checks.WithoutWords(lambda row: row)
     with caplog.at_level(logging.INFO):
         quiet({"text": SECRET})
-        logging.getLogger("trl").propagate = True
         logging.getLogger("trl").info("a message of no row")
     assert "a message of no row" in logged(caplog)
     assert "not shown" not in logged(caplog)

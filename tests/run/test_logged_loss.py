@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
 FOUND = "0.76543"  # as the loss of every example is logged
 RAW = dict(report_train_loss="raw")
+WHOLE = dict(per_device_train_batch_size=24, gradient_accumulation_steps=1)  # every draw has every example
 
 
 class Constant(DopplerTrainer):
@@ -61,6 +62,7 @@ def has_raw(folder):
 
 def trained_constant(tmp_path, callbacks=(), **options):
     options = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=True) | options
+    options = WHOLE | options
     trainer = trainer_of(tmp_path, cls=Constant, callbacks=list(callbacks), evaluated=text_data(8, seed=3), **options)
     output = trainer.train()
     trainer.save_model()
@@ -117,7 +119,7 @@ def test_the_loss_is_private_by_default_and_goes_everywhere(tmp_path, capsys):
 def test_a_raw_run_is_resumed_and_shows_what_follows(tmp_path, capsys):
     trained_constant(tmp_path, **RAW)
     capsys.readouterr()
-    again = trainer_of(tmp_path, cls=Constant, max_steps=6, save_strategy="steps", save_steps=2, **RAW)
+    again = trainer_of(tmp_path, cls=Constant, max_steps=6, save_strategy="steps", save_steps=2, **RAW, **WHOLE)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert capsys.readouterr().out.count("'loss': '0.7654'") == 2
     assert not {"loss", "train_loss"} & names(again.state.log_history)
@@ -133,7 +135,7 @@ def test_losses_in_a_checkpoint_of_an_earlier_version_are_not_saved_again(tmp_pa
     for logs in state["log_history"]:
         logs |= {"loss": Constant.value} if "grad_norm" in logs else {}
     path.write_text(json.dumps(state))
-    options = dict(report_train_loss=now, save_strategy="steps", save_steps=4)
+    options = dict(report_train_loss=now, save_strategy="steps", save_steps=4, **WHOLE)
     again = trainer_of(tmp_path, cls=Constant, **options)
     again.train(resume_from_checkpoint=str(path.parent))
     again.create_model_card()
