@@ -122,7 +122,7 @@ class ClosedLoop:
         order = max(len(low_pass_filter.b), len(low_pass_filter.a))
         b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
         open_loop, feedback = np.convolve([1.0, -1.0], a), np.concatenate([[0.0], b])
-        if any(max(np.abs(np.roots(open_loop + x * feedback))) >= 1.0 for x in np.unique(self._x)):
+        if (_largest_roots(open_loop + np.multiply.outer(np.unique(self._x), feedback)) >= 1.0).any():
             return None
         response = self._response(b) / self._response(a)
         lag = np.expm1(1j * self._omega)
@@ -131,6 +131,17 @@ class ClosedLoop:
 
     def _response(self, coefficients: NDArray[np.float64]) -> Complex128[np.ndarray, " frequencies"]:
         return np.asarray(np.polyval(coefficients[::-1], np.exp(-1j * self._omega)))
+
+
+def _largest_roots(
+    polynomials: Float64[np.ndarray, "polynomials coefficients"],
+) -> Float64[np.ndarray, " polynomials"]:
+    """Return the largest modulus of the roots of each polynomial, whose first coefficient is not zero."""
+    number, order = len(polynomials), polynomials.shape[1] - 1
+    companions = np.zeros((number, order, order))
+    companions[:, 1:, :-1] = np.eye(order - 1)
+    companions[:, 0] = -polynomials[:, 1:] / polynomials[:, :1]
+    return np.abs(np.linalg.eigvals(companions)).max(axis=1)
 
 
 def _with_roots(roots: Inexact[np.ndarray, " roots"]) -> NoiseShape:

@@ -12,6 +12,7 @@ between after another one.
 import copy
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -27,6 +28,7 @@ from doppler_hf.privacy.randomness import filled_generators, states_of_generator
 
 _GENERATORS: Final = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
 _LEAVES: Final = (str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, Tensor, torch.dtype)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 # How deep a search goes: from a layer to an object that it holds, to a list in it, and so on.
 _DEEPEST: Final = 5
 _MOST_OBJECTS: Final = 200_000
@@ -45,20 +47,19 @@ def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = 
     """
     seen = {*map(id, owners)}
     for owner in owners:
-        ahead = [("", owner, 0)]
+        ahead = deque([("", owner, 0)])
         while ahead and len(seen) < _MOST_OBJECTS:
-            path, value, depth = ahead.pop(0)
+            path, value, depth = ahead.popleft()
             if isinstance(value, _GENERATORS):
                 if not _is_shared(value):
                     yield owner, path, value
             elif depth < deepest:
-                new = [
-                    (path + name, each, depth + 1)
-                    for name, each in _parts(value, in_functions=in_functions)
-                    if not isinstance(each, _LEAVES) and id(each) not in seen
-                ]
-                seen.update(id(each) for _, each, _ in new)
-                ahead += new
+                for name, each in _parts(value, in_functions=in_functions):
+                    # Most attributes of a layer are numbers, tensors, and dictionaries of hooks that are empty.
+                    if isinstance(each, _LEAVES) or id(each) in seen or (isinstance(each, _CONTAINERS) and not each):
+                        continue
+                    seen.add(id(each))
+                    ahead.append((path + name, each, depth + 1))
 
 
 def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
@@ -77,7 +78,8 @@ def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
             except ValueError:  # a name that has no value yet
                 continue
         yield from (("", each) for each in value.__defaults__ or ())
-    yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+    for name, each in getattr(value, "__dict__", {}).items():
+        yield f".{name}", each
 
 
 def _is_shared(generator: Any) -> bool:

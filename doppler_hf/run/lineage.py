@@ -25,7 +25,7 @@ import os
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -223,20 +223,24 @@ def _by_object(parameter: Tensor, mark: str) -> list[Trainings]:
     return [past.begun.get(mark, past.trainings)]
 
 
-def _is_merged(model: nn.Module, merged: Iterable[MergedWeight]) -> bool:
-    """Return whether a weight of the model is what one of these merges makes of it."""
-    by_shape: dict[tuple[int, ...], list[MergedWeight]] = {}
-    for weight in merged:
-        by_shape.setdefault(weight.shape, []).append(weight)
+def _merged_in(model: nn.Module, records: Sequence[Record]) -> set[int]:
+    """Return the places of records of which a merge made a weight of the model. Each weight is sketched once at most."""
+    by_shape: dict[tuple[int, ...], list[tuple[int, MergedWeight]]] = {}
+    for place, record in enumerate(records):
+        for weight in record.merged:
+            by_shape.setdefault(weight.shape, []).append((place, weight))
+    found: set[int] = set()
     for parameter in model.parameters():
         candidates = by_shape.get(tuple(parameter.shape), [])
         if not candidates or isinstance(parameter, DTensor) or not parameter.is_floating_point():
             continue
         sketch = _sketch(parameter)
-        for weight in candidates:
-            if math.dist(sketch, weight.after) < _NEAR * math.dist(weight.after, weight.before):
-                return True
-    return False
+        found |= {
+            place
+            for place, weight in candidates
+            if math.dist(sketch, weight.after) < _NEAR * math.dist(weight.after, weight.before)
+        }
+    return found
 
 
 def _sketch(weight: Tensor) -> Float64[np.ndarray, " sketch"]:
@@ -302,8 +306,9 @@ def _copy_without_hooks(module: nn.Module) -> Any:
 def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list[Trainings]:
     """Return what trainings have spent whose weights the model holds, by its marks and what was merged into it."""
     records = [*_OF_PROCESS.values(), *_read()]
+    merged = _merged_in(model, records)
     found = [
-        record.trainings for record in records if not marks.isdisjoint(record.marks) or _is_merged(model, record.merged)
+        record.trainings for place, record in enumerate(records) if place in merged or not marks.isdisjoint(record.marks)
     ]
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     source = Path(name) if name else None  # of a model that was made from a configuration it is ""
