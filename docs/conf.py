@@ -24,7 +24,7 @@ html_extra_path = ["index.html"]
 html_show_sphinx = html_show_copyright = html_copy_source = html_show_sourcelink = False
 default_role = "code"
 napoleon_use_ivar = True
-autodoc_default_options = {"members": True, "exclude-members": "inherited_compute_loss, non_private_learning_rate"}
+autodoc_default_options = {"members": True, "exclude-members": "non_private_learning_rate"}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100

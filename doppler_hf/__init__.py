@@ -4,7 +4,8 @@
 - sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, on top of TRL's
 - trl_checks: what these two have in common
 - training_args: the arguments of a run
-- run: the parts of one private run
+- run: one private run
+- preflight: all that is checked before its first step
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: numerics that both sides of the boundary share
@@ -15,6 +16,7 @@
 - audit: attacks on a run that measure what it leaks
 - reports: tables and pictures
 - cli: the command `doppler-hf`
+- errors: that others may want to tell apart
 - extras: optional dependencies
 - version: of the package
 """

@@ -33,6 +33,7 @@ from doppler_hf.privacy.pair_losses import (
     references_of,
     side_by_side,
 )
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
@@ -179,8 +180,6 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs), **self._weights_and_terms
         )
 
-    default_per_sample_loss = compute_per_sample_loss
-
     @property
     def _weights_and_terms(self) -> dict[str, Any]:
         weights = list(zip(self.loss_types, self.loss_weights, strict=True))
@@ -188,8 +187,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         return {"weights": weights, "terms": terms}
 
     def _loss_bound(self) -> LossBound:
-        own = type(self)
-        if own.compute_per_sample_loss is not own.default_per_sample_loss:
+        if overrides(type(self), "compute_per_sample_loss"):
             return LossBound.guessed()
         vocabulary = without_adapters(self.model).config.get_text_config(decoder=True).vocab_size
         loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)
@@ -216,8 +214,6 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             self.loss_types = own
         loss = self.compute_per_sample_loss(model, side_by_side(inputs)).mean()
         return (loss, found[1]) if return_outputs else loss
-
-    inherited_compute_loss = compute_loss
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

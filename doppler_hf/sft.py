@@ -53,7 +53,6 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """
 
     args: DopplerSFTConfig
-    inherited_compute_loss = SFTTrainer.compute_loss
     create_model_card = with_privacy_section(SFTTrainer.create_model_card)
 
     def __init__(

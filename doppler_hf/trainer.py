@@ -2,17 +2,19 @@
 
 One training step from top to bottom, in `Trainer`'s own loop: `get_batch_samples` takes the random batch, which
 `get_train_dataloader` has cut into `gradient_accumulation_steps` pieces, each a list of micro-batches. The callback
-(`run.ledger_callback`) reserves the step in the ledger. Each micro-batch's per-sample gradients are clipped and summed, and
+(`run.callback`) reserves the step in the ledger. Each micro-batch's per-sample gradients are clipped and summed, and
 after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary. The callback counts
 the release. Transformers logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`)
 and saves (`run.saving`).
+
+The trainer holds the run (`run.private_run`), which owns all that is private: sampler, engine, mechanism and ledger.
 """
 
 import contextlib
 import functools
-import itertools
-import weakref
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,28 +24,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
+from doppler_hf.preflight import order as preflight
+from doppler_hf.preflight.user_errors import told_of_own_step, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
+from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
-from doppler_hf.privacy.losses import per_sample_losses, without_adapters
+from doppler_hf.privacy.losses import Losses, losses_of_class, without_adapters
+from doppler_hf.run.callback import PrivacyCallback, end_run
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
-from doppler_hf.run.checks import data as data_checks
-from doppler_hf.run.checks import trainer as trainer_checks
-from doppler_hf.run.checks.loss import TrainedLoss, refuse_another_loss
-from doppler_hf.run.checks.rehearsal import rehearse
-from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_columns
-from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.digests import note_shards
+from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.gradient_recorder import recorders_in
-from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.logged_loss import raw_loss_kept_here
-from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
-from doppler_hf.run.plan import NOTHING, Earlier, planned_steps
+from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
+from doppler_hf.run.plan import NOTHING, Previous, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.arguments import used_by_a_private_trainer
+from doppler_hf.training_args.arguments import shown_with, used_by_a_private_trainer
 
 
 class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
@@ -59,9 +58,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         train_dataset: As in `Trainer`; it must have a length.
         optimizers: (None, None) with privacy: `args` define the optimizer, and you may override `create_scheduler`.
 
-    Attributes:
-        privacy: Holds the `ledger` of the training, and `epsilon()`; only with privacy.
-
     Raises:
         ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, your own optimizer
             or a scheduler made for one, or a model with layers that mix examples.
@@ -75,14 +71,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     optimizer: Any
     lr_scheduler: Any
     model_wrapped: Any
-    # What `compute_loss` is unless you override it, which without compute_per_sample_loss has no effect on training.
-    inherited_compute_loss = EvaluatingTrainer.compute_loss
     # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
     rows_per_loss = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        trainer_checks.refuse_other_bases(cls)
+        preflight.of_a_class(cls)
 
     def __init__(
         self,
@@ -98,38 +92,42 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
                 f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or one that combines it "
                 "with another, such as Seq2SeqTrainingArguments."
             )
-        self._disable_dp = args.disable_dp
-        trainer_checks.refuse_before_trainer(args, model=model, train_dataset=train_dataset)
+        self._was_disabled = args.disable_dp
+        self._run: PrivateRun | None = None
+        self._locks: dict[Path, WriterLock] = {}
+        self._of_class: Losses | None = None
+        self._ignore_keys: list[str] | None = None
+        preflight.before_the_trainer(args, model=model, train_dataset=train_dataset)
         with used_by_a_private_trainer(args):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
-        self._run: PrivateRun | None = None
-        self._losses_of_class: Callable[[], Tensor | None] = lambda: None
-        self._ignore_keys: list[str] | None = None
-        # Without privacy it has no ledger, and keeps those that lie about from speaking for other weights.
-        self._ledger_keeper = PrivacyCallback()
         if not args.disable_dp:
-            trainer_checks.refuse_of_trainer(self)
-            data_checks.warn_of_training_data_in_evaluation(self)
-            self.privacy = self._ledger_keeper
-            self.add_callback(self.privacy)
+            preflight.of_the_trainer(self)
 
     __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]  # whose arguments a notebook then shows
 
     @property
-    def private_run(self) -> PrivateRun:
-        """The current run or the last one. Before the first training, the run that would begin."""
+    def privacy(self) -> PrivateRun:
+        """The current private run or the last one; before the first training, the run that would begin.
+
+        It has the `ledger` of the training, `epsilon()`, and every number of the plan in `statement`.
+        """
+        if self.args.disable_dp:
+            raise AttributeError("privacy: with disable_dp=True a training has no privacy")
         self._run = self._run or self._new_run()
         return self._run
 
-    def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
-        data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
+    @property
+    def private_run(self) -> PrivateRun:
+        """The former name of `privacy`."""
+        warnings.warn("trainer.private_run is now called trainer.privacy.", FutureWarning, stacklevel=2)
+        return self.privacy
+
+    def _new_run(self, *, previous: Previous = NOTHING) -> PrivateRun:
+        preflight.before_a_run(self)
         num_trained = self.get_num_trainable_parameters()
-        run = PrivateRun(
-            self.args, self.train_dataset, num_trained=num_trained, earlier=earlier, loss_bound=self._loss_bound()
+        return PrivateRun(
+            self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound()
         )
-        if (shape := run.mechanism.shape).bands > 1 and recorders_in(self.callback_handler.callbacks):
-            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
-        return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
@@ -141,7 +139,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
-        trainer_checks.refuse_another_privacy(self.args, was_disabled=self._disable_dp, checkpoint=checkpoint)
+        preflight.of_privacy_itself(self, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
@@ -152,46 +150,65 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._prepare_model()
         note_shards(self.model.parameters())  # others may have been loaded since they were cut
         with contextlib.ExitStack() as running:
-            on_process_0(lambda: running.enter_context(self.privacy.writer_lock(self.args.output_dir)))
-            ledger = self.privacy.earlier_ledger(checkpoint, folder=self.args.output_dir, model=self.model)
-            # A new plan: the arguments may have changed since the last run, and what that run spent counts.
-            self._run = self.privacy.run = self._new_run(earlier=Earlier(checkpoint, step_of_checkpoint(checkpoint), ledger))
-            running.enter_context(self._run)
-            callbacks = self.privacy.seen_by = self.callback_handler.callbacks
+            on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
+            run = running.enter_context(self._begun(checkpoint))
+            running.enter_context(self._told_of_events(run))
             if self.args.report_train_loss == "raw":
+                callbacks = self.callback_handler.callbacks
                 running.enter_context(raw_loss_kept_here(callbacks, output_dir=self.args.output_dir))
-            running.callback(self.args.forget_run)
+            running.enter_context(shown_with(self.args, run.shown))
             running.enter_context(one_line_if_a_process_ends())
             running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
             running.enter_context(told_of_own_step(type(self).training_step, DopplerTrainer.training_step))
-            running.callback(lambda: self.privacy.end_run(self.args, self.state, model=self.model))
+            running.callback(lambda: end_run(run, self.args, self.state, model=self.model))
             running.enter_context(self.saved_if_interrupted())
             return super()._inner_training_loop(batch_size, **kwargs)
+
+    @contextlib.contextmanager
+    def _begun(self, checkpoint: str | None) -> Iterator[PrivateRun]:
+        """Plan a run and hold it; if it is refused, hold the one before, whose ledger counts."""
+        before = self._run
+        ledger, model = (None, None) if before is None else (before.ledger, before.trained_model)
+        ledger = continued_ledger(ledger, checkpoint, folder=str(self.args.output_dir), model=self.model)
+        # A new plan: the arguments may have changed since the last run, and what that run spent counts.
+        run = self._run = self._new_run(previous=Previous(checkpoint, step_of_checkpoint(checkpoint), ledger, model))
+        try:
+            with run:
+                yield run
+        finally:
+            if before is not None and before.ledger is not None and run.ledger is None:
+                self._run = before
+
+    @contextlib.contextmanager
+    def _told_of_events(self, run: PrivateRun) -> Iterator[None]:
+        """Let Transformers' events reach the run during the block, behind all other callbacks, which may change things."""
+        handler = self.callback_handler
+        callback = PrivacyCallback(run, beside=handler.callbacks)
+        handler.add_callback(callback)
+        try:
+            yield
+        finally:
+            handler.remove_callback(callback)
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
         """Let Transformers count its steps, compare them with the plan, and attach the engine to the model."""
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
-            run = self.private_run
+            run = self.privacy
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             # Which may be a few less, where only some groups would have a turn in the last ones.
             values = (*values[:-1], run.statement.steps_planned)
-            is_users = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
-            loss = TrainedLoss(
-                self._losses, self._check_loss, self._is_of_class, self._has_own_loss, is_users, self.rows_per_loss
-            )
-            run.attach(self.model, loss, loader=dataloader, sharding=self._sharding)
+            preflight.before_the_engine(run, self, loader=dataloader)
+            run.attach(self.model, self._losses, rows_per_loss=self.rows_per_loss, sharding=self._sharding)
+            preflight.with_the_engine(run, self)
         return values
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
-            trainer_checks.refuse_another_optimizer(self.optimizer.optimizer)
-            trainer_checks.refuse_other_parameters(self.optimizer.optimizer, self.model)
-            if self.args.rehearse:
-                rehearse(self, ignore_keys=self._ignore_keys)
+            preflight.before_the_first_step(self.privacy, self)
         return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -200,9 +217,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches."""
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
-        data_checks.refuse_own_generators(self.train_dataset, self.data_collator)
-        if self.is_in_train:
-            data_checks.refuse_another_dataset(self.train_dataset, of_run=self.private_run.train_dataset)
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -211,8 +225,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        refuse_out_of_range(self.model, dataset, collate=collator, has_own_loss=self._has_own_loss)
-        return self.private_run.loader(dataset, collator)
+        preflight.of_the_data(self.privacy, self, dataset=dataset, collator=collator)
+        return self.privacy.loader(dataset, collator)
 
     def _training_collator(self) -> Collator:
         collator = inner = self.data_collator
@@ -231,12 +245,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        steps = self.privacy.steps
-        steps.fill_generators()
-        # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
-        pieces = list(itertools.islice(epoch_iterator, num_batches if steps.affordable > 0 else 0))
-        steps.begin(pieces, step=self.state.global_step)
-        return pieces, None
+        return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
         """Return one loss per example. Override it for a task without a rule in `privacy.losses`.
@@ -255,34 +264,25 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         Raises:
             ValueError: If there is no rule for the model's class.
         """
-        losses = per_sample_losses(model, inputs, base_model=without_adapters(self.model))
-        self._losses_of_class = weakref.ref(losses)
-        return losses
+        self._of_class = losses_of_class(model, inputs, base_model=without_adapters(self.model))
+        return self._of_class.values
 
-    # What it is unless you override it: evaluations then have the loss of Transformers.
-    default_per_sample_loss = compute_per_sample_loss
-
-    def _losses(self, inputs: Any) -> Float[Tensor, " batch"]:
+    def _losses(self, inputs: Any) -> Losses:
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            return self.compute_per_sample_loss(self.model, inputs)
-
-    def _is_of_class(self, losses: Tensor) -> bool:
-        return self._losses_of_class() is losses
+            values = self.compute_per_sample_loss(self.model, inputs)
+        of_class, self._of_class = self._of_class, None
+        # By what was computed and not by the class: code of the user's own may return the losses of the model's class.
+        return of_class if of_class is not None and of_class.values is values else Losses(values)
 
     @property
-    def _has_own_loss(self) -> bool:
+    def has_own_loss(self) -> bool:
+        """Whether code other than the rule for the model's class computes the losses, which may count other labels."""
         return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
 
     def _loss_bound(self) -> LossBound:
-        return default_bound(without_adapters(self.model), has_own_loss=self._has_own_loss)
-
-    def _check_loss(self, inputs: Any, tolerance: float) -> None:
-        if not self._has_own_loss:
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                refuse_another_loss(self.model, inputs, base_model=without_adapters(self.model), tolerance=tolerance)
+        return default_bound(without_adapters(self.model), has_own_loss=self.has_own_loss)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
         """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.
@@ -294,12 +294,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        steps = self.privacy.steps
-        losses = steps.add_piece(inputs)
+        run = self.privacy
+        losses = run.add_piece(inputs)
         private_loss: Tensor | None = None
-        if steps.is_complete:  # accelerate has wrapped the optimizer by now
-            private_loss = steps.release(self.optimizer.optimizer, step=self.state.global_step)
-        if len(losses) and steps.reports_raw_loss:
+        if run.is_complete:  # accelerate has wrapped the optimizer by now
+            private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
+        if len(losses) and run.reports_raw_loss:
             return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
@@ -309,18 +309,14 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, filter, base optimizer, GaLore."""
         if self.args.disable_dp:
             return super().create_optimizer(model)
-        run = self.private_run
+        run = self.privacy
         trained = self.model if model is None else model
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
-        own = self.optimizer
-        trainer_checks.refuse_another_optimizer(own)
-        own.noise_std = run.settled_noise_std
-        rate = first_learning_rate(own)
-        self.args.note_learning_rate(rate)
-        chosen = {"low_pass_filter": str(own.low_pass_filter), "learning_rate": rate}
-        self.args.note_run(run.statement, noise_std=own.noise_std, **chosen)
+        preflight.of_an_optimizer(self.optimizer)
+        self.optimizer.noise_std = run.settled_noise_std
+        run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer))
         return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

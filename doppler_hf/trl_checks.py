@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from doppler_hf.run.checks.data import refuse_repeats
+from doppler_hf.preflight.data import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot have it.

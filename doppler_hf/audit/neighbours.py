@@ -34,18 +34,18 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.privacy.autograd_check.moved_weights import moved_weights
-from doppler_hf.privacy.autograd_check.trial import norm_of
-from doppler_hf.privacy.autograd_check.without_randomness import in_evaluation_mode, is_random, without_dropout
+from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.trial import norm_of
+from doppler_hf.preflight.autograd_check.without_randomness import in_evaluation_mode, is_random, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.batching.probe import Inputs
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator, refuse_known_numbers_in_passes
+from doppler_hf.privacy.losses import Losses
 from doppler_hf.privacy.noise import GaussianMechanism
 from doppler_hf.privacy.randomness import fill_generators, filled_generators
-from doppler_hf.run.checks.examples import ROUNDING_BF16
-from doppler_hf.run.checks.model import computes_in_bf16
+from doppler_hf.run.precision import ROUNDING_BF16, computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
@@ -114,29 +114,30 @@ def neighbour_distances(
         raise ValueError(f"pairs must be at least 1, got {pairs}.")
     if trainer.args.disable_dp:
         raise ValueError("disable_dp must be False for a neighbour test, got True. Leave it out.")
-    number_of_units = trainer.private_run.sampler.num_units
-    size = min(32, trainer.private_run.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
+    number_of_units = trainer.privacy.sampler.num_units
+    size = min(32, trainer.privacy.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
     if not 1 <= size < number_of_units:
         raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
     is_held = is_random_data(loader, ends)
-    held = trainer.private_run.loader(HeldExamples(loader.examples), loader.collator)
+    held = trainer.privacy.loader(HeldExamples(loader.examples), loader.collator)
     if is_held and is_random_data(held, ends):
         raise ValueError(
             "data_collator must not be random in a neighbour test, got one that draws new masks for every batch. Take one "
             "without randomness, or mask in the data set."
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
-    draws = neighbouring_draws(trainer.private_run, pairs=pairs, size=size, labels=labels)
+    draws = neighbouring_draws(trainer.privacy, pairs=pairs, size=size, labels=labels)
     tested = copied(trainer)
     # By its distances nobody sees a number that is known beforehand.
     with filled_generators(0):
         rows = fetch(loader.examples, ends, numbers=loader.numbers)
     refuse_known_numbers_in_collator(loader.collator, rows)
-    refuse_known_numbers_in_passes(tested.model, tested._losses, batch_of(loader, ends, seed=0))
+    refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
     with tempfile.TemporaryDirectory() as folder, held_coins(tested, loader), contextlib.ExitStack() as moving:
         tested.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
+        trained_losses = tested._losses
 
         def scripted_run(**options: Any) -> PrivateRun:
             run = make(**options)
@@ -150,7 +151,7 @@ def neighbour_distances(
 
         tested._new_run = scripted_run  # type: ignore[method-assign]
         # A share of error below 1 would hide that a record counts twice.
-        tested._is_of_class = lambda losses: False  # type: ignore[method-assign]
+        tested._losses = lambda inputs: Losses(trained_losses(inputs).values)  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
         as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
         with as_it_is, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -160,7 +161,7 @@ def neighbour_distances(
         distances=distances,
         couplings=couplings,
         draw_size=size,
-        expected_batch_size=trainer.private_run.sampler.expected_batch_size,
+        expected_batch_size=trainer.privacy.sampler.expected_batch_size,
         tolerance=tolerance,
         rounding=max(tolerance, ROUNDING_BF16 if computes_in_bf16(trainer.model, trainer.args) else 0.0),
     )
@@ -319,7 +320,7 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
     """Hold the model's coins: in training mode without dropout, or in evaluation mode if others are left."""
     model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
     with without_dropout(model):
-        is_held = not is_random(trainer._losses, inputs)
+        is_held = not is_random(losses_of(trainer), inputs)
     with without_dropout(model) if is_held else in_evaluation_mode(model):
         yield
 
@@ -327,8 +328,12 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
 def copied(trainer: DopplerTrainer) -> DopplerTrainer:
     """Return a trainer of the same model, without a ledger, with those callbacks alone that training needs."""
     tested, handler = copy.copy(trainer), copy.copy(trainer.callback_handler)
-    tested.privacy = tested._ledger_keeper = copy.copy(trainer.privacy)
-    handler.callbacks = [*(each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)), tested.privacy]
+    handler.callbacks = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
     tested.callback_handler, tested.state = handler, copy.copy(trainer.state)
-    tested.optimizer = tested.lr_scheduler = tested.privacy.ledger = None
+    tested._run = tested.optimizer = tested.lr_scheduler = None
     return tested
+
+
+def losses_of(trainer: DopplerTrainer) -> Callable[[Any], Tensor]:
+    """Return the function that a trainer's checks call with a micro-batch, for one loss of each example."""
+    return lambda inputs: trainer._losses(inputs).values

@@ -153,7 +153,7 @@ class AuditTrainer(DopplerTrainer):
             scores=np.where(np.isfinite(scores), scores, 0.0),
             included=self.included,
             claimed_epsilon=self.privacy.epsilon(),
-            delta=self.private_run.statement.target_delta,
+            delta=self.privacy.statement.target_delta,
             confidence=confidence,
         )
 
@@ -168,7 +168,7 @@ class _Attacker(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compute what a canary contributes once it is clipped."""
-        run, model = self._trainer.private_run, self._trainer.model
+        run, model = self._trainer.privacy, self._trainer.model
         layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
         parts = len(layers) if args.clipping_granularity == "per_layer" else 1
         norm = torch.tensor([self._trainer.stretch], dtype=torch.float64)
@@ -182,7 +182,7 @@ class _Attacker(TrainerCallback):
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        mechanism, step = self._trainer.private_run.mechanism, state.global_step
+        mechanism, step = self._trainer.privacy.mechanism, state.global_step
         unit = self._contribution / mechanism.expected_batch_size
         # Of the noise before it is shaped, which may be larger or smaller than that of a step.
         white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm

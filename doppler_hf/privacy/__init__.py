@@ -7,7 +7,6 @@
 - pair_losses: one loss per pair of answers
 - loss_bounds: the bound of the private training loss, by the task
 - clipping: per-sample gradients, clipped and summed
-- autograd_check: these gradients, compared with plain autograd
 - noise: from clipped sums to a private gradient
 - accounting: the ε that this costs
 - ledger: the record of what was spent, for others to check

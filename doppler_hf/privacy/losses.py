@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -98,6 +98,24 @@ def has_one_label(model: nn.Module, labels: Any) -> bool:
         return False
     is_of_classes = model.config.num_labels > 1 and model.config.problem_type in (None, "single_label_classification")
     return (task := task_of(model)) == "multiple_choice" or (task is None and is_of_classes)
+
+
+class Losses(NamedTuple):
+    """One loss for each example, shape (batch,), attached to the graph.
+
+    Attributes:
+        values: The losses.
+        is_cross_entropy: Whether each is −log p of the one right class of its example.
+    """
+
+    values: Float[Tensor, " batch"]
+    is_cross_entropy: bool = False
+
+
+def losses_of_class(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Losses:
+    """Call the model once and return the losses of the rule for its class; see `per_sample_losses`."""
+    is_cross_entropy = has_one_label(base_model, inputs.get("labels"))
+    return Losses(per_sample_losses(model, inputs, base_model=base_model), is_cross_entropy)
 
 
 def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Float[Tensor, " batch"]:

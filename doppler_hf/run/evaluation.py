@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -10,16 +10,18 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
-from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.beside_model import spoken_for_when_converted
+from doppler_hf.run.own_code import overrides
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharding import ShardedTrainer
+from doppler_hf.run.summary import print_if_not_learnt
 
 
 class EvaluatingTrainer(ShardedTrainer):
     """`Trainer` whose evaluations have the loss of each example; `DopplerTrainer` sets the attributes."""
 
-    _ledger_keeper: PrivacyCallback
+    _run: PrivateRun | None
     compute_per_sample_loss: Callable[..., Any]
-    default_per_sample_loss: ClassVar[Callable[..., Any]]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -28,8 +30,7 @@ class EvaluatingTrainer(ShardedTrainer):
 
         It is called in evaluations, and with `disable_dp` in the training, too.
         """
-        own = type(self)
-        if own.compute_per_sample_loss is own.default_per_sample_loss:
+        if not overrides(type(self), "compute_per_sample_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
@@ -42,12 +43,21 @@ class EvaluatingTrainer(ShardedTrainer):
         """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
         if self._sharding.is_asked_for:  # before the first training the model is whole, and on no device
             self._prepare_model()
-        with self._ledger_keeper.evaluating(self.args, model=self.model):
+        run = self._run
+        with spoken_for_when_converted(run, self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self.args.disable_dp:
-            is_own_loss = type(self).compute_per_sample_loss is not type(self).default_per_sample_loss
+            is_own_loss = overrides(type(self), "compute_per_sample_loss")
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
         return output
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Transformers does. After a private training say if the model has learnt little."""
+        metrics = super().evaluate(*args, **kwargs)
+        run = self._run
+        if run is not None and run.ledger is not None and not run.is_running and self.is_world_process_zero():
+            print_if_not_learnt(metrics)
+        return metrics
 
 
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:

@@ -59,7 +59,7 @@ VERY_FAR: Final = 100.0
 
 def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
     """Return a warning about a given rate far from the rule's; refuse one that is very far, unless `rehearse` is off."""
-    given = args.given_learning_rate
+    given = args.learning_rate
     if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
     if given == 0.0:

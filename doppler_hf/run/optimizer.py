@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +33,7 @@ def first_learning_rate(optimizer: DopplerOptimizer) -> float:
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
     """Return the first learning rate, and whether it was chosen or comes from a checkpoint."""
     rate = first_learning_rate(optimizer)
-    source = "auto: by noise, steps and model size" if args.given_learning_rate is None else "as given"
+    source = "auto: by noise, steps and model size" if args.learning_rate is None else "as given"
     return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'of the checkpoint'})"
 
 
@@ -44,8 +46,8 @@ def optimizer_of(
     projected = {} if targets is None else target_parameters(model, targets)
     matrices = matrices_of(model) if args.base_optimizer == "muon" else set()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.earlier.checkpoint)
-    rate = args.given_learning_rate
+    low_pass_filter = chosen_filter(args, run.statement, checkpoint=run.previous.checkpoint)
+    rate = args.learning_rate
     groups = (
         {
             "params": [p for name, p in named if (name in decayed, name in projected, p in matrices) == kind],
@@ -66,6 +68,16 @@ def optimizer_of(
         floor=args.adam_bc_floor,
         noise_std=run.settled_noise_std,
     )
+
+
+def terms_shown(run: PrivateRun, optimizer: DopplerOptimizer) -> dict[str, Any]:
+    """Return a run's terms, and the values chosen for it, by the names under which trackers get them."""
+    chosen = {
+        "noise_std": optimizer.noise_std,
+        "low_pass_filter": str(optimizer.low_pass_filter),
+        "learning_rate": first_learning_rate(optimizer),
+    }
+    return {f"privacy/{name}": value for name, value in (asdict(run.statement) | chosen).items()}
 
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:

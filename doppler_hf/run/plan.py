@@ -22,6 +22,7 @@ from doppler_hf.privacy import (
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
 from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
+from doppler_hf.run.trained_model import TrainedModel
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # What a calibrated σ follows from, in the words of the statement.
@@ -32,15 +33,16 @@ _CALIBRATED_FOR: Final = (
 )  # fmt: skip
 
 
-class Earlier(NamedTuple):
+class Previous(NamedTuple):
     """What a run goes on from."""
 
     checkpoint: str | None = None  # a folder
     step: int = 0  # at which it was written
     ledger: PrivacyLedger | None = None  # which the run continues
+    model: TrainedModel | None = None  # of the run before, of the same trainer
 
 
-NOTHING: Final = Earlier()
+NOTHING: Final = Previous()
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
@@ -89,7 +91,7 @@ def planned_statement(
     *,
     sampler: AllocationSampler,
     noise_shape: NoiseShape,
-    earlier: Earlier = NOTHING,
+    previous: Previous = NOTHING,
     default_max_loss: float = GUESS,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
@@ -100,7 +102,7 @@ def planned_statement(
     the plans so far leave of the target.
     """
     steps, delta = planned_steps(args, sampler, groups=noise_shape.bands), planned_delta(args, sampler)
-    continued = earlier.ledger
+    continued = previous.ledger
     if continued is not None and continued.statement.steps_planned == (theirs := planned_steps(args, sampler)):
         steps = theirs  # as before 0.3
     of_loss = args.train_loss_budget if args.report_train_loss == "private" else 0.0
@@ -150,9 +152,9 @@ def planned_statement(
         # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
         if not changed:
             return again
-        if steps > earlier.step and continued.plans:
+        if steps > previous.step and continued.plans:
             # Results may have led to the new terms, so that plans add up: each has its own part of ε and δ.
-            ahead, share_of_delta = steps - earlier.step, delta / (1 + len(continued.plans))
+            ahead, share_of_delta = steps - previous.step, delta / (1 + len(continued.plans))
             target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
             # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
             if target < 0.01 * args.target_epsilon:

@@ -1,61 +1,72 @@
-"""One private training, whose parts are opened and closed together.
+"""One private training: its plan, its parts, its steps and its ledger, from the first number to the last.
 
-The accountant reads the sample rate off the sampler that draws, and the optimizer the size of the noise off the mechanism
-that adds it. A `DopplerTrainer` makes a new run each time it trains.
+A `DopplerTrainer` makes a new run each time it trains, and holds it. All other code is given the run, or asks the trainer
+for it. In this order: the constructor plans, `loader` and `attach` make the parts that need the data and the model, `begin`
+opens the ledger. Then in every step:
+
+    draw           fill the generators, take the pieces of a random batch and begin its sum
+    reserve        reserve the step in the ledger, before an example is computed
+    add_piece      clip the gradient of each example, and add it to the sum
+    release        put the sum, with noise, into `p.grad`
+    count_release  count it
+
+A `with` statement around it all detaches the engine and ends the mechanism.
 """
 
 import contextlib
 import functools
+import itertools
 import secrets
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, final
 
 import torch
-from torch import nn
+from accelerate.utils import send_to_device
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from doppler_hf.filters import NoiseShape
+from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Trainings
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.batching.sampling import digest_of_data
+from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.loss_bounds import LossBound
-from doppler_hf.privacy.losses import has_one_label, without_adapters
-from doppler_hf.privacy.randomness import fill_in_worker, filled_generators
-from doppler_hf.run.checks.examples import check_examples
-from doppler_hf.run.checks.loss import TrainedLoss
-from doppler_hf.run.checks.model import refuse_model
+from doppler_hf.privacy.losses import Losses, without_adapters
+from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, filled_generators
+from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
-from doppler_hf.run.plan import NOTHING, Earlier, budget_spent, mechanisms_of, planned_statement
-from doppler_hf.run.processes import (
-    compare_terms,
-    give_all_the_weights_of_process_0,
-    on_all_processes,
-    on_process_0,
-    refuse_processes_that_draw_alone,
-)
-from doppler_hf.run.round_secrets import RoundSecret
+from doppler_hf.run.lineage import Lineage
+from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.processes import compare_terms, give_all_the_weights_of_process_0, on_process_0
+from doppler_hf.run.rounds import Rounds
 from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.steps import Steps
+from doppler_hf.run.trained_model import TrainedModel
+from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
 @final
 class PrivateRun:
-    """Statement, sampler, mechanism, engine and ledger of one private training.
-
-    In the order of use: make the `loader`, `attach` the engine to the model, `begin` the ledger. Call `begin_epoch` in every
-    epoch, and in every step what is in `steps`. A `with` statement around it all detaches the engine and ends the mechanism.
+    """The one owner of a private training: of its sampler, engine, mechanism, ledger and secrets.
 
     Attributes:
         statement: Every public number of the run, as in its ledger.
-        steps: What the run does in every step; None before `attach`, and after the run.
         ledger: The record of what was spent; None before `begin`.
+        is_running: Whether the training goes on.
+        notes: What checks have found and the lines of the start will say.
+        words: The learning rate and the filter, in words, once they are known.
+        shown: Names and values that trackers get beside the arguments, once they are known.
     """
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -63,20 +74,18 @@ class PrivateRun:
         train_dataset: Any,
         *,
         num_trained: int,
-        earlier: Earlier = NOTHING,
+        previous: Previous = NOTHING,
         loss_bound: LossBound | None = None,
     ) -> None:
         self.loss_bound = loss_bound or LossBound.guessed()
-        self._args, self.train_dataset, self.earlier = args, train_dataset, earlier
+        self._args, self.train_dataset, self.previous = args, train_dataset, previous
         self._resources = contextlib.ExitStack()
-        self.steps: Steps | None = None
-        self._loader: PrivateLoader | None = None
-        self._first_step = earlier.step
+        self._first_step = previous.step
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
             num_examples=len(train_dataset),
             expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            micro_batches=args.gradient_accumulation_steps,
+            pieces=args.gradient_accumulation_steps,
             # All views of an example are rows of one micro-batch, whose rows are limited.
             micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
@@ -86,62 +95,42 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             keeps_units_whole=args.clip_unit_mean,
             sampling=args.sampling,
-            # Rounds that can be reproduced go on where the training stopped; for secret ones see `_take_up_rounds`.
+            # Rounds that can be reproduced go on where the training stopped; secret ones are taken up below.
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
-        resumed = None if earlier.checkpoint is None or earlier.ledger is None else earlier.ledger.statement
+        resumed = None if previous.checkpoint is None or previous.ledger is None else previous.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
         # Shaped noise protects a unit that takes part at most once in so many steps.
         self.sampler.take_turns(shape.bands)
         self.statement = planned_statement(
-            args, sampler=self.sampler, noise_shape=shape, earlier=earlier, default_max_loss=self.loss_bound.value
+            args, sampler=self.sampler, noise_shape=shape, previous=previous, default_max_loss=self.loss_bound.value
         )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
-        self._continues_rounds = self._take_up_rounds()
+        self._rounds = Rounds(args, train_dataset, self.sampler)
+        self._continues_rounds = self._rounds.take_up(previous, self.statement)
         self.ledger: PrivacyLedger | None = None
+        self.trained_model: TrainedModel | None = None
+        self.is_running = False
+        self.notes: list[str] = []
+        self.words: dict[str, str] = {}
+        self.shown: dict[str, Any] = {}
+        self._loader: PrivateLoader | None = None
+        self._engine: ClippedGradients | None = None
+        self.affordable = 0  # further steps that the budget allows
+        # Of the draw that was begun last: whether `p.grad` is the mechanism's, on the device how many examples had no finite
+        # gradient, and in how many passes other processes have more.
+        self.is_released = False
+        self.num_non_finite: int | Tensor = 0
+        self.num_dummies = 0
+        self._pieces_left = 0
+        self._fillings = 0
+        self._is_warned = False
 
-    def _take_up_rounds(self) -> bool:
-        """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
-        earlier = self.earlier.ledger
-        # A step of Poisson sampling is a round of its own, with coins of its own.
-        if self.sampler.sampling == "poisson" or earlier is None:
-            return False
-        allowed_to = functools.partial(earlier.steps_allowed_to, self.statement, from_step=self._first_step)
-        if not allowed_to(keeps_rounds=True):
-            return False
-        kept = self._round_secret(earlier)
-        is_of_other_data = kept.is_of_other_data()
-        if is_of_other_data:
-            warnings.warn(
-                "train_dataset has other rows than before, or another order, so that its round begins anew and costs ε. "
-                "Resume with the same data, and give shuffle() and splits a seed.",
-                stacklevel=2,
-            )
-        secret = kept.secret()
-        if not on_all_processes(secret is not None):
-            # After a clean end between two rounds a new one is what would have followed anyway.
-            costs = not (earlier.runs[-1].is_closed and allowed_to(keeps_rounds=False))
-            if self.statement.private and costs and not is_of_other_data:
-                warnings.warn(
-                    f"The earlier run's round begins anew and costs ε: its secret is not in {kept.path.parent}. Resume each "
-                    "checkpoint once, where it was written.",
-                    stacklevel=2,
-                )
-            return False
-        assert secret is not None
-        # Sensitivity: from the first turn that was not counted, so that none is taken twice, whatever steps are made again.
-        self.sampler.go_on(secret, first_step=self._first_step - earlier.steps_of_rounds)
-        return True
-
-    def _round_secret(self, ledger: PrivacyLedger) -> RoundSecret:
-        return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size, self._digest_of_data)
-
-    @functools.cached_property
-    def _digest_of_data(self) -> DataDigest:
-        # Privacy: rows may be made with random numbers, which must not come from a public seed, nor move those of the user.
-        with filled_generators(self._args.noise_seed, rank=self._args.process_index):
-            return digest_of_data(self.train_dataset, self.sampler)
+    @property
+    def settled_noise_std(self) -> float:
+        """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
+        return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
 
     def __enter__(self) -> Self:
         # After the initialization, which the user's seed fixes; before anything random touches an example.
@@ -150,9 +139,10 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
-        steps, self.steps = self.steps, None
-        if self.ledger is not None and steps is not None and steps.affordable <= 0:
-            self._round_secret(self.ledger).forget()
+        was_attached, self._engine = self._engine is not None, None
+        vars(self).pop("probe", None)  # which holds examples
+        if self.ledger is not None and was_attached and self.affordable <= 0:
+            self._rounds.secret_of(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
@@ -175,68 +165,86 @@ class PrivateRun:
         )
         return self._loader
 
-    def attach(self, model: nn.Module, loss: TrainedLoss, *, loader: Any, sharding: Sharding) -> None:
-        """Attach the engine of per-sample gradients until the run is closed, and check it on examples of the loader."""
-        args, statement = self._args, self.statement
+    def refuse_another_loader(self, loader: Any) -> None:
+        """Refuse a loader that is not this run's."""
         if self._loader is None or loader is not self._loader:
             raise ValueError(
                 "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
                 "Return super().get_train_dataloader(), made anew for each training, and change batches in data_collator."
             )
-        refuse_processes_that_draw_alone(args.world_size)
-        if args.world_size > 1:
-            compare_terms(statement, args, model, data=self._digest_of_data)
+
+    def bring_processes_together(self, model: nn.Module) -> None:
+        """Compare the terms of several processes, and give all of them the weights of process 0."""
+        if self._args.world_size > 1:
+            compare_terms(self.statement, self._args, model, data=self._rounds.digest_of_data)
             give_all_the_weights_of_process_0(model)
-        probe = Probe(loader, checks_numbers=args.grad_sample_self_check)
-        if not loss.is_own:
-            probe.refuse_ignored_labels()
-        refuse_model(model, args, probe)
+
+    @functools.cached_property
+    def probe(self) -> Probe:
+        """A few examples of the loader, for the checks before the first step."""
+        assert self._loader is not None, "the run has a loader"
+        return Probe(self._loader, checks_numbers=self._args.grad_sample_self_check)
+
+    def attach(
+        self, model: nn.Module, losses_of: Callable[[Any], Losses], *, rows_per_loss: int, sharding: Sharding
+    ) -> None:
+        """Attach the engine of per-sample gradients until the run is closed.
+
+        Args:
+            model: The model, on its device.
+            losses_of: Calls the model with a micro-batch, and returns one loss for each of its examples.
+            rows_per_loss: As in `ClippedGradients`.
+            sharding: Where the weights are.
+        """
+        args, statement = self._args, self.statement
         base = without_adapters(model)
         if isinstance(base, PreTrainedModel):
             # A layer that keeps its past in a cache computes something else at each call.
             base.config.get_text_config().use_cache = args.use_cache
-        dummy = MicroBatch(probe.collated([probe.longest]), size=1, weight=0.0)
-        clipped = ClippedGradients(
+        # Of weight 0, for the passes in which other processes have more.
+        self._dummy = MicroBatch(self.probe.collated([self.probe.longest]), size=1, weight=0.0)
+        self._losses_of, self._sharding = losses_of, sharding
+        engine = ClippedGradients(
             model,
             max_grad_norm=statement.per_sample_max_grad_norm,
             clipping=statement.clipping,
             granularity=statement.clipping_granularity,
             engine=args.grad_sample_engine,
-            rows_per_loss=loss.rows_each,
+            rows_per_loss=rows_per_loss,
         )
-        self._resources.enter_context(clipped)
-        self.steps = Steps(
-            args=args,
-            sampler=self.sampler,
-            clipped=clipped,
-            loss=loss,
-            has_odds=has_one_label(base, dummy.inputs.get("labels")),
-            mechanism=self.mechanism,
-            private_loss=self.private_loss,
-            sharding=sharding,
-            dummy=dummy,
-            reports_raw_loss=statement.train_loss == "raw",
-        )
-        check_examples(clipped, model, loss, probe, args)
+        self._resources.enter_context(engine)
+        self._engine = engine
+
+    @property
+    def engine(self) -> ClippedGradients:
+        """The engine of per-sample gradients, from `attach` to the end of the run."""
+        assert self._engine is not None, "the engine is attached"
+        return self._engine
+
+    def losses_of(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Call the attached model with a micro-batch, and return one loss for each of its examples."""
+        return self._losses_of(inputs).values
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
-        return contextlib.nullcontext() if self.steps is None else self.steps.clipped.unwatched()
+        return contextlib.nullcontext() if self._engine is None else self._engine.unwatched()
 
-    @property
-    def settled_noise_std(self) -> float:
-        """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
-        return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
-
-    def begin(self, *, step: int, others: Trainings | None = None) -> PrivacyLedger:
-        """Open the ledger, or continue the earlier one from this step on, and let `steps` count in it.
-
-        The ledger also records what `others`, trainings under other ledgers, have spent on the weights. A refusal leaves the
-        run without one.
-        """
+    def begin(self, model: nn.Module, *, step: int, output_dir: str | Path) -> PrivacyLedger:
+        """Open the ledger, or continue the earlier one from this step on. A refusal leaves the run without one."""
         assert self.ledger is None, "a run begins once"
-        assert self.steps is not None, "a run begins once its engine is attached"
-        statement, earlier = self.statement, self.earlier.ledger
+        # On every process: they may have to put the weights of a layer together.
+        lineage = Lineage(model, output_dir=output_dir, continued=self.previous.ledger)
+        ledger, affordable = self._opened(step=step, others=lineage.earlier)
+        self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=self.previous.model, step=step)
+        self.ledger, self.affordable, self.is_running = ledger, affordable, True
+        return ledger
+
+    def _opened(self, *, step: int, others: Trainings | None = None) -> tuple[PrivacyLedger, int]:
+        """Return the ledger, and how many steps its budget allows.
+
+        The ledger also records what `others`, trainings under other ledgers, have spent on the weights.
+        """
+        statement, earlier = self.statement, self.previous.ledger
         # The statement, and so the account, must describe what sampler and mechanisms do.
         sampler, mechanism, loss = self.sampler, self.mechanism, self.private_loss
         assert (sampler.sample_rate, sampler.sampling) == (statement.sample_rate, statement.sampling)
@@ -263,14 +271,159 @@ class PrivateRun:
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
         if statement.private and statement.sampling == "allocation":
-            self._round_secret(ledger).keep(self.sampler.secret)
+            self._rounds.secret_of(ledger).keep(self.sampler.secret)
         if earlier is not None:
-            self._round_secret(earlier).forget()  # whose rounds this run goes on with, or nobody can
-        self.ledger = self.steps.ledger = ledger
-        self.steps.affordable = affordable
-        return ledger
+            self._rounds.secret_of(earlier).forget()  # whose rounds this run goes on with, or nobody can
+        return ledger, affordable
+
+    # --- in every step ------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, *, step: int) -> None:
         """Tell the sampler at which step its next draw is; a resumed run drops those before the checkpoint."""
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
+
+    def draw(self, pieces: Iterator[OfStep], *, number: int, step: int) -> list[OfStep]:
+        """Take the pieces of the batch of a step, counted from 0, and begin their sum; none once the budget is spent."""
+        self._fill_generators()
+        # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
+        taken = list(itertools.islice(pieces, number if self.affordable > 0 else 0))
+        self.begin_sum(taken, step=step)
+        return taken
+
+    def _fill_generators(self) -> None:
+        """Fill the global generators with secret words, whatever has seeded them."""
+        self._fillings += 1
+        fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
+
+    def begin_sum(self, pieces: Sequence[OfStep], *, step: int) -> None:
+        """Begin the sum of a batch's pieces, none at the end of the loader. An unfinished sum is dropped, never released."""
+        # Sensitivity: part of another draw would let an example count twice.
+        if len(pieces) not in (0, self.sampler.pieces):
+            raise ValueError(
+                f"gradient_accumulation_steps must stay {self.sampler.pieces} during a private run, got "
+                f"{len(pieces)} pieces of a batch. Set it before train()."
+            )
+        # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
+        # next.
+        other = next((piece.step for piece in pieces if piece.step != step), step)
+        if other != step:
+            raise RuntimeError(
+                f"A batch for step {other} was taken at step {step}, so a record could take part more often than is "
+                "accounted for. Leave the order of steps to the trainer."
+            )
+        passes = sum(map(len, pieces))
+        self._pieces_left = len(pieces)
+        self.num_dummies = self._sharding.most_passes(passes) - passes if self._sharding.is_asked_for else 0
+        self.engine.reset()
+        self.is_released = False
+        if self.private_loss is not None:
+            self.private_loss.reset()
+
+    def reserve(self) -> PrivacyLedger | None:
+        """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
+        assert self.ledger is not None
+        # Before a step is counted: a callback may have frozen some.
+        self.engine.refuse_other_parameters()
+        return self.ledger if self.ledger.reserve(at_most=self.affordable) else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces of the batch were added. Counted here: any callback may change accelerate's own flag."""
+        return self._pieces_left == 0
+
+    def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
+        """Clip the gradient of each example of the next piece, add it to the sum of the draw, and return the losses."""
+        if self.is_complete:
+            raise ValueError(
+                "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
+                "override compute_per_sample_loss instead."
+            )
+        self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
+        self._fill_generators()
+        losses = [self._add_clipped(micro_batch) for micro_batch in piece]
+        return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
+
+    def _add_clipped(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
+        # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
+        inputs = send_to_device(micro_batch.inputs, self._args.device, non_blocking=True)
+        losses, is_cross_entropy = self._losses_of(inputs)
+        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
+        if len(losses) != micro_batch.size:
+            # Not their numbers: the size of a draw is private, and messages end in logs.
+            raise ValueError(
+                "The losses of a micro-batch must be one for each of its examples, got "
+                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
+                "example, and compute_per_sample_loss one loss."
+            )
+        size, weights = micro_batch.size // micro_batch.rows_each, None
+        if micro_batch.weight != 1.0:
+            weights = torch.full((size,), micro_batch.weight, device=losses.device)
+        self.engine.backward(losses, weights=weights, views=micro_batch.rows_each, is_cross_entropy=is_cross_entropy)
+        if self.private_loss is not None:
+            self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
+        return losses.detach()
+
+    def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
+        """Turn the sum of the draw into the private gradient in `p.grad`, and return the private loss, if there is one."""
+        for _ in range(self.num_dummies):  # another process has more micro-batches, and all gather the weights
+            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
+            # change, and what is released is the same, in every bit, whether the pass is made or not.
+            self._add_clipped(self._dummy)
+        engine, mechanism = self.engine, self.mechanism
+        # Sensitivity: the noise covers contributions of norm C, of the same C.
+        assert engine.max_grad_norm == mechanism.max_grad_norm
+        shards = {name: value for name, value in engine.parameters.items() if isinstance(value, DTensor)}
+        private = mechanism.privatize(engine.sums, step=step, shards=shards)
+        for name, gradient in private.items():
+            parameter = engine.parameters[name]
+            gradient = gradient.to(parameter.dtype)
+            parameter.grad = in_shards(gradient, like=parameter) if name in shards else gradient
+        optimizer.noise_std = mechanism.noise_std(step)
+        self.is_released, self.num_non_finite = True, engine.num_non_finite
+        engine.reset()
+        return None if self.private_loss is None else self.private_loss.release(step=step)
+
+    @property
+    def reports_raw_loss(self) -> bool:
+        """Whether the training loss is shown without noise."""
+        return self.statement.train_loss == "raw"
+
+    def count_release(self) -> None:
+        """Count one step as released, if its gradient is the mechanism's."""
+        if self.ledger is None or not self.is_released:
+            raise RuntimeError(
+                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
+                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
+            )
+        # Read here, where Transformers reads the loss: within a step nothing waits for the device.
+        if self.reports_raw_loss and not self._is_warned and self.num_non_finite:
+            self._is_warned = True
+            warnings.warn(
+                "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in "
+                "the data, and for losses that overflow or divide by zero. This warning is not private. It appears only "
+                "with report_train_loss='raw'.",
+                stacklevel=2,
+            )
+        self.ledger.record_step()
+        self.affordable -= 1
+
+    # --- what was spent, and on which model ---------------------------------------------------------------------------
+
+    def epsilon(self) -> float:
+        """Return the ε that holds for what was trained, wherever it ends: that of the plan. 0 before the first step."""
+        return 0.0 if self.ledger is None else self.ledger.epsilon()
+
+    def speaks_for(self, model: nn.Module) -> bool:
+        """Return whether the training has left or saved this model, or goes on and has touched what it trains alone."""
+        if self.ledger is None or self.trained_model is None:
+            return False
+        if self.is_running:
+            return self.trained_model.has_changed_only_in_training(model)
+        return is_known(model, self.ledger.models)
+
+    def leave(self, model: nn.Module, *, speaks: bool, writes: bool, together: bool = True) -> bool:
+        """Note the model as the training leaves it; see `TrainedModel.leave`."""
+        if self.ledger is None or self.trained_model is None:
+            return False
+        return self.trained_model.leave(model, self.ledger, speaks=speaks, writes=writes, together=together)

@@ -13,14 +13,16 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
+from doppler_hf.privacy.ledger.file import WriterLock
+from doppler_hf.run.beside_model import ledger_beside
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.gradient_recorder import recorders_in
-from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
-from doppler_hf.run.model_card import with_columns_in_one_order
+from doppler_hf.run.model_card import CARD_NAME, complete_card, with_columns_in_one_order
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
+from doppler_hf.training_args import DopplerTrainingArguments
 
 
 def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
@@ -47,9 +49,25 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
         finally:
             self.state.log_history = history
         if self.is_world_process_zero():
-            self._ledger_keeper.complete_card(self.args, model=self.model)
+            complete_card_of_run(self._run, self.args, model=self.model)
 
     return create_model_card
+
+
+def complete_card_of_run(run: PrivateRun | None, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
+    """Add the optimizer and a section on privacy to Transformers' model card, if the run's ledger speaks for the model."""
+    if run is not None and run.ledger is not None and run.speaks_for(model):
+        complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=run.ledger, words=run.words)
+
+
+def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -> None:
+    """Add ε to a log (in place), and leave out a loss that is not reported."""
+    # Of another model nobody knows what its training has spent: it may have been loaded.
+    is_evaluation = any(name.startswith("eval_") for name in logs)
+    if run.speaks_for(model) if is_evaluation else run.is_running:
+        logs["epsilon"] = run.epsilon()
+    if run.ledger is not None and run.ledger.statement.train_loss == "none":  # zeros
+        take_losses(logs)
 
 
 class SavingTrainer(ShardedTrainer):
@@ -58,7 +76,7 @@ class SavingTrainer(ShardedTrainer):
     optimizer: Any
     control: TrainerControl
     _run: PrivateRun | None
-    _ledger_keeper: PrivacyCallback
+    _locks: dict[Path, WriterLock]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as Transformers does, and the ledger beside the model.
@@ -68,16 +86,21 @@ class SavingTrainer(ShardedTrainer):
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         # This is how Transformers saves checkpoints. It calls `on_save` only after it has pushed them.
         step = self.state.global_step if _internal_call and output_dir is not None else None
-        keeper, is_first = self._ledger_keeper, self.args.process_index == 0  # which alone writes
+        is_first = self.args.process_index == 0  # which alone writes
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
             if is_first:
-                saving.enter_context(keeper.beside_model(folder, self.args, model=self.model, checkpoint_step=step))
+                terms: dict[str, Any] = {"model": self.model, "checkpoint_step": step, "lock": self._lock_of}
+                saving.enter_context(ledger_beside(folder, self.args, run=self._run, **terms))
             note_shards(self.model.parameters())  # which no process could do alone
             if step is not None and is_first:  # it does not count as a checkpoint until it is written anew
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _lock_of(self, folder: str | Path) -> WriterLock:
+        """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
+        return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Transformers' only method that all processes call before it saves on process 0 alone.
@@ -130,7 +153,7 @@ class SavingTrainer(ShardedTrainer):
             if run is not None and run.ledger is not None and self.args.world_size == 1:
                 done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
                 # In the middle of an update, weights and states are of two steps.
-                if 0 < done == self.state.global_step - run.earlier.step:
+                if 0 < done == self.state.global_step - run.previous.step:
                     with contextlib.suppress(Exception):
                         self._save_checkpoint(self.model, trial=None)
             raise
@@ -152,7 +175,7 @@ class SavingTrainer(ShardedTrainer):
     def num_examples(self, dataloader: Any) -> int:
         """Count the units of a private run: Transformers logs and saves this, and how many rows a unit has is private."""
         if isinstance(dataloader, PrivateLoader):
-            return self.private_run.sampler.num_units
+            return self.privacy.sampler.num_units
         return super().num_examples(dataloader)
 
     create_model_card = with_privacy_section(Trainer.create_model_card)
@@ -162,12 +185,13 @@ class SavingTrainer(ShardedTrainer):
 
         A raw loss is taken out of `logs`, which are those that scripts save as metrics, and is shown locally.
         """
-        keeper, handler = self._ledger_keeper, self.callback_handler
-        keeper.complete_log(logs, model=self.model)
+        run, handler = self._run, self.callback_handler
+        if run is not None:
+            complete_log(run, logs, model=self.model)
         for recorder in recorders_in(handler.callbacks):
             recorder.add_estimates(logs)
         # Privacy: what Transformers keeps, saves and sends never holds a raw loss.
-        losses = take_losses(logs) if keeper.logs_raw_loss else {}
+        losses = take_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:
             super().log(logs, start_time)
             return

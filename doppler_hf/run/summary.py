@@ -14,10 +14,10 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import earlier_in_words, of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
-from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
+from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -37,17 +37,16 @@ def print_start(
     args: DopplerTrainingArguments,
     *,
     model: Any,
-    words: Mapping[str, str],
     notes: Sequence[str],
     callbacks: Sequence[Any],
 ) -> None:
-    """Print what a run guarantees, takes and trains, and what to watch for; `words` are of its "rate" and "filter"."""
+    """Print what a run guarantees, takes and trains, and what to watch for."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
-    resumed = f"; resumed at step {run.earlier.step:,}" if run.earlier.step else ""
+    resumed = f"; resumed at step {run.previous.step:,}" if run.previous.step else ""
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
@@ -76,8 +75,8 @@ def print_start(
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
-        ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {words['filter']}"),
-        ("learning rate", f"{words['rate']}; optimizer: {optimizer_in_words(args)}"),
+        ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {run.words['filter']}"),
+        ("learning rate", f"{run.words['rate']}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
@@ -89,8 +88,7 @@ def print_start(
             noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
             if args.per_sample_max_loss is None:
                 noises.append(("its bound", f"{statement.per_sample_max_loss:.4g} = {run.loss_bound.words}"))
-        assert run.steps is not None, "the engine is attached"
-        one_of_each = {how: name for name, how in run.steps.clipped.fallbacks.items()}
+        one_of_each = {how: name for name, how in run.engine.fallbacks.items()}
         slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
         print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 

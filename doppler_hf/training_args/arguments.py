@@ -5,8 +5,7 @@ would break the guarantee or have no effect.
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -16,7 +15,6 @@ from transformers.hf_argparser import HfArg
 
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
-from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
 from doppler_hf.privacy.clipping.norms import Clipping
@@ -24,6 +22,8 @@ from doppler_hf.training_args import checks, galore
 
 # The arguments with which a `DopplerTrainer` is being made. Not a field of the arguments, which copies would take along.
 _BEING_USED: Final = ContextVar[object]("_BEING_USED", default=None)
+# The arguments of the run that is training, and what trackers get beside them: no fields, arguments stay as they were given.
+_SHOWN: Final = ContextVar[tuple[object, Mapping[str, Any]]]("_SHOWN", default=(None, {}))
 
 
 @contextlib.contextmanager
@@ -34,6 +34,16 @@ def used_by_a_private_trainer(args: object) -> Iterator[None]:
         yield
     finally:
         _BEING_USED.reset(token)
+
+
+@contextlib.contextmanager
+def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
+    """Add the terms of a run, which may still change, to what trackers receive of its arguments in the block."""
+    token = _SHOWN.set((args, terms))
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
 
 
 @dataclass
@@ -184,26 +194,6 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     non_private_learning_rate = TrainingArguments.learning_rate
 
-    def note_run(self, statement: PrivacyStatement, **chosen: Any) -> None:
-        """Add a run's terms, and the values chosen for it, to what trackers such as TensorBoard receive."""
-        # No field: arguments stay as they were given.
-        terms = dataclasses.asdict(statement) | chosen
-        self.__dict__["_run"] = {f"privacy/{name}": value for name, value in terms.items()}
-
-    @property
-    def given_learning_rate(self) -> float | None:
-        """The learning rate that was set; None if the rule chooses it, even after it has chosen."""
-        return None if self.learning_rate == self.__dict__.get("_chosen_rate") else self.learning_rate
-
-    def note_learning_rate(self, rate: float) -> None:
-        """Show the rate that the rule has chosen to callbacks and trackers, and let it choose again in the next run."""
-        if self.given_learning_rate is None:
-            self.__dict__["_chosen_rate"] = self.learning_rate = rate
-
-    def forget_run(self) -> None:
-        """Remove the terms of a run that has ended."""
-        self.__dict__.pop("_run", None)
-
     @property
     def place_model_on_device(self) -> bool | None:
         """As in `TrainingArguments`; refuses a trainer that is made with private arguments, but would not train privately.
@@ -219,8 +209,9 @@ class DopplerTrainingArguments(TrainingArguments):
         return super().place_model_on_device
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments for trackers, during a run with its terms."""
-        return {**super().to_dict(), **self.__dict__.get("_run", {})}
+        """Return the arguments; during a run also its terms, and the learning rate that it has chosen, for trackers."""
+        shown, terms = _SHOWN.get()
+        return {**super().to_dict(), **(terms if shown is self else {})}
 
     def __post_init__(self) -> None:
         """Check the arguments, as Transformers checks its own."""

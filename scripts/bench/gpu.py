@@ -58,7 +58,7 @@ MODELS = ("roberta-base", "roberta-base-lora", "gpt2", "vit-base", "llama-1b-lor
 RUNS = {"roberta-base": (128, 8), "roberta-base-lora": (128, 16)}  # examples of a forward pass, and passes of a step
 RUN_STEPS = 4  # that are timed
 # Trainings of theirs run on the device, the most telling first.
-TELLING = "end_to_end/test_trainer.py,run/test_private_run.py,run/checks/test_examples.py,end_to_end/test_sft.py"
+TELLING = "end_to_end/test_trainer.py,run/test_private_run.py,preflight/test_examples.py,end_to_end/test_sft.py"
 COORDINATES = {"full": (125_000_000, 200), "tiny": (1_000, 2)}  # and the tensors into which they are divided
 # As a training has it: the default's filter, on weights of that many coordinates.
 OPTIMIZER = {"low_pass_filter": PAPER_FILTERS["momentum"], "base": "adam_bc", "noise_std": 1e-4}

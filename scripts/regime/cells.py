@@ -250,7 +250,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             recorder.attach(trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    statement = trainer.private_run.statement
+    statement = trainer.privacy.statement
     trained = trainer.model
     found = {
         **dataclasses.asdict(cell),

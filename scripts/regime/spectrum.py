@@ -78,9 +78,8 @@ class Signal:
     def begin(self) -> None:
         """Record what the mechanism is given from now on."""
         assert self._trainer is not None
-        run = self._trainer.private_run
-        assert run.steps is not None
-        clipped, mechanism, statement = run.steps.clipped, run.mechanism, run.statement
+        run = self._trainer.privacy
+        clipped, mechanism, statement = run.engine, run.mechanism, run.statement
         number = sum(each.numel() for each in self._trainer.model.parameters())
         sketch = CountSketch(number, dimensions=min(DIMENSIONS, number), seed=0)
         self._noise_power = number * mechanism.noise_std(step=0) ** 2

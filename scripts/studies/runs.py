@@ -109,10 +109,10 @@ def train(run: Run, *, data: Data, callbacks: Sequence[TrainerCallback] = ()) ->
         )
         trainer.remove_callback(PrinterCallback)
         if floor_fraction is not None:
-            args.adam_bc_floor = floor_fraction * trainer.private_run.settled_noise_std**2
+            args.adam_bc_floor = floor_fraction * trainer.privacy.settled_noise_std**2
         trainer.train()
         scores = {part: trainer.evaluate(getattr(data, part))["eval_accuracy"] for part in ("tuning", "report")}
-    statement = trainer.private_run.statement
+    statement = trainer.privacy.statement
     return scores | {
         "noise_multiplier": statement.noise_multiplier,
         "noise_shape": statement.noise_shape,

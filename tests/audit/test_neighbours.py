@@ -11,7 +11,7 @@ from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
-from tests.run.checks.test_beside import (
+from tests.preflight.test_beside import (
     LAYERS,
     OF_ITSELF,
     OF_OTHERS,
@@ -165,7 +165,7 @@ def test_the_trainer_is_left_as_it_was(tmp_path):
 
 
 def test_draws_come_in_threes_and_begin_with_the_extremes(tmp_path):
-    run = trainer_of(tmp_path).private_run
+    run = trainer_of(tmp_path).privacy
     draws = neighbouring_draws(run, pairs=3, size=5)
     assert len(draws) == 9
     for others, both, alone in zip(*[iter(draws)] * 3, strict=True):

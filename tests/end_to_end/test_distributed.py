@@ -86,7 +86,7 @@ def neighbours(folder, world):
     case = USUAL | {"model": "roberta", "unit": "user", "accumulation": 3, "clipping": "vanilla", "loss": "private"}
     trainer = trainer_for(case, Path(folder) / "neighbours", per_device_train_batch_size=1)
     result = neighbour_distances(trainer, pairs=4, tolerance=1e-6)
-    return result.distances, result.couplings, trainer.private_run.sampler.expected_batch_size
+    return result.distances, result.couplings, trainer.privacy.sampler.expected_batch_size
 
 
 def resumed(folder, world):

@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback
 from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
-from doppler_hf.run.plan import Earlier
+from doppler_hf.run.plan import Previous
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.tiers import thorough
@@ -176,7 +176,7 @@ def test_a_model_of_its_own_has_cost_nothing_before(tmp_path, capsys):
 
 def secrets_of(trainer):
     ledger = trainer.privacy.ledger
-    return RoundSecret(ledger.run_id, 0, 1, trainer.private_run._digest_of_data)
+    return RoundSecret(ledger.run_id, 0, 1, trainer.privacy._rounds.digest_of_data)
 
 
 @pytest.mark.parametrize(("within", "ends_at", "planned"), [("step_begin", 6, 6), *thorough(("optimizer_step", 5, 7))])
@@ -190,7 +190,7 @@ def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, within, ends
     assert secret.path.exists()
     assert stat.S_IMODE(secret.path.stat().st_mode) == 0o600
     assert not list((tmp_path / "out").rglob(f"*{secret.run_id}*"))
-    before = first.private_run.sampler.secret
+    before = first.privacy.sampler.secret
     assert not any(before in path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == ends_at
@@ -203,7 +203,7 @@ def test_a_round_goes_on_where_it_was_interrupted(tmp_path, capsys, within, ends
     assert first.privacy.epsilon() == ledger.epsilon_of_fixed_length()
     # Seven steps would cost more than the target, at which the guard ends a run.
     assert second.privacy.epsilon() == (first.privacy.epsilon() if planned == 6 else 8.0)
-    assert second.private_run.sampler.secret == before
+    assert second.privacy.sampler.secret == before
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert f"LEDGER ONLY: ({second.privacy.epsilon():.4g}, " in said(capsys)
     # Done: nobody can go on with them.
@@ -248,7 +248,7 @@ def test_rows_of_one_length_with_other_labels_than_classes_are_known_by_their_co
         for data, is_the_same in ((kind(rows[1:] + rows[:1]), False), (kind(rows), True)):
             again = trainer_of(folder, model=tiny_bert(num_labels=1), data=data, **options)
             with contextlib.nullcontext() if is_the_same else pytest.warns(match="other rows than before, or another order"):
-                run = again._new_run(earlier=Earlier(str(folder), 4, PrivacyLedger.load(folder / "out")))
+                run = again._new_run(previous=Previous(str(folder), 4, PrivacyLedger.load(folder / "out")))
             assert run._continues_rounds == is_the_same
 
 
@@ -259,7 +259,7 @@ def test_a_changed_plan_draws_its_own_round(tmp_path, change):
         setattr(second.args, name, value)
     second.train(resume_from_checkpoint=True)
     assert not second.privacy.ledger.runs[-1].continues_rounds
-    assert second.private_run.sampler.secret != first.private_run.sampler.secret
+    assert second.privacy.sampler.secret != first.privacy.sampler.secret
     assert second.privacy.epsilon() <= 20.0
 
 

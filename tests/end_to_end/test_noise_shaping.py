@@ -47,7 +47,7 @@ def test_no_unit_comes_back_before_its_turn(tmp_path):
     trainer.train()
     assert len(taken) >= 11
     assert apart(taken) == 3
-    run = trainer.private_run
+    run = trainer.privacy
     sigma, rate = run.statement.effective_noise_multiplier, run.sampler.sample_rate
     assert run.ledger.history == [Releases(sigma, rate, 11, run.mechanism.shape.c)]
     assert stds == [run.mechanism.noise_std(step) for step in range(11)]
@@ -72,7 +72,7 @@ def test_a_resumed_run_begins_new_turns_which_add_up(tmp_path):
     trainer.train()
     resumed, taken, stds = shaped_trainer(tmp_path, max_steps=11)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
-    run = resumed.private_run
+    run = resumed.privacy
     sigma, rate = run.statement.effective_noise_multiplier, run.sampler.sample_rate
     assert run.ledger.history == [Releases(sigma, rate, steps, run.mechanism.shape.c) for steps in (5, 6)]
     assert stds == [run.mechanism.noise_std(step) for step in range(5, 11)]

@@ -96,7 +96,7 @@ def test_each_has_noise_of_its_own(tmp_path):
         )
     )
     table, back, head = (
-        torch.stack([step[f"{name}.weight"] for step in steps]).double() / trainer.private_run.settled_noise_std
+        torch.stack([step[f"{name}.weight"] for step in steps]).double() / trainer.privacy.settled_noise_std
         for name in ("table", "back", "head")
     )
     for first, second in ((table, back), (table, head.mT), (back, head.mT)):

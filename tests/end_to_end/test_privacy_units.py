@@ -111,7 +111,7 @@ def test_shares_stay_with_their_examples(max_tokens):
 def test_a_unit_whose_mean_is_clipped_is_in_one_micro_batch(max_tokens, views):
     data, users_of = text_data(24).add_column("number", list(range(24))), np.array([*range(8), *range(8, 12), *range(12)])
     sampler = AllocationSampler(
-        num_examples=24, expected_batch_size=12, micro_batches=2, lengths=lengths_of(data), units=users_of, seed=0,
+        num_examples=24, expected_batch_size=12, pieces=2, lengths=lengths_of(data), units=users_of, seed=0,
         keeps_units_whole=True,
     )  # fmt: skip
     loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(9, max_tokens, views))

@@ -97,7 +97,7 @@ def small_draws(folder, world, **options):
     trainer, counts = trainer_of(folder, world, **(SMALL | options)), Counter()
 
     def watch(**_):
-        steps = trainer.private_run.steps
+        steps = trainer.privacy
         begin = steps.begin
 
         def counted(*args, **more):
@@ -158,7 +158,7 @@ def law(folder, world, **options):
 
     def note(model, **_):
         own = [p.grad.to_local().flatten() for p in model.parameters()]
-        noise.append(torch.cat(own).double() / trainer.private_run.mechanism.noise_std(0))
+        noise.append(torch.cat(own).double() / trainer.privacy.mechanism.noise_std(0))
 
     trainer = trainer_of(
         folder, world, dtype=torch.float32, cls=NoSignal, noise_seed=None, callbacks=[On(pre_optimizer_step=note)],
@@ -169,7 +169,7 @@ def law(folder, world, **options):
     expected = statement.noise_multiplier * statement.per_sample_max_grad_norm / 8
     return {
         "noise": torch.stack(noise),
-        "std": trainer.private_run.mechanism.noise_std(0) / expected,
+        "std": trainer.privacy.mechanism.noise_std(0) / expected,
         "whole": sum(p.numel() for p in trainer.model.parameters()),
     }
 

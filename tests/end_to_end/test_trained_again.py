@@ -76,12 +76,17 @@ def test_a_second_training_is_that_of_a_new_trainer_with_these_arguments(tmp_pat
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=OF_ORDER, atol=OF_ORDER)
 
 
+def rate_of(trainer):
+    return trainer.optimizer.param_groups[0]["initial_lr"]
+
+
 def test_a_rate_that_was_chosen_is_chosen_again(tmp_path):
     trainer = trained(trainer_of(tmp_path, learning_rate=None))
-    first, trainer.args.adam_bc_floor = trainer.args.learning_rate, 0.1
+    first, trainer.args.adam_bc_floor = rate_of(trainer), 0.1
     trainer.train()
     anew = trained(trainer_of(tmp_path / "anew", learning_rate=None, adam_bc_floor=0.1))
-    assert trainer.args.learning_rate == trainer.optimizer.param_groups[0]["initial_lr"] == anew.args.learning_rate != first
+    assert rate_of(trainer) == rate_of(anew) != first
+    assert trainer.args.learning_rate is None  # arguments stay as they were given
 
 
 def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_path):

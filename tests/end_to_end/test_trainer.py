@@ -12,8 +12,8 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
+from doppler_hf.preflight.trainer import refuse_model_in_parts
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
-from doppler_hf.run.checks.trainer import refuse_of_trainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, On, Recorder, assert_trained_alike, changing, trained, trainer_of, weights
 
@@ -208,7 +208,7 @@ def test_a_model_in_parts_on_several_processes_is_refused(tmp_path, monkeypatch)
     trainer = trainer_of(tmp_path)
     monkeypatch.setattr(type(trainer.model), "tp_size", 2)  # which Transformers' accelerator would not have on a CPU
     with pytest.raises(ValueError, match=r"whole on each process, got one in parts on 2 \(tensor parallelism\)"):
-        refuse_of_trainer(trainer)
+        refuse_model_in_parts(trainer)
 
 
 def test_arguments_of_transformers_are_refused(tmp_path):

@@ -91,7 +91,7 @@ def test_the_noise_is_that_of_one_view(tmp_path):
     trainer = trained(image_trainer(tmp_path, cls=NoSignal, callbacks=[recorder], grad_sample_self_check=False, **options))
     drawn = torch.cat(recorder.gradients)
     expected = 1.7 * 0.3 / 8
-    assert trainer.private_run.mechanism.noise_std(0) == pytest.approx(expected)
+    assert trainer.privacy.mechanism.noise_std(0) == pytest.approx(expected)
     # The deviation of n normals is off by 1/√(2n) of itself; six of these have a probability of 2e-9.
     assert drawn.std().item() == pytest.approx(expected, rel=6 / math.sqrt(2 * len(drawn)))
 
@@ -107,7 +107,7 @@ def step_by_hand(trainer):
             gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).cpu()
             total += gradient * min(1.0, args.per_sample_max_grad_norm / gradient.norm())
             losses.append(loss.item())
-    return total / trainer.private_run.sampler.expected_batch_size, losses
+    return total / trainer.privacy.sampler.expected_batch_size, losses
 
 
 @pytest.mark.parametrize(("engine", "accumulation"), [("book_keeping", 2), ("opacus", 1)])
@@ -131,7 +131,7 @@ def test_a_private_loss_is_of_the_mean_over_views(tmp_path):
     class Losses(Watched):
         def set_initial_training_values(self, args, dataloader):
             values = super().set_initial_training_values(args, dataloader)
-            private_loss = self.private_run.private_loss
+            private_loss = self.privacy.private_loss
             add = private_loss.add
             private_loss.add = lambda losses, **options: (added.append(losses), add(losses, **options))
             return values

@@ -16,8 +16,6 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
-from doppler_hf.run.checks.loss import TrainedLoss
-from doppler_hf.run.steps import Steps
 from tests.support.devices import FAR, Asked, far_away
 from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters
 from tests.support.optimizers import doppler_optimizer
@@ -110,20 +108,12 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
         with unset_fake_temporarily(), Asked():  # as in the start check: which way fits a layer without a rule is seen once
             clipped.backward(losses_of(model, inputs, labels))
         clipped.parameters = {name: weight for name, weight in move(model).named_parameters() if weight.requires_grad}
-        run, batch = trainer.private_run, dict(inputs, labels=labels)
-        trainer.privacy.run = run
+        run, batch = trainer.privacy, dict(inputs, labels=labels)
         batches = [MicroBatch(move(batch, device="cpu"), len(labels), weight) for weight in (1.0, 0.5)]
-        loss = TrainedLoss(
-            trainer._losses, trainer._check_loss, trainer._is_of_class, is_own=False, is_users=False, rows_each=1
-        )
-        run.steps = Steps(
-            args=trainer.args, sampler=run.sampler, clipped=clipped, loss=loss, has_odds=False, sharding=trainer._sharding,
-            mechanism=run.mechanism, private_loss=run.private_loss, dummy=None,
-            reports_raw_loss=run.statement.train_loss == "raw",
-        )  # fmt: skip
+        run._engine, run._losses_of, run._sharding = clipped, trainer._losses, trainer._sharding
         trainer.optimizer = types.SimpleNamespace(optimizer=trainer.create_optimizer())
         with Asked() as asked:
-            run.steps.begin(pieces := [OfStep(batches, step=0), OfStep([], step=0)], step=0)
+            run.begin_sum(pieces := [OfStep(batches, step=0), OfStep([], step=0)], step=0)
             losses = [trainer.training_step(model, piece) for piece in pieces]
             trainer.optimizer.optimizer.step()
     assert {loss.device.type for loss in losses} == {parameter.grad.device.type for parameter in clipped.parameters.values()}

@@ -138,7 +138,7 @@ class Doubled(changing(lambda losses, inputs: 2 * losses)):
     ],
 )
 def test_the_statement_of_a_run_has_the_bound(tmp_path, cls, model, options, expected):
-    run = trainer_of(tmp_path, cls=cls, model=model(), data=text_data(labels=5), **options).private_run
+    run = trainer_of(tmp_path, cls=cls, model=model(), data=text_data(labels=5), **options).privacy
     found = run.statement.per_sample_max_loss
     assert found == (None if expected is None else pytest.approx(expected))
     assert run.private_loss is None or run.private_loss.mechanism.max_grad_norm == found
@@ -152,7 +152,7 @@ def test_a_pair_has_the_bound_of_its_loss(tmp_path):
     def bound_of(cls=DopplerDPOTrainer, **options):
         args = arguments_of(tmp_path / "out", cls=DopplerDPOConfig, bf16=False, beta=0.1, **options)
         trainer = cls(model=tiny_llama(), args=args, train_dataset=preferences(), processing_class=chat_tokenizer())
-        return trainer.private_run.statement.per_sample_max_loss
+        return trainer.privacy.statement.per_sample_max_loss
 
     assert bound_of() == pytest.approx(2 * math.log(2), rel=1e-6)
     assert bound_of(loss_type=["ipo"]) == pytest.approx(2 * 25.0, rel=1e-6)

@@ -10,7 +10,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.plan import Earlier, averaged_noise, planned_statement
+from doppler_hf.run.plan import Previous, averaged_noise, planned_statement
 from doppler_hf.run.summary import drowned
 from tests.support.ledgers import after
 from tests.support.tiny import text_data
@@ -25,7 +25,7 @@ def plan_of(tmp_path, *, earlier=None, first_step=0, **overrides):
     args = arguments(tmp_path, **options)
     shape = WHITE if args.noise_shape == "auto" else NoiseShape.parse(args.noise_shape)
     terms = dict(sampler=SAMPLER, noise_shape=shape)
-    return planned_statement(args, **terms, earlier=Earlier(None, first_step, earlier))
+    return planned_statement(args, **terms, previous=Previous(None, first_step, earlier))
 
 
 def ledger_after(steps, plan, *, continues=None, from_step=0):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import types
 import warnings
 
 import dp_accounting
@@ -21,7 +20,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger
 from doppler_hf.privacy.noise import PrivateLoss
 from doppler_hf.run import processes
-from doppler_hf.run.plan import Earlier
+from doppler_hf.run.plan import Previous
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.round_secrets import RoundSecret
 from tests.support.ledgers import after, said
@@ -36,7 +35,7 @@ def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
     drawing = []
     trainer.add_callback(On(train_begin=lambda train_dataloader, **_: drawing.append(train_dataloader.batch_sampler)))
     trainer.train()
-    run = trainer.private_run
+    run = trainer.privacy
     assert drawing == [run.sampler]
     assert run.ledger is trainer.privacy.ledger
     assert run.ledger.history == [run.statement.releases(4)]
@@ -61,10 +60,9 @@ MECHANISM = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=8)
 )
 def test_what_is_accounted_is_what_sampler_and_mechanisms_do(part, tmp_path):
     run = PrivateRun(arguments(tmp_path), text_data(), num_trained=1)
-    run.steps = types.SimpleNamespace()
     vars(run).update(part)
     with pytest.raises(AssertionError) if part else contextlib.nullcontext():
-        run.begin(step=0)
+        run.begin(tiny_bert(), step=0, output_dir=tmp_path)
 
 
 @pytest.mark.parametrize(("clean", "allowed"), [(True, 7), (False, 8)])
@@ -76,13 +74,12 @@ def test_a_run_makes_no_more_steps_than_its_plan_has_left_whatever_its_target_wo
     statement = PrivateRun(args, text_data(240), num_trained=1).statement
     noisier = dataclasses.replace(statement, noise_multiplier=2.0 * statement.noise_multiplier)
     ledger = after(PrivacyLedger.open(noisier), 3)
-    RoundSecret(ledger.run_id, 0, 1, PrivateRun(args, text_data(240), num_trained=1)._digest_of_data).keep(bytes(32))
+    RoundSecret(ledger.run_id, 0, 1, PrivateRun(args, text_data(240), num_trained=1)._rounds.digest_of_data).keep(bytes(32))
     if clean:
         ledger.close()
-    run = PrivateRun(args, text_data(240), num_trained=1, earlier=Earlier("checkpoint-2", 2, ledger))
-    run.steps = types.SimpleNamespace()
-    assert run.begin(step=2).runs[-1].continues_rounds
-    assert run.steps.affordable == allowed
+    run = PrivateRun(args, text_data(240), num_trained=1, previous=Previous("checkpoint-2", 2, ledger))
+    assert run.begin(tiny_bert(), step=2, output_dir=tmp_path).runs[-1].continues_rounds
+    assert run.affordable == allowed
 
 
 def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, capsys):
@@ -93,14 +90,14 @@ def test_poisson_sampling_is_what_others_account_for(tmp_path, monkeypatch, caps
     look = On(step_end=lambda **_: kept.extend(tmp_path.glob("state/**/*-of-*")))
     saving = dict(save_strategy="steps", save_steps=6, callbacks=[look])
     first = trained(trainer_of(tmp_path, max_steps=12, **saving, **options))
-    statement = first.private_run.statement
+    statement = first.privacy.statement
     event = dp_accounting.PoissonSampledDpEvent(1 / 3, dp_accounting.GaussianDpEvent(statement.effective_noise_multiplier))
 
     def theirs(steps):
         accountant = PLDAccountant(value_discretization_interval=1e-4)
         return accountant.compose(dp_accounting.SelfComposedDpEvent(event, steps)).get_epsilon(24**-1.1)
 
-    assert (statement.sampling, statement.noise_shape, first.private_run.sampler.turns_of_round) == ("poisson", "white", 1)
+    assert (statement.sampling, statement.noise_shape, first.privacy.sampler.turns_of_round) == ("poisson", "white", 1)
     assert first.privacy.epsilon() == pytest.approx(theirs(12), rel=1e-3) == pytest.approx(6.0, rel=2e-3)
     assert not kept
     # Steps after the checkpoint are made again, and count again.
@@ -131,7 +128,6 @@ def test_the_signature_is_that_of_trainer():
 @pytest.mark.parametrize(
     ("overrides", "data", "message"),
     [
-        (dict(disable_dp=True, noise_multiplier=None), text_data(), "disable_dp must be False for a private run, got True"),
         ({}, None, "train_dataset must be a data set with a length, got None"),
         ({}, text_data().filter(lambda _: False), "train_dataset must have examples, got none"),
         ({}, text_data().add_column("seq_lengths", [[1, 2]] * 24), "must have one text in each row, .* 'seq_lengths'"),
@@ -140,7 +136,18 @@ def test_the_signature_is_that_of_trainer():
 def test_a_run_that_cannot_be_private_is_refused(tmp_path, overrides, data, message):
     trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path, **overrides), pad, data)
     with pytest.raises(ValueError, match=message):
-        _ = trainer.private_run
+        _ = trainer.privacy
+
+
+def test_a_trainer_without_privacy_has_no_run(tmp_path):
+    trainer = trainer_of(tmp_path, disable_dp=True, noise_multiplier=None)
+    assert not hasattr(trainer, "privacy")
+
+
+def test_the_former_name_of_the_run_warns(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.warns(FutureWarning, match=r"trainer\.private_run is now called trainer\.privacy"):
+        assert trainer.private_run is trainer.privacy
 
 
 # --- one draw, whole and alone --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
         assert tracker.config[f"privacy/{name}"] == getattr(statement, name), name
     assert tracker.config["noise_multiplier"] is None
     assert tracker.config["privacy/low_pass_filter"] == str(trainer.optimizer.optimizer.low_pass_filter)
-    assert tracker.config["privacy/noise_std"] == trainer.private_run.settled_noise_std
+    assert tracker.config["privacy/noise_std"] == trainer.privacy.settled_noise_std
     # They are no arguments: what is written as arguments is read as such.
     assert trainer.args.to_dict() == given
     DopplerTrainingArguments(**{name: given[name] for name in ("output_dir", "target_epsilon")})

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from doppler_hf import kernels
 from doppler_hf.privacy import randomness
-from doppler_hf.run import steps
+from doppler_hf.run import private_run
 from scripts.bench.roofline import is_free
 
 FAR = "far"
@@ -113,7 +113,7 @@ def far_away(device=FAR):
         (torch, "Generator"): lambda device=None: torch.default_generator,
         (_Module, "here"): True,
         # What Transformers makes, words and normals, it makes with memory, and then moves in.
-        (steps, "fill_generators"): _outside(steps.fill_generators),
+        (private_run, "fill_generators"): _outside(private_run.fill_generators),
         (randomness.BitStream, "bits"): _outside(randomness.BitStream.bits),
         (randomness.SecretBits, "fill"): _filled(randomness.SecretBits.fill, mode),
         (kernels, "address_of"): lambda values: next(addresses),

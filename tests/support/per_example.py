@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
+from doppler_hf.preflight.autograd_check.comparison import compare
+from doppler_hf.preflight.autograd_check.coupling import random_half
+from doppler_hf.preflight.autograd_check.trial import Trial
+from doppler_hf.preflight.autograd_check.without_randomness import away_from_zero, without_dropout
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.autograd_check.comparison import compare
-from doppler_hf.privacy.autograd_check.coupling import random_half
-from doppler_hf.privacy.autograd_check.trial import Trial
-from doppler_hf.privacy.autograd_check.without_randomness import away_from_zero, without_dropout
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]

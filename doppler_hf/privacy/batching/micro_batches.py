@@ -3,7 +3,7 @@
 A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
 of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
 needs no more memory than an ordinary step, and within a budget of tokens. The sum does not depend on the cut, since rows
-share no random numbers (`run/checks/model.py`).
+share no random numbers (`preflight/model.py`).
 
 A random data set or collator may make several views of an example (`augmentation_multiplicity`). The mean over all examples
 of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and no cut separates them.

@@ -13,6 +13,7 @@ Poisson sampling has rounds of a single step: each draws every unit with probabi
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,16 +46,17 @@ def share_of(count: int) -> float:
 
 
 class AllocationSampler(Sampler[list[int]]):
-    """A batch sampler whose every `micro_batches` consecutive batches are one draw over the whole data set.
+    """A batch sampler whose every `pieces` consecutive lists are one draw over the whole data set.
 
-    The accountant reads `sample_rate` and `steps_per_epoch` off the sampler. Empty micro-batches are yielded as empty
+    The accountant reads `sample_rate` and `steps_per_epoch` off the sampler. Empty pieces are yielded as empty
     lists, and an empty draw is a step like any other: skipping it would make the number of steps depend on the data.
 
     Args:
         num_examples: The size of the data set.
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
-        micro_batches: Number of batches into which each process cuts a draw.
-        micro_batch_size: The size within which these batches are cut further: their borders fit such a cut. None if they
+        pieces: Number of parts into which each process cuts a draw.
+        micro_batches: The former name of `pieces`.
+        micro_batch_size: The size within which these parts are cut further: their borders fit such a cut. None if they
             are not.
         rank: This process's index.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
@@ -64,7 +66,7 @@ class AllocationSampler(Sampler[list[int]]):
             of its examples. By default every example is a unit.
         max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
             no limit.
-        keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the batches.
+        keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the pieces.
         groups: b, how many groups of units take turns.
         sampling: "allocation", or "poisson" for one group in rounds of one step.
         first_step: The optimizer step at which the first round begins. Steps before it are empty.
@@ -73,7 +75,7 @@ class AllocationSampler(Sampler[list[int]]):
     Attributes:
         num_units: N, the number of units.
         turns_of_round: n, the turns of a group in a round.
-        groups, sampling, first_step, micro_batches, keeps_units_whole: As given.
+        groups, sampling, first_step, pieces, keeps_units_whole: As given.
         secret: 32 bytes, from which groups and turns follow.
         lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
@@ -84,7 +86,7 @@ class AllocationSampler(Sampler[list[int]]):
             the numbers of `units` have gaps, the limit is below 1 or without units, or the rank is none of the processes.
 
     Example:
-        >>> sampler = AllocationSampler(num_examples=1000, expected_batch_size=100, micro_batches=4)
+        >>> sampler = AllocationSampler(num_examples=1000, expected_batch_size=100, pieces=4)
         >>> sampler.sample_rate, sampler.steps_per_epoch, len(sampler)
         (0.1, 10, 40)
     """
@@ -94,7 +96,8 @@ class AllocationSampler(Sampler[list[int]]):
         *,
         num_examples: int,
         expected_batch_size: int,
-        micro_batches: int = 1,
+        pieces: int = 1,
+        micro_batches: int | None = None,
         micro_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -107,6 +110,9 @@ class AllocationSampler(Sampler[list[int]]):
         first_step: int = 0,
         seed: int | None = None,
     ) -> None:
+        if micro_batches is not None:
+            warnings.warn("micro_batches of AllocationSampler is now called pieces.", FutureWarning, stacklevel=2)
+            pieces = micro_batches
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         for name, values in (("lengths", lengths), ("units", units)):
@@ -116,7 +122,7 @@ class AllocationSampler(Sampler[list[int]]):
             raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
-        self.micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
+        self.pieces, self._micro_batch_size = pieces, micro_batch_size
         self.max_examples_per_unit = max_examples_per_unit
         self.keeps_units_whole = keeps_units_whole and units is not None
         self.lengths = None if lengths is None else np.asarray(lengths)
@@ -261,26 +267,26 @@ class AllocationSampler(Sampler[list[int]]):
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the micro-batches of one epoch, each `OfStep`; some may be empty."""
+        """Yield the pieces of one epoch, each `OfStep`; some may be empty."""
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
         for step in range(first, first + self.steps_per_epoch):
-            for micro_batch in self._cut(self.draw(step)):
-                yield OfStep(micro_batch.tolist(), step=step)
+            for piece in self._cut(self.draw(step)):
+                yield OfStep(piece.tolist(), step=step)
 
     def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
-        """Return a draw in its batches, of as many examples each, or as many whole units."""
+        """Return a draw in its pieces, of as many examples each, or as many whole units."""
         if not self.keeps_units_whole:
-            number, pieces = len(drawn), self.micro_batches
+            number, pieces = len(drawn), self.pieces
             parts = pieces if self._micro_batch_size is None else max(pieces, -(-number // self._micro_batch_size))
             return np.split(drawn, number * (parts * np.arange(1, pieces) // pieces) // parts)
         assert self.units is not None
         begins = np.flatnonzero(np.diff(self.units[drawn], prepend=-1))
-        ends = np.cumsum([len(part) for part in np.array_split(begins, self.micro_batches)])[:-1]
+        ends = np.cumsum([len(part) for part in np.array_split(begins, self.pieces)])[:-1]
         return np.split(drawn, np.append(begins, len(drawn))[ends])
 
     def __len__(self) -> int:
-        """Return the number of micro-batches per epoch on this process."""
-        return self.steps_per_epoch * self.micro_batches
+        """Return the number of pieces per epoch on this process."""
+        return self.steps_per_epoch * self.pieces
 
 
 def digest_of_data(dataset: Any, sampler: AllocationSampler) -> DataDigest:

@@ -19,7 +19,7 @@ from tests.support.tiny import pad_numbered, text_data
 def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max_tokens, units):
     data, views = text_data(12).add_column("number", list(range(12))), 3
     sampler = AllocationSampler(
-        num_examples=12, expected_batch_size=8, micro_batches=2, lengths=lengths_of(data), units=units, seed=1
+        num_examples=12, expected_batch_size=8, pieces=2, lengths=lengths_of(data), units=units, seed=1
     )
     options, cut = dict(sampler=sampler, collator=pad_numbered), Cut(max_rows, max_tokens)
     loader, once = (PrivateLoader(data, **options, cut=cut._replace(views=each)) for each in (views, 1))
@@ -42,7 +42,7 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
 def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_that_allows(pieces, size):
     data = text_data(60).add_column("number", list(range(60)))
     options = dict(num_examples=60, expected_batch_size=pieces * size if size < 20 else 30, lengths=lengths_of(data))
-    sampler = AllocationSampler(**options, micro_batches=pieces, micro_batch_size=size, seed=0)
+    sampler = AllocationSampler(**options, pieces=pieces, micro_batch_size=size, seed=0)
     loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(size))
     found = list(loader)
     assert len(found) == pieces * sampler.steps_per_epoch

@@ -18,10 +18,7 @@ def draws(sampler, steps):
     found = []
     while len(found) < steps:
         batches = list(sampler)
-        found += [
-            sum(batches[start : start + sampler.micro_batches], [])
-            for start in range(0, len(batches), sampler.micro_batches)
-        ]
+        found += [sum(batches[start : start + sampler.pieces], []) for start in range(0, len(batches), sampler.pieces)]
     return found[:steps]
 
 
@@ -105,12 +102,12 @@ def test_turns_that_are_drawn_a_few_at_a_time_are_those_of_all_together(groups, 
 
 
 def test_an_example_is_at_most_once_in_a_draw():
-    for draw in draws(AllocationSampler(num_examples=30, expected_batch_size=20, micro_batches=7), 200):
+    for draw in draws(AllocationSampler(num_examples=30, expected_batch_size=20, pieces=7), 200):
         assert max(Counter(draw).values(), default=1) == 1
 
 
 def test_empty_draws_and_micro_batches_are_kept():
-    sampler = AllocationSampler(num_examples=100, expected_batch_size=1, micro_batches=4)
+    sampler = AllocationSampler(num_examples=100, expected_batch_size=1, pieces=4)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 400  # 100 draws, of which about 37 are empty
     assert any(not any(batches[start : start + 4]) for start in range(0, 400, 4))
@@ -129,7 +126,7 @@ def test_processes_draw_from_disjoint_shards_that_cover_everything():
 
 
 def test_steps_per_epoch_are_those_of_a_shuffling_loader():
-    sampler = AllocationSampler(num_examples=55_584, expected_batch_size=1024, micro_batches=32)
+    sampler = AllocationSampler(num_examples=55_584, expected_batch_size=1024, pieces=32)
     assert sampler.steps_per_epoch == 55
     assert len(sampler) == 55 * 32
 
@@ -145,7 +142,7 @@ def test_two_samplers_draw_differently_and_a_seed_makes_them_equal():
 
 def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     lengths = np.random.default_rng(0).integers(1, 100, size=500).tolist()
-    options = dict(num_examples=500, expected_batch_size=200, micro_batches=5, seed=0)
+    options = dict(num_examples=500, expected_batch_size=200, pieces=5, seed=0)
     plain, by_length = AllocationSampler(**options), AllocationSampler(**options, lengths=lengths)
     for left, right in zip(draws(plain, 9), draws(by_length, 9), strict=True):
         assert sorted(left) == sorted(right)
@@ -204,7 +201,7 @@ def test_a_units_group_is_its_own_coin():
 
 
 def test_steps_go_on_from_epoch_to_epoch_though_groups_do_not_divide_them():
-    sampler = AllocationSampler(num_examples=100, expected_batch_size=15, micro_batches=2, groups=4)  # 7 steps an epoch
+    sampler = AllocationSampler(num_examples=100, expected_batch_size=15, pieces=2, groups=4)  # 7 steps an epoch
     steps = [piece.step for _ in range(3) for piece in sampler]
     assert steps == [step for step in range(21) for _ in range(2)]
     sampler.begin_at(25)

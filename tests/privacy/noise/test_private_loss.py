@@ -75,7 +75,7 @@ def test_its_noise_has_the_promised_deviation(tmp_path):
         max_steps=steps, train_loss_budget=0.2, grad_sample_self_check=False, gradient_accumulation_steps=1,
         per_device_train_batch_size=8,
     )  # fmt: skip
-    std = trainer.private_run.statement.loss_noise_multiplier * 50.0 / 8
+    std = trainer.privacy.statement.loss_noise_multiplier * 50.0 / 8
     assert std == pytest.approx(2.0 * math.sqrt(0.8 / 0.2) * 50.0 / 8)
     values = losses_of(trainer)
     assert len(values) == steps
@@ -96,7 +96,7 @@ def test_the_ledger_says_how_the_loss_was_reported(tmp_path):
 
 def test_the_optimizer_knows_the_noise_of_the_gradient_alone(tmp_path):
     trainer = train(tmp_path, noise_multiplier=None, target_epsilon=3.0, train_loss_budget=0.5)
-    run = trainer.private_run
+    run = trainer.privacy
     assert trainer.optimizer.optimizer.noise_std == run.mechanism.noise_std(0) == run.statement.noise_multiplier / 8
 
 

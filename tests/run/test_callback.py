@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import types
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
-from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, ClippedGradients, PrivacyLedger
 from doppler_hf.run import processes
-from doppler_hf.run.earlier_ledgers import ledgers_of
+from doppler_hf.run.callback import PrivacyCallback, end_run
+from doppler_hf.run.earlier_ledgers import continued_ledger, ledgers_of
 from doppler_hf.run.evaluation import add_baselines
-from doppler_hf.run.ledger_callback import PrivacyCallback
+from doppler_hf.run.private_run import PrivateRun
 from tests.support.ledgers import after, said, statement
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, arguments, at, interrupt, trained, trainer_of, weights
@@ -31,7 +31,7 @@ def events(folder):
 
 
 def earlier(trainer, checkpoint=None):
-    return trainer.privacy.earlier_ledger(checkpoint, folder=trainer.args.output_dir, model=trainer.model)
+    return continued_ledger(trainer.privacy.ledger, checkpoint, folder=trainer.args.output_dir, model=trainer.model)
 
 
 # --- ahead of the steps ---------------------------------------------------------------------------------------------------
@@ -87,29 +87,29 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 
 
 def test_only_process_0_writes(tmp_path):
-    callback, ledger = PrivacyCallback(), PrivacyLedger.open(statement())
-    counting = types.SimpleNamespace(reserve=lambda: ledger.reserve(at_most=5) and ledger, count_release=ledger.record_step)
-    callback.run, callback.ledger = types.SimpleNamespace(steps=counting), ledger
-    args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
-    callback.on_step_begin(args, state, control)
-    callback.on_pre_optimizer_step(args, state, control)
-    callback.on_train_end(args, state, control, model=tiny_bert())
-    callback.end_run(args, state, model=tiny_bert())
-    assert callback.ledger.steps_run == 1
+    run, model = PrivateRun(arguments(tmp_path), text_data(), num_trained=1), tiny_bert()
+    run.begin(model, step=0, output_dir=tmp_path)
+    callback = PrivacyCallback(run, beside=[])
+    with ClippedGradients(model) as run._engine:
+        run.is_released = True
+        args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
+        callback.on_step_begin(args, state, control)
+        callback.on_pre_optimizer_step(args, state, control)
+        callback.on_train_end(args, state, control, model=model)
+        end_run(run, args, state, model=model)
+    assert run.ledger.steps_run == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_every_process_goes_on_from_what_process_0_has_read(tmp_path, monkeypatch):
     mine, theirs = after(PrivacyLedger.open(statement()), 3), after(PrivacyLedger.open(statement()), 5)
-    callback = PrivacyCallback()
-    callback.ledger = mine
     PartialState()
     monkeypatch.setattr(PartialState, "is_main_process", property(lambda self: False))
     monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [theirs])
-    assert callback.earlier_ledger(None, folder="", model=tiny_bert()) is theirs
+    assert continued_ledger(mine, None, folder="", model=tiny_bert()) is theirs
     monkeypatch.setattr(processes, "broadcast_object_list", lambda objects: [ValueError("refused on process 0")])
     with pytest.raises(ValueError, match="refused on process 0"):
-        callback.earlier_ledger(None, folder="", model=tiny_bert())
+        continued_ledger(mine, None, folder="", model=tiny_bert())
 
 
 # --- whose ledger it is ---------------------------------------------------------------------------------------------------

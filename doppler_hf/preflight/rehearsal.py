@@ -21,23 +21,24 @@ from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
+from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy.clipping.layers import modes_kept
-from doppler_hf.run.checks.values import refuse_out_of_range
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0
 
 # Rows of each evaluation set; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
 
 
-def rehearse(trainer: Any, *, ignore_keys: list[str] | None) -> None:
+def rehearse(_run: PrivateRun, trainer: Any) -> None:
     """Do once, small, what the training will do after its first steps, and leave the trainer as it was."""
-    args, metrics = trainer.args, {}
+    args, metrics, ignore_keys = trainer.args, {}, trainer._ignore_keys
     # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
     evaluates = args.eval_strategy != "no"
     # Who gives metrics calls `evaluate()` after the training, if not in it.
     will_evaluate = evaluates or (trainer.compute_metrics is not None and trainer.eval_dataset is not None)
     if will_evaluate and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
-        given, has_own_loss = trainer.eval_dataset, trainer._has_own_loss
+        given, has_own_loss = trainer.eval_dataset, trainer.has_own_loss
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
         for each in given.values() if isinstance(given, dict) else [given]:
             refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")

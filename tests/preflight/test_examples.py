@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import types
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from torch.utils.data import default_collate
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
+from doppler_hf.preflight.model import refuse_model
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.clipping import notes
 from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
-from doppler_hf.run.checks.model import refuse_model
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, On, TokenMean, changing, trained
@@ -60,7 +61,7 @@ class OwnDoppler(DopplerTrainer):
 
 def test_a_doppler_optimizer_of_the_users_own_is_told_the_size_of_the_noise(tmp_path):
     trainer = trained(trainer_of(tmp_path, cls=OwnDoppler, max_steps=1))
-    assert trainer.optimizer.optimizer.noise_std == trainer.private_run.mechanism.noise_std(0) > 0.0
+    assert trainer.optimizer.optimizer.noise_std == trainer.privacy.mechanism.noise_std(0) > 0.0
 
 
 # --- the collator ---------------------------------------------------------------------------------------------------------
@@ -514,7 +515,7 @@ def test_random_numbers_that_all_rows_share_are_refused_and_the_line_that_is_nam
     probabilities = ("layerdrop", "encoder_layerdrop", "mask_time_prob")
     assert not any(getattr(owner, each, 0.0) for owner in (*model.modules(), model.config) for each in probabilities)
     assert not any(module.p for of, module in model.named_modules() if of.endswith("pos_dropout"))
-    refuse_model(model, trainer.args, None)
+    refuse_model(types.SimpleNamespace(probe=None), trainer)
 
 
 def test_an_inverse_that_begins_with_a_maximum_over_the_batch_is_refused_with_its_mend(tmp_path):

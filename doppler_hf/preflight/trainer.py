@@ -1,4 +1,4 @@
-"""Refusals beyond the arguments: of the trainer's methods, its optimizer, and a checkpoint."""
+"""Checks of the trainer: what it is made of, its own overrides, and the checkpoint that it resumes."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -6,9 +6,8 @@ from typing import Any, Final
 from torch import nn
 from transformers import Trainer
 
-from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run.checks.data import refuse_stream
+from doppler_hf.run.own_code import overrides
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
 
@@ -42,22 +41,25 @@ def refuse_other_bases(trainer: type) -> None:
         raise TypeError(f"{trainer.__name__} must not derive from TRL's {other} too, got both. {fix}.")
 
 
-def refuse_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
-    """Refuse what `Trainer` would accept, or refuse for another reason."""
+def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:
+    """Refuse arguments that have changed since they were made, to what they refuse then."""
     if args.disable_dp:  # maybe since they were made, with other defaults
         refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
-        return
-    refuse_what_breaks_privacy(args)  # which may have changed since they were made
+    else:
+        refuse_what_breaks_privacy(args)
+
+
+def refuse_wrapped_model(model: Any) -> None:
+    """Refuse a model in a wrapper of torch's."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"model must have no wrapper, got {type(model).__name__}, which splits batches. Pass model.module. For several "
             "GPUs start the script with `accelerate launch`."
         )
-    refuse_stream(train_dataset)
 
 
-def refuse_of_trainer(trainer: Any) -> None:
-    """Refuse arguments and methods of the trainer that would break the guarantee, or have no effect."""
+def refuse_own_optimizer(trainer: Any) -> None:
+    """Refuse an optimizer, a scheduler or a loss of batches that the trainer was given."""
     if trainer.compute_loss_func is not None:
         raise ValueError(
             "A compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
@@ -73,51 +75,34 @@ def refuse_of_trainer(trainer: Any) -> None:
             f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
             "rate of the optimizer that it was made for. Override create_scheduler."
         )
+
+
+def refuse_model_in_parts(trainer: Any) -> None:
+    """Refuse a model of which each process has a part of each layer."""
     if (processes := getattr(trainer.model, "tp_size", None) or 1) > 1:
         # Sensitivity: the norm of a process's part of a gradient is less than that of the whole.
         raise ValueError(
             f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism). Load it "
             "without tp_plan, and set fsdp if it is too large for one process."
         )
+
+
+def refuse_methods_without_effect(trainer: Any) -> None:
+    """Refuse overrides of methods that a private training does not call."""
     own = type(trainer)
     for name, (reason, fix) in _NOT_CALLED.items():
         if getattr(own, name) is not getattr(Trainer, name):
             raise ValueError(f"{own.__name__}.{name} has no effect{reason}. {fix}.")
-    if own.compute_loss is not own.inherited_compute_loss and own.compute_per_sample_loss is own.default_per_sample_loss:
+    if overrides(own, "compute_loss") and not overrides(own, "compute_per_sample_loss"):
         raise ValueError(
             f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
             "Override compute_per_sample_loss. Keep compute_loss only for evaluations."
         )
 
 
-def refuse_another_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that the user's `create_optimizer` made instead of the arguments' one."""
-    if not isinstance(optimizer, DopplerOptimizer):
-        raise ValueError(
-            f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}. Change the "
-            "groups of super().create_optimizer() (docs/guides/own-loss.md)."
-        )
-
-
-def refuse_other_parameters(optimizer: DopplerOptimizer, model: nn.Module) -> None:
-    """Refuse an optimizer with more or fewer parameters than are trained."""
-    of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not of_optimizer <= {*model.parameters()}:  # those before FSDP has cut them, or of a loss
-        raise ValueError(
-            "The optimizer must have only the model's parameters, got others. Make learned weights of a loss a layer of the "
-            "model. With FSDP leave create_optimizer() to train(), or make a new trainer."
-        )
-    named = model.named_parameters()
-    missing = [name for name, parameter in named if parameter.requires_grad and parameter not in of_optimizer]
-    if missing:
-        raise ValueError(
-            f"The optimizer must have each parameter that is trained, got one without {missing[0]!r} and {len(missing) - 1} "
-            "others. Freeze what is not to be trained (requires_grad_(False)), and leave create_optimizer() to train()."
-        )
-
-
-def refuse_another_privacy(args: DopplerTrainingArguments, *, was_disabled: bool, checkpoint: str | None) -> None:
+def refuse_another_privacy(trainer: Any, *, checkpoint: str | None) -> None:
     """Refuse to train with privacy if the trainer or checkpoint was made without it, or the other way round."""
+    args, was_disabled = trainer.args, trainer._was_disabled
     if args.disable_dp != was_disabled:
         raise ValueError(
             f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Make a new trainer."

@@ -11,10 +11,10 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import default_data_collator
 
+from doppler_hf.preflight import values
+from doppler_hf.preflight.limits import limits_of
+from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run.checks import values
-from doppler_hf.run.checks.limits import limits_of
-from doppler_hf.run.checks.values import refuse_out_of_range
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of

@@ -1,11 +1,14 @@
-"""All that is checked before the first step, in this order, so that a mistake costs no ε.
+"""All that is checked before the first step, so that a mistake costs no ε.
 
+- order: which checks there are, and when each is made
 - trainer: the trainer's methods, its optimizer, and a checkpoint
 - data: the training set and its collator
 - values, limits: numbers of the data that the model cannot take
 - model: models that are refused by their settings
 - examples: losses and the engine's gradients of a few examples, against plain autograd
+- autograd_check: how these are compared
 - loss: whether the model's own loss is the one that is trained
+- loop: the optimizer and the learning rate
 - rehearsal: a small evaluation and checkpoint
 - user_errors: errors of the user's own code later, with their reason
 """

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -24,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
-from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.autograd_check.beside import Batches
-from doppler_hf.privacy.autograd_check.comparison import compare
-from doppler_hf.privacy.autograd_check.coupling import place_of_coupling, read_by_others
-from doppler_hf.privacy.autograd_check.moved_weights import moved_weights
-from doppler_hf.privacy.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
-from doppler_hf.privacy.autograd_check.without_randomness import (
+from doppler_hf.preflight.autograd_check.beside import Batches
+from doppler_hf.preflight.autograd_check.comparison import compare
+from doppler_hf.preflight.autograd_check.coupling import place_of_coupling, read_by_others
+from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
+from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
     in_evaluation_mode,
     is_random,
@@ -39,14 +37,11 @@ from doppler_hf.privacy.autograd_check.without_randomness import (
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_passes
-from doppler_hf.run.checks.loss import TrainedLoss
-from doppler_hf.run.checks.model import computes_in_bf16
 from doppler_hf.run.digests import adapted_parameters
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.run.own_code import overrides
+from doppler_hf.run.precision import rounding_of
+from doppler_hf.run.private_run import PrivateRun
 
-# Relative, of losses and gradients: batches of one and of several are rounded differently.
-ROUNDING: Final = 1e-3
-ROUNDING_BF16: Final = 0.1
 # Multiplications of a batch of short examples: a fraction of a second. As many examples as a micro-batch has take more if
 # the model is large.
 _MOST_ON_CPU: Final = 6e9
@@ -56,25 +51,16 @@ _MOST_ROWS: Final = 256
 _FEW_WEIGHTS: Final = 1 << 24
 
 
-def check_examples(
-    clipped: ClippedGradients, model: nn.Module, loss: TrainedLoss, probe: Probe, args: DopplerTrainingArguments
-) -> None:
+def check_examples(run: PrivateRun, trainer: Any) -> None:
     """Check the attached engine, the loss and what is trained; refusals name the layer or tensor at fault."""
-    tolerance = rounding_of(model, args)
-    if args.grad_sample_self_check:
-        most_rows = args.per_device_train_batch_size
-        reached = _Comparison(clipped, model, loss, probe, most_rows=most_rows, tolerance=tolerance).names_reached()
-        unreached = clipped.parameters.keys() - reached
-        if unreached and not args.train_unreached_parameters:
-            with clipped.unwatched():
-                refuse_unreached(model, loss.of_examples, probe, unreached=unreached)
-    with without_dropout(model), clipped.unwatched():
-        loss.check(probe.collated(probe.short[:2]), tolerance / 10)
-
-
-def rounding_of(model: nn.Module, args: DopplerTrainingArguments) -> float:
-    """Return by which share of itself rounding may change a loss or a gradient."""
-    return ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
+    args = trainer.args
+    if not args.grad_sample_self_check:
+        return
+    reached = _Comparison(run, trainer).names_reached()
+    unreached = run.engine.parameters.keys() - reached
+    if unreached and not args.train_unreached_parameters:
+        with run.engine.unwatched():
+            refuse_unreached(trainer.model, run.losses_of, run.probe, unreached=unreached)
 
 
 @contextlib.contextmanager
@@ -96,22 +82,17 @@ def _is_on_cpu(model: nn.Module) -> bool:
     return next(model.parameters()).device.type == "cpu"
 
 
-@dataclass(eq=False)
 class _Comparison:
-    clipped: ClippedGradients
-    model: nn.Module
-    loss: TrainedLoss
-    probe: Probe
-    most_rows: int  # of a micro-batch
-    tolerance: float
+    """The comparison of a trainer's losses and gradients on a few examples."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, run: PrivateRun, trainer: Any) -> None:
+        self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
+        self.most_rows = trainer.args.per_device_train_batch_size  # of a micro-batch
+        self.tolerance = rounding_of(trainer.model, trainer.args)
+        self.has_own_loss = trainer.has_own_loss
+        self.has_users_loss = overrides(type(trainer), "compute_per_sample_loss")
         # Short examples, and the same in one batch.
         self.rows, self.whole = self.probe.short, self.probe.collated(self.probe.short)
-
-    @property
-    def losses_of(self) -> Losses:
-        return self.loss.of_examples
 
     @property
     def number(self) -> int:
@@ -162,7 +143,7 @@ class _Comparison:
                 self.losses_of(self.probe.collated(self.probe.short[:1]))
             affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
         # A loss of the user's own may choose among as many as a micro-batch has, such as the hardest eight.
-        least = min(self.most_rows, 4 * SHORT) if self.loss.is_own else SHORT
+        least = min(self.most_rows, 4 * SHORT) if self.has_own_loss else SHORT
         number = max(SHORT, least, min(self.most_rows, _MOST_ROWS, int(affordable)))
         self.rows = self.probe.distinct(number)
         self.whole = self.probe.collated(self.rows)
@@ -199,9 +180,9 @@ class _Comparison:
             self.number,
             lambda places: self.probe.collated([self.rows[place] for place in places]),
             tolerance=self.tolerance,
-            most_alone=SHORT if is_cheap else 2 if self.loss.is_own else 1,
+            most_alone=SHORT if is_cheap else 2 if self.has_own_loss else 1,
             is_thorough=is_cheap,
-            norms_by=self.clipped if is_cheap and self.loss.is_users and not is_random else None,
+            norms_by=self.clipped if is_cheap and self.has_users_loss and not is_random else None,
             is_random=is_random,
         )
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
@@ -213,7 +194,7 @@ class _Comparison:
                 reason = batches.why_losses_change()
         if reason is not None:
             raise ValueError(reason)
-        if self.loss.is_users:
+        if self.has_users_loss:
             with self.clipped.unwatched():
                 is_dropped = batches._replace(norms_by=None).changes_with_nan()
             if is_dropped:

@@ -10,6 +10,7 @@ import torch
 from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.repeats import has_repeats
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -38,9 +39,7 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:
-    """Refuse a private run without privacy, or without a training set of one example per row."""
-    if args.disable_dp:
-        raise ValueError("disable_dp must be False for a private run, got True. Set target_epsilon instead.")
+    """Refuse a training set without one example per row."""
     if train_dataset is None:
         raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
     refuse_stream(train_dataset)
@@ -75,10 +74,10 @@ def refuse_stream(train_dataset: Any) -> None:
         )
 
 
-def refuse_another_dataset(train_dataset: Any, *, of_run: Any) -> None:
-    """Refuse a data set that replaces the run's, whose rows are accounted for."""
+def refuse_another_dataset(run: PrivateRun, trainer: Any) -> None:
+    """Refuse, in a training, a data set that replaces the run's, whose rows are accounted for."""
     # Sensitivity: nobody has looked for repeated rows in this one.
-    if train_dataset is not of_run:
+    if trainer.is_in_train and trainer.train_dataset is not run.train_dataset:
         raise ValueError(
             "train_dataset must stay the same while a training lasts, got another one in get_train_dataloader. Set it "
             "before train()."

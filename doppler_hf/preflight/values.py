@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from doppler_hf.preflight.limits import Limit, limits_of
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
@@ -28,7 +29,6 @@ from doppler_hf.privacy.batching.columns import (
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import task_of, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
-from doppler_hf.run.checks.limits import Limit, limits_of
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
 MOST_SECONDS_OF_ROWS: Final = 1.0

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from doppler_hf.linalg import in_float32
-from doppler_hf.privacy.autograd_check.exact_sums import sums_in_float32
-from doppler_hf.privacy.autograd_check.rounding import OF_ROUNDING, rounded_at_random
-from doppler_hf.privacy.autograd_check.trial import (
+from doppler_hf.preflight.autograd_check.exact_sums import sums_in_float32
+from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
+from doppler_hf.preflight.autograd_check.trial import (
     Trial,
     gradients_of,
     norm_of,

@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from doppler_hf.privacy.autograd_check.coupling import random_half
-from doppler_hf.privacy.autograd_check.rounding import OF_ROUNDING, rounded_at_random
-from doppler_hf.privacy.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
+from doppler_hf.preflight.autograd_check.coupling import random_half
+from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
+from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.randomness import filled_generators

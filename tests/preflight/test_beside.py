@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from tests.support.tiers import further, thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of

@@ -6,33 +6,42 @@ examples: in the mean of a single one class weights cancel out.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
-from doppler_hf.privacy.autograd_check.trial import Losses
 from doppler_hf.privacy.dense_losses import ignored_pixel
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
+from doppler_hf.run.precision import rounding_of
+from doppler_hf.run.private_run import PrivateRun
 
 
-class TrainedLoss(NamedTuple):
-    """The loss of each example, as a trainer has it."""
-
-    of_examples: Losses  # calls the model with a micro-batch, and returns one loss for each of its examples
-    check: Callable[[dict[str, Any], float], None]  # refuses a model whose own loss differs by more than a share of it
-    is_of_class: Callable[[Tensor], bool]  # whether losses are those of the rule for the model's class
-    is_own: bool  # whether code of the user's own computes them, which may count labels that no other loss does
-    is_users: bool  # whether a method that the user has written returns them, and no trainer of this package
-    rows_each: int  # as `rows_per_loss` in `ClippedGradients`
+def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
+    """Refuse labels of which the rule for the model's class counts none."""
+    if not trainer.has_own_loss:
+        run.probe.refuse_ignored_labels()
 
 
-def refuse_another_loss(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
+def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
     """Refuse a model whose own loss, which `Trainer` would train, is no mean of the per-example losses trained here."""
+    if trainer.has_own_loss:
+        return
+    with without_dropout(trainer.model), run.unwatched():
+        inputs = trainer._prepare_inputs(run.probe.collated(run.probe.short[:2]))
+        with trainer.compute_loss_context_manager():
+            base = without_adapters(trainer.model)
+            tolerance = rounding_of(trainer.model, trainer.args) / 10
+            compare_losses(trainer.model, inputs, base_model=base, tolerance=tolerance)
+
+
+def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
+    """Refuse a model whose own loss on a batch is no mean of its per-example losses, up to a share of it."""
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
     if {"labels", *rules.ANSWER}.isdisjoint(accepted) and not any(

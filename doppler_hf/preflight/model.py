@@ -7,11 +7,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from doppler_hf.privacy.autograd_check.without_randomness import owners_of_options
+from doppler_hf.preflight.autograd_check.without_randomness import owners_of_options
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.run.private_run import PrivateRun
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
 # LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
@@ -22,8 +22,9 @@ _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 _OF_DATA: Final = ("eva", "corda", "lora_ga")
 
 
-def refuse_model(model: nn.Module, args: DopplerTrainingArguments, probe: Probe) -> None:
+def refuse_model(run: PrivateRun, trainer: Any) -> None:
     """Refuse a model whose settings show that it cannot be trained privately."""
+    model, probe = trainer.model, run.probe
     _refuse_trainable(model)
     _refuse_adapters(model)
     refuse_generators_of_layers(model)
@@ -157,14 +158,3 @@ def _refuse_trainable(model: nn.Module) -> None:
                 f"Trained parameters must be real numbers, got {name!r} of type {dtype}. Keep its real and its imaginary "
                 "part in the last dimension of a real one, and use torch.view_as_complex in the forward."
             )
-
-
-def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
-    """Return whether a model computes in bfloat16, by autocast or with some weights, or rounds as coarsely.
-
-    So do 8-bit layers, which round a row of activations to multiples of 1/127 of its largest. Weights in 4 bits are
-    constants, the same for all examples; what rounds is the dtype in which they compute.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    dtypes |= {vars(module)["compute_dtype"] for module in model.modules() if "compute_dtype" in vars(module)}
-    return args.bf16 or not dtypes.isdisjoint({torch.bfloat16, torch.float16, torch.int8})

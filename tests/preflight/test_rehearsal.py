@@ -14,9 +14,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.preflight import rehearsal
+from doppler_hf.preflight.rehearsal import few_rows
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run.checks import rehearsal
-from doppler_hf.run.checks.rehearsal import few_rows
 from doppler_hf.workloads.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert

@@ -1,0 +1,81 @@
+"""All that is looked at before the first step, in this order, so that a mistake costs no ε.
+
+Each function below is a moment in the life of a trainer, and its lines are the checks of that moment, one after another. A
+check is a function of its subject's file. It raises, or returns; what it has to say without refusing it adds to `run.notes`,
+which the lines of the start show.
+"""
+
+from typing import Any
+
+from doppler_hf.preflight import data, examples, loop, loss, model, rehearsal, trainer, values
+from doppler_hf.privacy.batching.collators import Collator
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.processes import refuse_processes_that_draw_alone
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+def of_a_class(cls: type) -> None:
+    """Check a class of trainers when it is defined."""
+    trainer.refuse_other_bases(cls)
+
+
+def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+    """Check what a trainer is made of, before Transformers does."""
+    trainer.refuse_changed_arguments(args)
+    if not args.disable_dp:
+        trainer.refuse_wrapped_model(model)
+        data.refuse_stream(train_dataset)
+
+
+def of_the_trainer(of: Any) -> None:
+    """Check a trainer that was just made."""
+    trainer.refuse_own_optimizer(of)
+    trainer.refuse_model_in_parts(of)
+    trainer.refuse_methods_without_effect(of)
+    data.warn_of_training_data_in_evaluation(of)
+
+
+def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
+    """Check, when `train` is called, that the training is as private as the trainer and the checkpoint were."""
+    trainer.refuse_another_privacy(of, checkpoint=checkpoint)
+
+
+def before_a_run(of: Any) -> None:
+    """Check what the numbers of a run are computed from."""
+    data.refuse_a_run_without_data(of.args, of.train_dataset)
+
+
+def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -> None:
+    """Check the rows as the collator gets them."""
+    data.refuse_own_generators(of.train_dataset, of.data_collator)
+    data.refuse_another_dataset(run, of)
+    values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
+
+
+def before_the_engine(run: PrivateRun, of: Any, *, loader: Any) -> None:
+    """Check processes and model, before something is attached to it."""
+    run.refuse_another_loader(loader)
+    refuse_processes_that_draw_alone(of.args.world_size)
+    run.bring_processes_together(of.model)
+    loss.refuse_ignored_labels(run, of)
+    model.refuse_model(run, of)
+
+
+def with_the_engine(run: PrivateRun, of: Any) -> None:
+    """Check the loss and the engine's gradients of a few examples."""
+    examples.check_examples(run, of)
+    loss.refuse_another_loss(run, of)
+
+
+def of_an_optimizer(optimizer: Any) -> None:
+    """Check the optimizer when it is made."""
+    loop.refuse_another_optimizer(optimizer)
+
+
+def before_the_first_step(run: PrivateRun, of: Any) -> None:
+    """Check what the loop will do: model, optimizer and schedule are final now."""
+    loop.refuse_another_optimizer(of.optimizer.optimizer)
+    loop.refuse_other_parameters(run, of)
+    loop.refuse_another_rate(run, of)
+    if of.args.rehearse:
+        rehearsal.rehearse(run, of)

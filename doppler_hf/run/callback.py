@@ -1,0 +1,135 @@
+"""The callback by which Transformers' events reach a private run. A trainer adds it for the time of a training.
+
+It also guards the budget: steps are reserved in the ledger before they are computed, and the run stops before a step that
+would exceed the target. Only process 0 writes ledgers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from doppler_hf.privacy.ledger.ledger import set_aside
+from doppler_hf.privacy.ledger.terms import earlier_in_words
+from doppler_hf.run.digests import note_shards
+from doppler_hf.run.lineage import adapters_trained_by_others
+from doppler_hf.run.logged_loss import BoundWatch, forget_losses
+from doppler_hf.run.optimizer import learning_rate_in_words
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.processes import COMPARED_EVERY, refuse_different_replicas
+from doppler_hf.run.summary import print_end, print_interruption, print_start
+from doppler_hf.training_args import DopplerTrainingArguments
+
+
+class PrivacyCallback(TrainerCallback):
+    """Opens the ledger of a run, prints its summary, counts its steps, and stops it at the end of its budget.
+
+    Args:
+        run: The run.
+        beside: All callbacks of the trainer, some of which show what is logged.
+    """
+
+    def __init__(self, run: PrivateRun, *, beside: Sequence[TrainerCallback]) -> None:
+        self._run, self._beside = run, beside
+        self._bound_watch: BoundWatch | None = None  # of a private training loss
+
+    def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Open the ledger, or continue that of an earlier run, and print the summary."""
+        run, step, model = self._run, state.global_step, kwargs["model"]
+        # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        optimizer = kwargs["optimizer"].optimizer
+        ledger = run.begin(model, step=step, output_dir=args.output_dir)
+        chosen = " (auto)" if args.low_pass_filter == "auto" else ""
+        run.words = {
+            "rate": learning_rate_in_words(args, optimizer),
+            "filter": f"{optimizer.low_pass_filter}{chosen}",
+        }
+        self._bound_watch = BoundWatch(run.statement, step=step) if run.statement.train_loss == "private" else None
+        # Privacy: the logs of a checkpoint of an earlier version hold what was raw then.
+        if any(each.statement.train_loss == "raw" for each in ledger.runs):
+            forget_losses(state.log_history)
+        if state.is_world_process_zero:
+            aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
+            ledger.save(args.output_dir)
+            counted = ledger.runs[-1].steps_before
+            remaining = run.statement.steps_planned - step
+            add_up = "If it used the same data, its ε and that of this run add up."
+            unknown = [] if ledger.earlier or counted else adapters_trained_by_others(model)
+            notes = {
+                f"The adapter {', '.join(unknown)} was already trained (its B is not zero), and no ledger on this machine "
+                "speaks for it. If it was trained on the same data, its ε adds to that of this run.": unknown,
+                f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
+                f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
+                "a new trainer with another output_dir.": step == 0 and counted,
+                earlier_in_words(ledger): ledger.earlier,
+                "The run before had ended, and results may have led to this one. It is a plan of its own: its ε is added.": (
+                    ledger.is_repeated and remaining > 0
+                ),
+                f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
+                + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
+                f"The budget allows {run.affordable} of the {remaining} steps left, since earlier ones count. "
+                "Training will stop there.": run.affordable < remaining,
+            }
+            due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
+            print_start(run, args, model=model, notes=due, callbacks=self._beside)
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Tell the sampler at which step its next draw is."""
+        self._run.begin_epoch(step=state.global_step)
+
+    def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
+        ledger = self._run.reserve()
+        if ledger is not None and state.is_world_process_zero:
+            ledger.save(args.output_dir)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the release of the private gradient."""
+        self._run.count_release()
+
+    def on_step_end(
+        self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop if the next step would exceed the budget, and compare the processes now and then."""
+        if self._run.affordable <= 0 and state.global_step < state.max_steps:
+            control.should_training_stop = True
+            # As Transformers does after the last step of its plan.
+            control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step
+            control.should_save |= args.save_strategy == "steps"
+        if args.world_size > 1 and (
+            state.global_step % COMPARED_EVERY == 0 or control.should_save or state.global_step >= state.max_steps
+        ):
+            refuse_different_replicas(kwargs["model"], step=state.global_step)
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Say once if the private training loss is close to its bound."""
+        if self._bound_watch is not None and self._run.is_running and logs is not None:
+            words = self._bound_watch.words_on(logs, step=state.global_step)
+            if words and state.is_world_process_zero:
+                print(words)
+
+    def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Close the ledger beside the model, and print what was spent."""
+        run, model = self._run, kwargs["model"]
+        note_shards(model.parameters())
+        run.leave(model, speaks=run.speaks_for(model), writes=state.is_world_process_zero)
+        if run.ledger is not None and state.is_world_process_zero:
+            run.ledger.close()
+            run.ledger.save(args.output_dir)
+            print_end(run.ledger, args, logs=state.log_history)
+
+
+def end_run(run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState, *, model: Any) -> None:
+    """Note, on disk too, the model as the training has left it, by its end or an interruption."""
+    if not run.is_running or run.ledger is None:
+        return
+    speaks, run.is_running = run.speaks_for(model), False
+    # Of several processes one may have failed alone: nothing here waits for the others.
+    if run.leave(model, speaks=speaks, writes=state.is_world_process_zero, together=False):
+        run.ledger.save(args.output_dir)
+    if not run.ledger.runs[-1].is_closed:
+        run.ledger = run.ledger.as_written()  # as the file counts: with the steps reserved
+        if state.is_world_process_zero:
+            print_interruption(run.ledger, args)
