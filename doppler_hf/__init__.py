@@ -8,7 +8,7 @@
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: numerics that both sides of the boundary share
-- kernels: what its kernels in Triton share
+- triton_support: where Triton works, and how a kernel is launched
 - shards: a tensor in shards on several processes, and the whole
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data

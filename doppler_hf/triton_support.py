@@ -1,4 +1,4 @@
-"""What the kernels share: on which device they work, and a launch for tensors of any sizes by a table of their addresses.
+"""On which devices kernels in Triton work, and how one is launched for tensors of any sizes, by a table of their addresses.
 
 They are written in Triton, which CUDA's and ROCm's builds of torch bring, and are interpreted where TRITON_INTERPRET=1 is
 set, as on a CPU in tests. Elsewhere torch's own operators do the same.
@@ -14,7 +14,7 @@ The interpreter of Triton 3.9 does not compute what the compiler lets a GPU comp
     order of a sum     in pairs by both, but in another order              tests allow for rounding
     log, cos, sin      in float64, by CUDA's library or NumPy's            tests allow for some units in the last place
 
-`tests/test_kernels.py` compiles every kernel for an H100, and lists the instructions that may occur in it.
+`tests/test_triton_support.py` compiles every kernel for an H100, and lists the instructions that may occur in it.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.privacy.noise import noise_source
 from tests.support.interpreter import repair_casts
 from tests.support.tiers import thorough
@@ -24,24 +24,24 @@ def test_where_triton_does_not_work_the_cpu_makes_the_noise_and_the_user_is_told
     def fails(*_, device):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(kernels, "launch", fails)
-    kernels.are_usable.cache_clear()
+    monkeypatch.setattr(triton_support, "launch", fails)
+    triton_support.are_usable.cache_clear()
     with pytest.warns(UserWarning, match=r"Training on this GPU is slow: .* \(Failed to find C compiler\)\. Install triton"):
         assert noise_source(torch.device("cuda")).startswith("AES-256-CTR")
-    kernels.are_usable.cache_clear()
+    triton_support.are_usable.cache_clear()
 
 
 def test_the_trial_is_a_launch(monkeypatch):
     """In the interpreter, on a device that is called CUDA's."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    kernels.are_usable.cache_clear()
-    assert kernels.are_usable(torch.device("cuda"))
-    kernels.are_usable.cache_clear()
-    assert not kernels.are_usable(torch.device("cpu"))
+    triton_support.are_usable.cache_clear()
+    assert triton_support.are_usable(torch.device("cuda"))
+    triton_support.are_usable.cache_clear()
+    assert not triton_support.are_usable(torch.device("cpu"))
 
 
 def compiled(program):
-    """Return the lines that a program prints which compiles kernels for an H100, without one, as `kernels.launch` would."""
+    """Return the lines that a program prints which compiles kernels for an H100, without one, as `launch` would."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -112,7 +112,7 @@ def test_the_compiler_takes_the_kernels_for_tensor_cores_and_wide_loads():
 def test_every_launch_rounds_a_product_before_it_adds(monkeypatch):
     """Triton 3.9 would fuse them and warn that later versions do not, and its interpreter does not."""
     asked, device = [], torch.device("cpu")
-    kernels.launch({(3,): lambda *args, **options: asked.append((args, options))}, (3,), 5, device=device, BLOCK=16)
+    triton_support.launch({(3,): lambda *args, **options: asked.append((args, options))}, (3,), 5, device=device, BLOCK=16)
     assert asked == [((5,), {"BLOCK": 16, "enable_fp_fusion": False})]
 
 
@@ -170,7 +170,7 @@ MAY_COMPUTE = {
 
 @pytest.mark.thorough
 def test_what_is_compiled_rounds_to_nearest_and_adds_up_in_float32():
-    """As the interpreter does, so that the tests which it runs speak for a GPU: see `doppler_hf.kernels`.
+    """As the interpreter does, so that the tests which it runs speak for a GPU: see `doppler_hf.triton_support`.
 
     No fused product outside of `dot`, no approximate root, no number cut off to bfloat16, none flushed to zero.
     """
