@@ -13,7 +13,6 @@
 - filters: coefficients and responses; NumPy and SciPy only
 - workloads: from a recipe to model and data
 - audit: attacks on a run that measure what it leaks
-- reports: tables and pictures
 - cli: the command `doppler-hf`
 - extras: optional dependencies
 - version: of the package

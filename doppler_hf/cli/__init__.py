@@ -6,6 +6,8 @@ torch, and most do not. Its docstring is its own `--help`, and the first line of
 recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify: the commands
+- planned_runs: what a run would cost, and its alternatives, for plan
+- plots: pictures of filters, for filter
 """
 
 import argparse

@@ -24,12 +24,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
-from doppler_hf.cli import main
+from doppler_hf.cli import main, planned_runs
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.attack import percent
-from doppler_hf.reports import planned_runs
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from doppler_hf.workloads.arguments import parse_args

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
+from doppler_hf.cli import planned_runs as planning
+from doppler_hf.cli.planned_runs import PlanRequest, alternatives, taken_by_training
 from doppler_hf.filters import auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
-from doppler_hf.reports import planned_runs as planning
-from doppler_hf.reports.planned_runs import PlanRequest, alternatives, taken_by_training
 from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
 from doppler_hf.run.plan import planned_statement
 from tests.support.tiers import thorough

@@ -37,7 +37,9 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     # Down to a tenth of the lowest cutoff, where every filter passes all.
     slowest = min(each.cutoff for each in figures)
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
-    figure = new_figure(9.0, 6.6)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 6.6), layout="constrained")
     (impulse, step), (gain, delay) = figure.subplots(2, 2)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
@@ -59,14 +61,6 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
     write(figure, path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, that no window and no notebook knows of."""
-    require("plot")
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def write(figure: Any, path: str | Path) -> None:
