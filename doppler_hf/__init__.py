@@ -11,7 +11,7 @@
 - triton_support: where Triton works, and how a kernel is launched
 - shards: a tensor in shards on several processes, and the whole
 - filters: coefficients and responses; NumPy and SciPy only
-- workloads: from a recipe to model and data
+- mean_pooling: `MeanPoolingForSequenceClassification`: a classifier on the mean of an encoder's tokens
 - audit: attacks on a run that measure what it leaks
 - cli: the command `doppler-hf`
 - extras: optional dependencies

@@ -6,6 +6,8 @@ torch, and most do not. Its docstring is its own `--help`, and the first line of
 recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify: the commands
+- script: a training script up to its training, for check and audit
+- random_model: a model of random weights, for estimate
 - planned_runs: what a run would cost, and its alternatives, for plan
 - plots: pictures of filters, for filter
 """
@@ -23,7 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
     "estimate": "Estimate a private run's peak memory and time per step before training.",
     "filter": "Show low-pass filters: their figures and coefficients as tables, their responses as a picture.",
-    "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
+    "audit": "Audit a training: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
     "check": "Check a training: can one record change an update more than the proof allows?",
     "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",
 }

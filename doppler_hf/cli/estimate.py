@@ -19,11 +19,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from doppler_hf.cli.random_model import TASKS, RandomModel
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.update import BASES
 from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
-from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.random_model import TASKS, RandomModel
 
 _MIB, _GIB = 2**20, 2**30
 # The optimizer is timed on a vector, and Muon takes time for matrices alone.
@@ -88,8 +87,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:
-    lora = LoraArguments(lora_r=args.lora_r, lora_target_modules=args.lora_target_modules)
-    random = RandomModel(args.model, task=args.task, length=args.length, lora=lora, device=device)
+    random = RandomModel(
+        args.model,
+        task=args.task,
+        length=args.length,
+        lora_r=args.lora_r,
+        lora_target_modules=args.lora_target_modules,
+        device=device,
+    )
     return random.model, {"batch": random.batch, "losses_of": functools.partial(random.losses_of, in_bf16=args.bf16)}
 
 

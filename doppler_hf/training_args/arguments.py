@@ -160,7 +160,7 @@ class DopplerTrainingArguments(TrainingArguments):
     train_loss_budget: float = HfArg(
         default=0.01,
         help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
-        "the gradient, whose noise a hundredth raises by 0.5 %.",
+        "the gradient, whose noise a hundredth raises by half a percent.",
     )
     floating_point_safe: bool = HfArg(
         default=False,

@@ -29,9 +29,9 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.clipping import kernels as of_clipping
 from doppler_hf.privacy.noise import chacha
 from doppler_hf.run.memory import move_in, without_memory
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine
 from scripts.bench.measure import append_json_line, chosen
+from scripts.training.arguments import one_line_errors, parse_args
 
 BYTES_PER_SECOND = 2.4e12
 OPERATIONS_PER_SECOND = {torch.bfloat16: 480e12, torch.float16: 480e12}

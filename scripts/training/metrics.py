@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from transformers import EvalPrediction
 
-from doppler_hf.workloads.data_sources import glue_task
+from scripts.training.data_sources import glue_task
 
 
 def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import EvalPrediction
 
-from doppler_hf.workloads.metrics import accuracy_from_logits, glue_compute_metrics
+from scripts.training.metrics import accuracy_from_logits, glue_compute_metrics
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from doppler_hf.workloads.arguments import refuse_without_effect
+from scripts.training.arguments import refuse_without_effect
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from doppler_hf.privacy.losses import per_sample_losses
-from doppler_hf.workloads.lora import LoraArguments, add_lora
 
 # Task → Transformers' class, and PEFT's name.
 TASKS: Final[dict[str, tuple[Any, Any]]] = {
@@ -26,9 +25,31 @@ TASKS: Final[dict[str, tuple[Any, Any]]] = {
 
 
 class RandomModel:
-    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes."""
+    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
 
-    def __init__(self, name: str, *, task: str, length: int | None, lora: LoraArguments, device: str) -> None:
+    Args:
+        name: A hub name, or a folder with config.json.
+        task: One of `TASKS`.
+        length: Tokens of a text; None for images.
+        lora_r: Rank of adapters; 0 trains all weights.
+        lora_target_modules: Layers with adapters, comma separated; by default PEFT's choice for the model.
+        device: Where the weights are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        task: str,
+        length: int | None,
+        lora_r: int = 0,
+        lora_target_modules: str | None = None,
+        device: str,
+    ) -> None:
+        if lora_target_modules is not None and not lora_r:
+            raise ValueError(
+                f"--lora-target-modules {lora_target_modules} has no effect without adapters. Set their rank with --lora-r."
+            )
         self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"
         if self._is_image == (length is not None):
             need = "must be left out for images" if self._is_image else "must be given for texts"
@@ -47,7 +68,20 @@ class RandomModel:
         head, task_type = TASKS[task]
         with torch.device(device):
             self.base: PreTrainedModel = head.from_config(config)
-            self.model: nn.Module = add_lora(self.base, lora, task_type=task_type).train()
+            self.model: nn.Module = self.base.train()
+            if lora_r:
+                from peft import LoraConfig, get_peft_model
+
+                names = None if lora_target_modules is None else lora_target_modules.split(",")
+                config = LoraConfig(
+                    r=lora_r,
+                    # PEFT knows all-linear only as a plain string.
+                    target_modules="all-linear" if names == ["all-linear"] else names,
+                    task_type=task_type,
+                    # Without a task PEFT would freeze the head, which is new.
+                    modules_to_save=["classifier"] if task_type is None else None,
+                )
+                self.model = get_peft_model(self.base, config).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of that many examples, all of the same length."""

@@ -6,7 +6,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
-from doppler_hf.workloads.data_sources import GLUE_TASKS, load_glue, load_images
+from scripts.training.data_sources import GLUE_TASKS, load_glue, load_images
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 

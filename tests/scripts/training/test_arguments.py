@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from doppler_hf.workloads.arguments import one_line_errors, parse_args, read_recipe
+from scripts.training.arguments import one_line_errors, parse_args, read_recipe
 
 
 @dataclass

@@ -6,12 +6,12 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import BertTokenizerFast, DataCollatorWithPadding, MPNetConfig, MPNetModel
 
-from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.workloads import frozen_layers, glue
-from doppler_hf.workloads.frozen_layers import freeze_lowest
-from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from doppler_hf.mean_pooling import MeanPoolingForSequenceClassification
+from scripts import glue
+from scripts.training import frozen_layers
+from scripts.training.frozen_layers import freeze_lowest
 from tests.support.folders import SPECIAL_WORDS, WORDS, write_bert, write_glue
+from tests.support.scripts import made_by
 
 VOCAB = {word: row for row, word in enumerate([*SPECIAL_WORDS, *WORDS])}
 
@@ -98,36 +98,28 @@ def test_only_another_model_or_text_is_computed(folder, tokenizer, tmp_path, mon
 
 @pytest.mark.usefixtures("own_caches")
 def test_adapters_are_trained_and_load_onto_the_whole_model(folder, tokenizer, tmp_path):
-    args = glue.GlueArguments(
-        task_name="sst2",
-        model_name_or_path=str(folder),
-        dataset_dir=str(write_glue(tmp_path / "sst2", "sst2")),
-        pooling="mean",
-        num_hidden_layers=2,
-        frozen_layers=1,
-    )
-    training_args = DopplerTrainingArguments(
-        output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", noise_multiplier=1.0, max_steps=1, seed=1
-    )
-    lora = LoraArguments(lora_r=2, lora_target_modules="all-linear")
-    workload = glue.build(args, lora, training_args)
-    trainer = DopplerTrainer(args=training_args, **workload.for_trainer())
+    flags = [
+        "--task_name=sst2", f"--model_name_or_path={folder}", f"--dataset_dir={write_glue(tmp_path / 'sst2', 'sst2')}",
+        "--pooling=mean", "--num_hidden_layers=2", "--lora_r=2", "--lora_target_modules=all-linear",
+        f"--output_dir={tmp_path / 'out'}", "--use_cpu", "--report_to=none", "--noise_multiplier=1", "--max_steps=1",
+        "--seed=1",
+    ]  # fmt: skip
+    trainer, _ = made_by(glue, *flags, "--frozen_layers=1")
     trainer.train()
     trainer.save_model()
     assert len([*trainer.model.get_base_model().encoder.encoder.layer]) == 1  # of three: one is frozen, and one left out
     whole = PeftModel.from_pretrained(loaded(folder, num_hidden_layers=2), tmp_path / "out").eval()
-    plain = glue.build(glue.GlueArguments(**vars(args) | {"frozen_layers": 0}), lora, training_args)
+    plain, _ = made_by(glue, *flags)
     expected = logits(whole, tokenizer, plain.eval_dataset)
-    found = logits(trainer.model.eval(), tokenizer, workload.eval_dataset)
+    found = logits(trainer.model.eval(), tokenizer, trainer.eval_dataset)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     untrained = loaded(folder, num_hidden_layers=2)
     assert not torch.equal(expected, logits(untrained, tokenizer, plain.eval_dataset))
 
 
 def test_what_cannot_be_frozen(folder, tokenizer, tmp_path):
-    training_args = DopplerTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", noise_multiplier=1.0)
-    args = glue.GlueArguments(task_name="sst2", model_name_or_path=str(folder), frozen_layers=1)
-    with pytest.raises(ValueError, match=r"^frozen_layers=1 needs lora_r"):
-        glue.build(args, LoraArguments(), training_args)
+    flags = ["--task_name=sst2", f"--model_name_or_path={folder}", "--use_cpu", "--report_to=none", "--noise_multiplier=1"]
+    with pytest.raises(SystemExit, match=r"^error: frozen_layers=1 needs lora_r"):
+        glue.main([*flags, f"--output_dir={tmp_path}", "--frozen_layers=1"])
     with pytest.raises(ValueError, match=r"^--frozen_layers must be less than .*, got 3 for a \w+ with 3\.$"):
         freeze_lowest(loaded(folder), 3, texts(tokenizer, "good"), tokenizer, bf16=False, folder=tmp_path)

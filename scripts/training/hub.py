@@ -1,6 +1,6 @@
 """What is wrong with a name on the hub or a folder, in one line, with the argument that takes another."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,14 +21,3 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
         raise ValueError(
             f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}."
         ) from error
-
-
-def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:
-    """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones."""
-    # A pooler is part of the head.
-    found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
-    if found:
-        raise ValueError(
-            f"--model_name_or_path must have the weights of the model below its head, got {source} without {min(found)} and "
-            f"{len(found) - 1} more. Give another model, or the --pooling or script with which it was trained."
-        )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from doppler_hf.extras import require
-from doppler_hf.workloads.hub import hub_or_folder
+from scripts.training.hub import hub_or_folder
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, BertModel
 
-from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
+from doppler_hf.mean_pooling import MeanPoolingForSequenceClassification, refuse_new_layers
 from tests.support.tiny import pad, text_data, tiny_bert
 
 
@@ -58,3 +58,15 @@ def test_saves_and_loads_itself_and_changes_its_head(folder, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), loaded.state_dict().values(), strict=True))
     wider = MeanPoolingForSequenceClassification.from_encoder(tmp_path / "saved", num_labels=5, ignore_mismatched_sizes=True)
     assert wider.classifier.out_features == 5
+
+
+def test_a_checkpoint_without_some_layers_is_refused_and_the_class_that_saved_it_loads_it(tmp_path):
+    model = MeanPoolingForSequenceClassification(tiny_bert().config)
+    model.save_pretrained(tmp_path)
+    _, found = BertModel.from_pretrained(tmp_path, output_loading_info=True)
+    message = rf"below its head in {tmp_path}; \d+ are missing, such as embeddings\..* would begin as random numbers\."
+    with pytest.raises(ValueError, match=message):
+        refuse_new_layers(found["missing_keys"], str(tmp_path))
+    again = MeanPoolingForSequenceClassification.from_encoder(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    refuse_new_layers(["pooler.dense.weight"], "a folder")  # which is part of the head

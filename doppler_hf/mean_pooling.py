@@ -7,6 +7,7 @@ matters more than without, because the noise leaves no budget to adapt the encod
 the head learn as fast as the adapters at one learning rate.
 """
 
+from collections.abc import Collection
 from os import PathLike
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf.privacy.losses import classification_losses
-from doppler_hf.workloads.hub import refuse_new_layers
 
 
 class MeanPoolingForSequenceClassification(PreTrainedModel):
@@ -79,3 +79,15 @@ def masked_mean(
         return hidden.mean(dim=1)
     mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
+
+
+def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = "") -> None:
+    """Refuse a checkpoint that lacks weights of the model below its head, which would be trained from random ones."""
+    # A pooler is part of the head.
+    found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
+    if found:
+        raise ValueError(
+            f"Expected all weights of the model below its head in {source}; {len(found)} are missing, such as {min(found)}, "
+            "and would begin as random numbers. Give another checkpoint, or load it with the class that saved it "
+            "(scripts/glue.py: with the same --pooling)."
+        )
