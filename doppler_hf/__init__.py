@@ -4,6 +4,7 @@
 - sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, on top of TRL's
 - trl_checks: what these two have in common
 - training_args: the arguments of a run
+- gradient_recorder: `GradientRecorder`, a callback that records every private gradient
 - run: the parts of one private run
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
@@ -27,7 +28,7 @@ from doppler_hf.version import VERSION
 if TYPE_CHECKING:
     from doppler_hf.dpo import DopplerDPOConfig as DopplerDPOConfig
     from doppler_hf.dpo import DopplerDPOTrainer as DopplerDPOTrainer
-    from doppler_hf.run.gradient_recorder import GradientRecorder
+    from doppler_hf.gradient_recorder import GradientRecorder
     from doppler_hf.sft import DopplerSFTConfig as DopplerSFTConfig
     from doppler_hf.sft import DopplerSFTTrainer as DopplerSFTTrainer
     from doppler_hf.trainer import DopplerTrainer
@@ -44,7 +45,7 @@ _HOMES: Final = {
     "DopplerSFTTrainer": "doppler_hf.sft",
     "DopplerTrainer": "doppler_hf.trainer",
     "DopplerTrainingArguments": "doppler_hf.training_args",
-    "GradientRecorder": "doppler_hf.run.gradient_recorder",
+    "GradientRecorder": "doppler_hf.gradient_recorder",
 }
 
 

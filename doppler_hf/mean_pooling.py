@@ -87,7 +87,7 @@ def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = ""
     found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
     if found:
         raise ValueError(
-            f"Expected all weights of the model below its head in {source}; {len(found)} are missing, such as {min(found)}, "
-            "and would begin as random numbers. Give another checkpoint, or load it with the class that saved it "
-            "(scripts/glue.py: with the same --pooling)."
+            f"Expected all weights of the model below its head in {source}; got it without {len(found)} of them, such as "
+            f"{min(found)}, which would begin as random numbers. Give another checkpoint, or load it with the class that "
+            "saved it (scripts/glue.py: with the same --pooling)."
         )

@@ -34,7 +34,6 @@ from doppler_hf.run.checks.user_errors import told_of_own_step, told_of_removed_
 from doppler_hf.run.checks.values import refuse_out_of_range
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.logged_loss import raw_loss_kept_here
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of
@@ -124,12 +123,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _new_run(self, *, earlier: Earlier = NOTHING) -> PrivateRun:
         data_checks.refuse_a_run_without_data(self.args, self.train_dataset)
         num_trained = self.get_num_trainable_parameters()
-        run = PrivateRun(
+        return PrivateRun(
             self.args, self.train_dataset, num_trained=num_trained, earlier=earlier, loss_bound=self._loss_bound()
         )
-        if (shape := run.mechanism.shape).bands > 1 and recorders_in(self.callback_handler.callbacks):
-            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
-        return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
     "training_args": ("filters privacy", "transformers torch"),
-    "run": ("filters linalg optim privacy shards training_args", f"{ARRAYS} torch transformers accelerate safetensors"),
+    "run": ("filters linalg optim privacy shards training_args", "numpy jaxtyping torch transformers accelerate safetensors"),
     "run/merged_model": ("extras", "torch transformers peft"),
     "extras": ("", ""),
     "version": ("", ""),
@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "trl_checks": ("training_args run.checks.data", "datasets"),
     "sft": ("trainer training_args trl_checks run.saving", "transformers trl"),
     "dpo": ("trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
+    "gradient_recorder": ("filters training_args", "numpy jaxtyping torch transformers"),
     "mean_pooling": ("privacy.losses", "torch jaxtyping transformers"),
     "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
     "cli": (
@@ -62,7 +63,7 @@ MAY_IMPORT = {
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),
-    "__init__": ("extras version trainer sft dpo training_args run", ""),
+    "__init__": ("extras version trainer sft dpo training_args gradient_recorder", ""),
 }
 
 

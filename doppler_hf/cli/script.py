@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from unittest import mock
 
-import doppler_hf
 from doppler_hf.trainer import DopplerTrainer
 
+PACKAGE: Final = Path(__file__).resolve().parents[1]
 CHOOSES_THE_SCRIPT: Final = Path("scripts/training/recipe.py")
 T = TypeVar("T")
 OF_MISTAKES: Final = "error: "  # with which the scripts of the repository end, and then one line
@@ -98,13 +98,13 @@ def _as_python_has_it(words: Sequence[str]) -> Iterator[None]:
 
 def _script_of(words: Sequence[str]) -> list[str]:
     """Return the script for a recipe and the flags after it, and the words that the script takes."""
-    recipe, package = Path(words[0]).resolve(), Path(doppler_hf.__file__).resolve().parent
+    recipe = Path(words[0]).resolve()
     # Beside the package first, since both are then of one version.
-    places = [package.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]
+    places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]
     clone = next((place for place in places if (place / CHOOSES_THE_SCRIPT).is_file() and _is_clone(place)), None)
     if clone is None:
         raise ValueError(
-            f"Expected a clone of the repository, whose scripts train recipes; found none near {words[0]} or the current "
+            f"Expected a clone of the repository, whose scripts train recipes; got none near {words[0]} or the current "
             "folder. Call this command in a clone, or give a training script of yours with --script."
         )
     with mock.patch.object(sys, "path", [str(clone), *sys.path]):

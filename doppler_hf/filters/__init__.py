@@ -5,7 +5,7 @@
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
 - on_circle: polynomials at a frequency, in twice the precision of float64
-- spectrum, optimal_fir: measured autocorrelations and signal, and the filter that they call for
+- spectrum: measured autocorrelations and signal, and the filter that they call for
 - closed_loop, auto: the loss that noise costs, and the choice with the least
 
 A response of no steps is an empty array, as is what is asked at no frequency, and a sum over no steps is 0. A mean, a design
@@ -22,7 +22,6 @@ from doppler_hf.filters.design import (
 )
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.filters.optimal_fir import optimal_fir
 from doppler_hf.filters.response import (
     FilterFigures,
     filter_figures,
@@ -37,6 +36,7 @@ from doppler_hf.filters.spectrum import (
     autocorrelation,
     corrected_noise_gain,
     estimate_power,
+    optimal_fir,
 )
 
 __all__ = [

@@ -22,8 +22,6 @@
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
 - digests: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
-- gradient_recorder: a small image of every private gradient
-- count_sketch: the map from a gradient to its image
 - logged_loss: where the training loss is shown, and whether it is clipped
 - model_card: the model card's section on privacy
 """

@@ -14,7 +14,6 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.run.digests import note_shards
-from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.ledger_callback import PrivacyCallback
 from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
 from doppler_hf.run.model_card import with_columns_in_one_order
@@ -164,8 +163,6 @@ class SavingTrainer(ShardedTrainer):
         """
         keeper, handler = self._ledger_keeper, self.callback_handler
         keeper.complete_log(logs, model=self.model)
-        for recorder in recorders_in(handler.callbacks):
-            recorder.add_estimates(logs)
         # Privacy: what Transformers keeps, saves and sends never holds a raw loss.
         losses = take_losses(logs) if keeper.logs_raw_loss else {}
         if not losses:

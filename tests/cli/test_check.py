@@ -2,13 +2,12 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-import doppler_hf
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
+from doppler_hf.cli import script as script_of_command
 from doppler_hf.cli.script import _script_of
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.support.printed import flat
@@ -97,16 +96,16 @@ def test_a_recipe_without_privacy_is_refused_before_it_is_trained(command, recip
 
 
 def test_a_recipe_needs_a_clone_that_is_found_beside_the_package_the_recipe_or_here(recipe, tmp_path, monkeypatch, capsys):
-    root = Path(doppler_hf.__file__).parents[1]
+    root = script_of_command.PACKAGE.parent
     command = [str(root / "scripts" / "image_classification.py"), str(recipe)]
     assert _script_of([str(recipe)]) == command
     monkeypatch.chdir(tmp_path)
     assert _script_of([str(recipe)]) == command  # beside the package
     # As where a wheel is installed.
-    monkeypatch.setattr(doppler_hf, "__file__", str(tmp_path / "site-packages" / "doppler_hf" / "__init__.py"))
+    monkeypatch.setattr(script_of_command, "PACKAGE", tmp_path / "site-packages" / "doppler_hf")
     assert main(["check", str(recipe)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: Expected a clone of the repository, whose scripts train recipes; found none near ")
+    assert error.startswith("error: Expected a clone of the repository, whose scripts train recipes; got none near ")
     assert "with --script" in error  # which other tests do
     own = str(root / "recipes" / "image" / "digits-eps8.yaml")
     assert _script_of([own]) == [*command[:1], own]

@@ -17,6 +17,7 @@ CHECKED = (
     "doppler_hf.audit",
     "doppler_hf.dpo",
     "doppler_hf.filters",
+    "doppler_hf.gradient_recorder",
     "doppler_hf.triton_support",
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
