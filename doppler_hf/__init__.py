@@ -16,12 +16,14 @@
 - audit: attacks on a run that measure what it leaks
 - cli: the command `doppler-hf`
 - extras: optional dependencies
+- deprecated: names of earlier versions that still work
 - version: of the package
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from doppler_hf.deprecated import attribute_of, keep_modules
 from doppler_hf.extras import require
 from doppler_hf.version import VERSION
 
@@ -49,6 +51,9 @@ _HOMES: Final = {
 }
 
 
+keep_modules()
+
+
 def __dir__() -> list[str]:
     """List lazily imported names too, so that notebooks complete them."""
     return sorted({*globals(), *_HOMES})
@@ -57,7 +62,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: `doppler_hf.filters` and checking a ledger need no transformers."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return attribute_of(__name__, name)
     if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):
         require("trl")
     return getattr(import_module(_HOMES[name]), name)

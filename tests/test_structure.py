@@ -28,7 +28,8 @@ ARRAYS = "numpy scipy jaxtyping"
 # What a folder may import of ours, and of others. Each may import itself; the longest name that fits a module counts.
 # The privacy boundary runs between `privacy` and `optim`: one float crosses it.
 MAY_IMPORT = {
-    "filters": ("", ARRAYS),
+    "filters": ("deprecated", ARRAYS),
+    "deprecated": ("", ""),
     "linalg": ("", "torch jaxtyping"),
     "triton_support": ("", "numpy jaxtyping torch triton"),
     "shards": ("", "torch"),
@@ -46,24 +47,30 @@ MAY_IMPORT = {
     "privacy/loss_bounds": ("privacy.losses", "transformers"),
     "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("", "jaxtyping torch transformers"),
-    "training_args": ("filters privacy", "transformers torch"),
-    "run": ("filters linalg optim privacy shards training_args", "numpy jaxtyping torch transformers accelerate safetensors"),
+    "training_args": ("deprecated filters privacy", "transformers torch"),
+    "run": (
+        "filters linalg optim privacy shards training_args",
+        "numpy jaxtyping torch transformers accelerate safetensors",
+    ),
     "run/merged_model": ("extras", "torch transformers peft"),
     "extras": ("", ""),
     "version": ("", ""),
     "trainer": ("privacy training_args run", "torch jaxtyping transformers accelerate"),
     "trl_checks": ("training_args run.checks.data", "datasets"),
-    "sft": ("trainer training_args trl_checks run.saving", "transformers trl"),
-    "dpo": ("trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
+    "sft": ("deprecated trainer training_args trl_checks run.saving", "transformers trl"),
+    "dpo": ("deprecated trainer training_args trl_checks run.saving privacy", "transformers trl torch jaxtyping"),
     "gradient_recorder": ("filters training_args", "numpy jaxtyping torch transformers"),
     "mean_pooling": ("privacy.losses", "torch jaxtyping transformers"),
-    "audit": ("trainer training_args run privacy shards filters.noise_shape", f"{ARRAYS} torch transformers datasets"),
+    "audit": (
+        "deprecated trainer training_args run privacy shards filters.noise_shape",
+        f"{ARRAYS} torch transformers datasets",
+    ),
     "cli": (
-        "extras version filters optim.update privacy trainer run.estimate run.merged_model audit",
+        "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit",
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),
-    "__init__": ("extras version trainer sft dpo training_args gradient_recorder", ""),
+    "__init__": ("deprecated extras version trainer sft dpo training_args gradient_recorder", ""),
 }
 
 

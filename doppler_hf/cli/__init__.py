@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
+from doppler_hf.deprecated import words_of_today
 from doppler_hf.extras import MissingExtraError
 from doppler_hf.version import VERSION
 
@@ -53,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows --script are the words of a script that is not ours.
     ours = given.index("--script") if "--script" in given else len(given)
-    words = [*map(_hyphenated, given[:ours]), *given[ours:]]
+    try:
+        of_today, warned = words_of_today([*map(_hyphenated, given[:ours])])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    words = [*of_today, *given[ours:]]
     # No flag before the command takes a value, so that the first name of a command is the one that argparse will take.
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, line in COMMANDS.items():

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
+from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy import PrivacyStatement
@@ -36,6 +37,7 @@ def used_by_a_private_trainer(args: object) -> Iterator[None]:
         _BEING_USED.reset(token)
 
 
+@with_earlier_arguments
 @dataclass
 class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.

@@ -73,7 +73,7 @@ def jaxtyped(*, typechecker):
 
     def wrapped(function):
         is_idle = "<locals>" in function.__qualname__ and jaxtyping.config.jaxtyping_disable
-        is_of_arrays = isinstance(function, type) or any(map(names_arrays, function.__annotations__.values()))
+        is_of_arrays = any(map(names_arrays, function.__annotations__.values()))
         return WRAPPED(function, typechecker=typechecker) if is_of_arrays and not is_idle else function
 
     return wrapped
