@@ -4,33 +4,35 @@
 - sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, on top of TRL's
 - trl_checks: what these two have in common
 - training_args: the arguments of a run
+- gradient_recorder: `GradientRecorder`, a callback that records every private gradient
 - run: one private run
 - preflight: all that is checked before its first step
 - privacy: left of the privacy boundary: everything that touches an example
 - optim: right of it: optimizers on private gradients
 - linalg: numerics that both sides of the boundary share
-- kernels: what its kernels in Triton share
+- triton_support: where Triton works, and how a kernel is launched
 - shards: a tensor in shards on several processes, and the whole
 - filters: coefficients and responses; NumPy and SciPy only
-- workloads: from a recipe to model and data
+- mean_pooling: `MeanPoolingForSequenceClassification`: a classifier on the mean of an encoder's tokens
 - audit: attacks on a run that measure what it leaks
-- reports: tables and pictures
 - cli: the command `doppler-hf`
 - errors: that others may want to tell apart
 - extras: optional dependencies
+- deprecated: names of earlier versions that still work
 - version: of the package
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from doppler_hf.deprecated import attribute_of, keep_modules
 from doppler_hf.extras import require
 from doppler_hf.version import VERSION
 
 if TYPE_CHECKING:
     from doppler_hf.dpo import DopplerDPOConfig as DopplerDPOConfig
     from doppler_hf.dpo import DopplerDPOTrainer as DopplerDPOTrainer
-    from doppler_hf.run.gradient_recorder import GradientRecorder
+    from doppler_hf.gradient_recorder import GradientRecorder
     from doppler_hf.sft import DopplerSFTConfig as DopplerSFTConfig
     from doppler_hf.sft import DopplerSFTTrainer as DopplerSFTTrainer
     from doppler_hf.trainer import DopplerTrainer
@@ -47,8 +49,11 @@ _HOMES: Final = {
     "DopplerSFTTrainer": "doppler_hf.sft",
     "DopplerTrainer": "doppler_hf.trainer",
     "DopplerTrainingArguments": "doppler_hf.training_args",
-    "GradientRecorder": "doppler_hf.run.gradient_recorder",
+    "GradientRecorder": "doppler_hf.gradient_recorder",
 }
+
+
+keep_modules()
 
 
 def __dir__() -> list[str]:
@@ -59,7 +64,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: `doppler_hf.filters` and checking a ledger need no transformers."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return attribute_of(__name__, name)
     if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):
         require("trl")
     return getattr(import_module(_HOMES[name]), name)

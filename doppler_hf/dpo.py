@@ -15,6 +15,7 @@ from transformers.hf_argparser import HfArg
 from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import trl_checks
+from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.clipping.layers import modes_kept
@@ -55,6 +56,7 @@ _OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": 
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
+@with_earlier_arguments
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""

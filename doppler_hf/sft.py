@@ -11,6 +11,7 @@ from transformers.hf_argparser import HfArg
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
+from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -23,6 +24,7 @@ _NOT_PRIVATE: Final = {
 
 
 # TRL's classes come first, for their defaults and so that their `super()` is ours.
+@with_earlier_arguments
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""

@@ -8,15 +8,20 @@ hub, or from a folder of parquet files with `--dataset_dir`, with the columns `c
 with it, `prompt`.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from transformers import set_seed
 from transformers.hf_argparser import HfArg
 
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.language_model import LanguageModelArguments, for_trl
-from doppler_hf.workloads.launch import train_and_evaluate
-from doppler_hf.workloads.lora import LoraArguments
+# Python puts the folder of a script on the path, and not the one above it, in which the package and `scripts` are.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.training.arguments import one_line_errors, parse_args
+from scripts.training.language_model import LanguageModelArguments, load_model, load_rows
+from scripts.training.lora import LoraArguments, lora_config
 
 
 @dataclass
@@ -27,14 +32,39 @@ class DPOArguments(LanguageModelArguments):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, load, train, evaluate, save."""
+    """Train, save and evaluate."""
     with one_line_errors():
+        # Arguments
         from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer
 
         args, lora_args, training_args = parse_args(DPOArguments, LoraArguments, DopplerDPOConfig, argv=argv)
-        parts = for_trl(args, lora_args, seed=training_args.seed)
-    trainer = DopplerDPOTrainer(args=training_args, **parts)
-    train_and_evaluate(trainer, {"eval": None})
+        set_seed(training_args.seed)  # for new weights; noise and draws do not follow it
+
+        # Data and model
+        rows = load_rows(args)
+        model, tokenizer = load_model(args)
+
+    # Trainer, which makes the adapters itself
+    trainer = DopplerDPOTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=tokenizer,
+        peft_config=lora_config(lora_args, task_type="CAUSAL_LM"),
+    )
+
+    # Training, and what it leaves in `output_dir`
+    if training_args.do_train:
+        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model()
+        trainer.save_state()
+        trainer.log_metrics("train", result.metrics)
+        trainer.save_metrics("train", result.metrics)
+    if training_args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
 
 
 if __name__ == "__main__":

@@ -44,14 +44,14 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.extras import require
+from doppler_hf.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.ledger.terms import meaning_in_words
-from doppler_hf.workloads.arguments import one_line_errors
-from doppler_hf.workloads.data_sources import load_glue
-from doppler_hf.workloads.hub import hub_or_folder
-from doppler_hf.workloads.lora import LoraArguments, add_lora
-from doppler_hf.workloads.mean_pooling import MeanPoolingForSequenceClassification
-from doppler_hf.workloads.metrics import accuracy_from_logits
+from scripts.training.arguments import one_line_errors
+from scripts.training.data_sources import load_glue
+from scripts.training.hub import hub_or_folder
+from scripts.training.lora import LoraArguments, add_lora
+from scripts.training.metrics import accuracy_from_logits
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

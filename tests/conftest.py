@@ -72,7 +72,7 @@ def secrets_are_kept_apart(tmp_path_factory):
 def arrays_are_checked_where_modules_are_tested(request):
     """Leave whole trainings alone: they pass the same arrays again and again, and most of their time would be checks."""
     folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts", "run", "workloads"})
+    jaxtyping.config.update("jaxtyping_disable", folder in {"end_to_end", "audit", "cli", "scripts", "run"})
 
 
 @pytest.fixture

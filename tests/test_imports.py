@@ -38,8 +38,8 @@ IMPORTS = {
     ACCOUNTING: {
         "import doppler_hf.privacy.accounting": TRAINING,
         "import doppler_hf.privacy.ledger": TRAINING,
-        "import doppler_hf.reports.planned_runs": TRAINING,
-        "import doppler_hf.reports.plots": TRAINING,
+        "import doppler_hf.cli.planned_runs": TRAINING,
+        "import doppler_hf.cli.plots": TRAINING,
         command("plan --help"): TRAINING,
         command("filter --help"): TRAINING,
         command("filter momentum"): TRAINING,

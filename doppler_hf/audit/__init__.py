@@ -12,8 +12,16 @@ attacker who tells the two cases apart better than ε allows has found a defect.
 - neighbours: how far one more record moves the sum that reaches the mechanism
 """
 
+from typing import Any
+
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.audit.trainer import AuditTrainer
+from doppler_hf.deprecated import attribute_of
 
 __all__ = ["AuditResult", "AuditTrainer", "NeighbourResult", "neighbour_distances"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an earlier version had, with a warning."""
+    return attribute_of(__name__, name)

@@ -6,6 +6,10 @@ torch, and most do not. Its docstring is its own `--help`, and the first line of
 recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify: the commands
+- script: a training script up to its training, for check and audit
+- random_model: a model of random weights, for estimate
+- planned_runs: what a run would cost, and its alternatives, for plan
+- plots: pictures of filters, for filter
 """
 
 import argparse
@@ -14,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
+from doppler_hf.deprecated import words_of_today
 from doppler_hf.extras import MissingExtraError
 from doppler_hf.version import VERSION
 
@@ -21,7 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "plan": "Plan a private run: its ε, the noise in its gradients, and alternatives of equal ε.",
     "estimate": "Estimate a private run's peak memory and time per step before training.",
     "filter": "Show low-pass filters: their figures and coefficients as tables, their responses as a picture.",
-    "audit": "Audit a recipe: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
+    "audit": "Audit a training: train it with canaries, attack the run, and compare the proven ε with the claimed ε.",
     "check": "Check a training: can one record change an update more than the proof allows?",
     "verify": "Check a privacy ledger: nobody edited it, and its ε follows from the recorded steps.",
 }
@@ -49,7 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows --script are the words of a script that is not ours.
     ours = given.index("--script") if "--script" in given else len(given)
-    words = [*map(_hyphenated, given[:ours]), *given[ours:]]
+    try:
+        of_today, warned = words_of_today([*map(_hyphenated, given[:ours])])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    words = [*of_today, *given[ours:]]
     # No flag before the command takes a value, so that the first name of a command is the one that argparse will take.
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, line in COMMANDS.items():

@@ -15,20 +15,13 @@ Options come before --script, and the script's own arguments after it. The check
 """
 
 import argparse
-import os
-import runpy
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
+from doppler_hf.cli import script
 from doppler_hf.trainer import DopplerTrainer
-from doppler_hf.workloads.recipe import parse_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draw-size", type=int, metavar="N", help="records in a batch besides the tested one (default: up to 32)"
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
-    )
-    source.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="YAML recipe of a private run; its fields may follow as flags"
-    )
-    parser.set_defaults(fields=[])
+    script.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,45 +41,12 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"Comparing {args.pairs} pairs of batches …")
         return neighbour_distances(trainer, pairs=args.pairs, draw_size=args.draw_size)
 
-    if args.script is None:
-        workload, training_args = parse_recipe([args.recipe, *args.fields])
-        result = check(DopplerTrainer(args=training_args, **workload.for_trainer()))
-    else:
-        result = checked_script(args.script, check)
+    result = script.use_trainer(args, check)
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
     # Privacy: on the screen, and in no file, since distances and couplings are computed from examples, without noise.
     console.print("These figures are not private: do not publish them.")
     return 1 if result.contradicts_claim else 0
-
-
-class _Checked(BaseException):
-    """Carries the outcome out of a script, past whatever exceptions the script handles."""
-
-    def __init__(self, outcome: NeighbourResult) -> None:
-        self.outcome = outcome
-
-
-def checked_script(words: Sequence[str], check: Callable[[DopplerTrainer], NeighbourResult]) -> NeighbourResult:
-    """Run a script with its arguments, and check the first private trainer instead of training it."""
-    if not words or not Path(words[0]).is_file():
-        raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
-    train = DopplerTrainer.train
-
-    def check_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
-        if trainer.args.disable_dp:  # a baseline, of which there is nothing to check
-            return train(trainer, *args, **options)
-        with mock.patch.object(DopplerTrainer, "train", train):  # the check itself trains
-            raise _Checked(check(trainer))
-
-    folder = os.path.dirname(os.path.abspath(words[0]))
-    as_python_has_it = mock.patch.multiple(sys, argv=list(words), path=[folder, *sys.path])
-    with as_python_has_it, mock.patch.object(DopplerTrainer, "train", check_instead):
-        try:
-            runpy.run_path(words[0], run_name="__main__")
-        except _Checked as checked:
-            return checked.outcome
-    raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
 
 
 def table_of(result: NeighbourResult) -> Table:

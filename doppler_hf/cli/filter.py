@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_filters
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
-from doppler_hf.reports.plots import PICTURE_ENDINGS, check_picture, plot_filters
 
 READING: Final = (
     "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "

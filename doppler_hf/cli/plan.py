@@ -18,10 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
-from doppler_hf.reports.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
 
 READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "

@@ -5,13 +5,17 @@
 - noise_shape: the noise over time, white or shaped
 - response: impulse, step, frequency, delay, noise gain; and a summary in one row
 - on_circle: polynomials at a frequency, in twice the precision of float64
-- spectrum, optimal_fir: measured autocorrelations and signal, and the filter that they call for
+- spectrum: measured autocorrelations and signal, and the filter that they call for
 - closed_loop, auto: the loss that noise costs, and the choice with the least
+- earlier_names: functions that are deprecated
 
 A response of no steps is an empty array, as is what is asked at no frequency, and a sum over no steps is 0. A mean, a design
 and a choice need one step at least, and refuse none with a ValueError. A negative number of steps is always refused.
 """
 
+from typing import Any
+
+from doppler_hf.deprecated import attribute_of
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape
 from doppler_hf.filters.closed_loop import ClosedLoop
 from doppler_hf.filters.design import (
@@ -22,7 +26,6 @@ from doppler_hf.filters.design import (
 )
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.filters.optimal_fir import optimal_fir
 from doppler_hf.filters.response import (
     FilterFigures,
     filter_figures,
@@ -37,6 +40,7 @@ from doppler_hf.filters.spectrum import (
     autocorrelation,
     corrected_noise_gain,
     estimate_power,
+    optimal_fir,
 )
 
 __all__ = [
@@ -46,3 +50,8 @@ __all__ = [
     "estimate_power", "filter_figures", "frequency_response",
     "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir", "step_response",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an earlier version had, with a warning."""
+    return attribute_of(__name__, name)

@@ -1,4 +1,4 @@
-"""Measurement: the autocorrelation of a series of gradients, and how much of its power is signal.
+"""Measurement: the autocorrelation of a series of gradients, how much of its power is signal, and the filter for it.
 
     φ_τ = E⟨g_t, g_{t-τ}⟩ / d,    P(ν) = Σ_τ φ_τ e^{-iπντ},    ∫_0^1 P(ν) dν = φ_0,    ν as a fraction of Nyquist
 
@@ -6,7 +6,17 @@ White noise of variance s² has P = s² everywhere, and a filter turns P into |H
 filter is there to keep it. The signal s_t in g_t = s_t + w_t is secret, but σ is public. So private gradients estimate mean
 ‖s_t‖² by mean ‖g_t‖² - d σ², and after a filter by mean ‖m̂_t‖² - d σ² Σκ².
 
-Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s) and Appendix A.
+The optimal filter without feedback follows from the private gradients alone (DOPPLER, Section 5.3, *Optimal FIR filter*).
+White noise adds its power to φ_0 and nothing to other lags. So with σ² taken off φ_0,
+
+    c_τ = ½ ρ_τ = ½ min(max(φ_τ / φ_0, 0), 1),    b_τ = c_τ / Σ c
+
+estimate the autocorrelation in the paper's scale (c_0 = ½) and the filter that is best for its bound: with its learning rate
+tuned, that depends on (ΣΣ c_τ κ_τ)² / ΣΣ κ_τ² alone, κ the impulse response, which κ ∝ c maximizes (Cauchy-Schwarz). The
+paper's closed form instead takes ½ ‖g_{t-τ}‖² less noise off each product, leaves the noise in lag 0, and clamps at each
+step. Lags with ρ_τ < ½ then get no weight, and noisier gradients bring the filter closer to none.
+
+Source: DOPPLER, Section 3 (P_s is the Fourier transform of φ_s), Section 5.3 and Appendix A.
 """
 
 import math
@@ -67,6 +77,23 @@ def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: f
     # A negative estimate is noise, and has no variance of its own to add.
     variance = 2 * dimension * noise_std**4 + 4 * noise_std**2 * max(signal, 0.0)
     return PowerEstimate(signal, math.sqrt(variance / steps), noise)
+
+
+def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
+    """Return the best filter of unit gain without feedback for a signal of the given autocorrelation, in closed form.
+
+    Args:
+        autocorrelation: c_0 ... c_{taps-1} of the signal in any scale, shape (taps,).
+
+    Example:
+        >>> optimal_fir(np.array([0.5, 0.3, 0.2]))
+        LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
+    """
+    if not autocorrelation.sum() > 0:  # NaN neither
+        raise ValueError(
+            f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
+        )
+    return LowPassFilter(b=tuple(autocorrelation / autocorrelation.sum()))
 
 
 def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray, "steps dimension"]:

@@ -51,7 +51,12 @@ def refuse_other_optimizer(
         _refuse_other("orthogonal", was_muon, group["orthogonal"], of_trainer=words)
     refuse_other_parameters(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
     for state in saved["state"].values():
-        _refuse_other("base", BASES[state["base"]], base, of_trainer=", in a trainer's arguments base_optimizer")
+        _refuse_other(
+            "base",
+            _base_of(BASES[state["base"]], saved["param_groups"]),
+            _base_of(base, own),
+            of_trainer=", in a trainer's arguments base_optimizer",
+        )
         # By the order, without which there would be too few states, or some that nothing reads.
         order = len(state["filter_states"])
         if order != low_pass_filter.order:
@@ -59,6 +64,11 @@ def refuse_other_optimizer(
                 f"The checkpoint is of a filter of order {order}, this optimizer's {low_pass_filter} is of order "
                 f"{low_pass_filter.order}. Set low_pass_filter={filter_name_of(saved)!r}."
             )
+
+
+def _base_of(base: Base, groups: Sequence[Mapping[str, Any]]) -> Base:
+    """Return "muon" for AdamBC with orthogonalized groups too, as version 0.3 wrote and as groups may still ask for."""
+    return "muon" if base == "adam_bc" and any(group.get("orthogonal") for group in groups) else base
 
 
 def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:

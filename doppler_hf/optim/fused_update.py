@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Bool, Int64
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.optim.update import ParameterTensors, Step, StepConstants, full_dtype
 
 BLOCK: Final = 2048
@@ -131,7 +131,7 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
         if not (state.is_contiguous() and state.device == device and state.dtype == dtype):
             return None
     kind = constants.coefficients, constants.beta2, device, weight.dtype, grad.dtype, v is None
-    return kind if kernels.are_usable(device) else None
+    return kind if triton_support.are_usable(device) else None
 
 
 def _launch(steps: Sequence[Step]) -> list[Step]:
@@ -139,7 +139,7 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
     tensors, constants = steps[0]
     weight = tensors.weight
     sizes = np.array([each.weight.numel() for each, _ in steps])
-    addresses = np.array([[kernels.address_of(tensor) for tensor in each.of_shape] for each, _ in steps])
+    addresses = np.array([[triton_support.address_of(tensor) for tensor in each.of_shape] for each, _ in steps])
     are_disjoint = _are_disjoint(addresses[:, 0], sizes * weight.itemsize)
     programs = np.where(are_disjoint, -(-sizes // BLOCK), 0)
     numbers = np.array([(each.step_size, each.decay, each.noise_var, each.floor) for _, each in steps])
@@ -149,18 +149,18 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
     assert addresses.shape[1] == 2 + order + has_v
     header = np.array([constants.beta2, 1 - constants.beta2, *(b for b, _ in b_and_a), *(a for _, a in b_and_a)])
     if count := int(programs.sum()):
-        kernels.launch(
+        triton_support.launch(
             _update,
             (count,),
             np.concatenate([header.view(np.int64), rows.reshape(-1)]),
-            kernels.owners_of_programs(programs),
+            triton_support.owners_of_programs(programs),
             device=weight.device,
             BLOCK=BLOCK,
             K=order,
             HAS_V=has_v,
-            X=kernels.triton_dtype(weight.dtype),
-            G=kernels.triton_dtype(tensors.grad.dtype),
-            S=kernels.triton_dtype(full_dtype(weight)),
+            X=triton_support.triton_dtype(weight.dtype),
+            G=triton_support.triton_dtype(tensors.grad.dtype),
+            S=triton_support.triton_dtype(full_dtype(weight)),
             num_warps=_WARPS,
         )
         torch.autograd.graph.increment_version([each.weight for each, _ in steps])  # as torch's operators do

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
 from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.muon import orthogonalized
-from doppler_hf.optim.update import BASES, Base, ParameterTensors, Step, StepConstants, full_dtype, update
+from doppler_hf.optim.update import BASES, CORRECTED, Base, ParameterTensors, Step, StepConstants, full_dtype, update
 from doppler_hf.shards import part_here, parts_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
@@ -48,21 +48,22 @@ class DopplerOptimizer(Optimizer):
     Parameter groups may have an ``lr`` and a ``weight_decay`` of their own. As in GaLore's own optimizers (Zhao et al.
     2024), the subspace is a matter of groups alone: with ``rank`` (r, at least 1) the matrices of a group whose shorter side
     is longer hold their state at this rank. Their basis is found anew every ``update_proj_gap`` steps (200), and their
-    updates are multiplied by ``scale`` (1.0). With ``orthogonal=True`` the updates of a group's matrices and convolutions
-    are orthogonalized, as Muon's are, and keep their size.
+    updates are multiplied by ``scale`` (1.0). With ``orthogonal=True``, the default of base ``"muon"``, the updates of a
+    group's matrices and convolutions are orthogonalized, and keep their size. Set it to False for embeddings.
 
     Args:
         params: Parameters, or parameter groups, as for every torch optimizer.
         lr: Learning rate, at least 0.
         low_pass_filter: The filter along the steps.
         base: The update from the filtered gradient: ``"sgd"``, ``"adam"`` (DPAdam), or ``"adam_bc"`` (DPAdamBC, which
-            subtracts the noise from the second moment; Tang et al. 2024).
+            subtracts the noise from the second moment; Tang et al. 2024), or ``"muon"`` (``"adam_bc"`` whose updates of
+            matrices are orthogonalized).
         beta2: Decay of the second moment, in [0, 1).
         eps: Least denominator of ``"adam"``, positive, in units of the gradient.
-        floor: Least squared denominator of ``"adam_bc"`` (the γ′ of Tang et al.), positive, in units of the squared
-            gradient. By default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``; it matters as much as ``lr``.
+        floor: Least squared denominator of ``"adam_bc"`` and ``"muon"`` (the γ′ of Tang et al.), positive, in units of the
+            squared gradient, by default ``max(DEFAULT_FLOOR_FRACTION * noise_std**2, eps**2)``; as important as ``lr``.
         noise_std: Standard deviation of the noise, per coordinate of the mean gradient (the paper's σ_DP). Read by
-            ``"adam_bc"``.
+            ``"adam_bc"`` and ``"muon"``.
         weight_decay: Decoupled weight decay as in AdamW, at least 0.
 
     Raises:
@@ -96,11 +97,13 @@ class DopplerOptimizer(Optimizer):
         self.beta2, self.eps, self._floor, self.noise_std = beta2, eps, floor, noise_std
         self._check_constants()
         options = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(params, options | {"rank": None, "update_proj_gap": 200, "scale": 1.0, "orthogonal": False})
+        super().__init__(
+            params, options | {"rank": None, "update_proj_gap": 200, "scale": 1.0, "orthogonal": base == "muon"}
+        )
 
     @property
     def floor(self) -> float:
-        """The smallest corrected second moment of "adam_bc"."""
+        """The smallest corrected second moment of "adam_bc" and "muon"."""
         return max(DEFAULT_FLOOR_FRACTION * self.noise_std**2, self.eps**2) if self._floor is None else self._floor
 
     def _check_constants(self) -> None:
@@ -112,7 +115,7 @@ class DopplerOptimizer(Optimizer):
         _check_finite("noise_std", self.noise_std)
         if self._floor is None:
             return
-        if self.base != "adam_bc":
+        if self.base not in CORRECTED:
             raise ValueError(f"floor must be None for base {self.base!r}, which has none, got {self._floor}. Leave it out.")
         _check_finite("floor", self._floor, above_0=True)
 
@@ -137,7 +140,7 @@ class DopplerOptimizer(Optimizer):
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         weights, gradients = parts_here([p for p, _ in stepped]), parts_here([_dense(p.grad) for p, _ in stepped])
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
-        noise_var, floor = (self.noise_std**2, self.floor) if self.base == "adam_bc" else (0.0, self.eps**2)
+        noise_var, floor = (self.noise_std**2, self.floor) if self.base in CORRECTED else (0.0, self.eps**2)
 
         coefficients = padded_coefficients(self.low_pass_filter)
         steps: list[Step] = []
@@ -199,7 +202,7 @@ class DopplerOptimizer(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def _new_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        # Adam and AdamBC have the same state: this number, since a state holds no strings, tells them apart.
+        # All but SGD have the same state: this number, since a state holds no strings, tells them apart.
         state: dict[str, Any] = {"step": 0, "base": BASES.index(self.base)}
         dtype = full_dtype(p)
         zeros = functools.partial(torch.zeros_like, part_here(p).detach(), dtype=dtype)
@@ -217,7 +220,7 @@ class DopplerOptimizer(Optimizer):
 
 def update_all(steps: Sequence[Step]) -> None:
     """Make the steps of many parameters (all but the gradients modified in place), on a GPU in one kernel."""
-    if any(kernels.are_usable(tensors.weight.device) for tensors, _ in steps):
+    if any(triton_support.are_usable(tensors.weight.device) for tensors, _ in steps):
         from doppler_hf.optim.fused_update import fused_update  # imports Triton
 
         steps = fused_update(steps)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from doppler_hf.optim.low_pass import Coefficients, low_pass
 
-Base = Literal["sgd", "adam", "adam_bc"]
+Base = Literal["sgd", "adam", "adam_bc", "muon"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
+# Both subtract the variance of the noise from the second moment: Muon is AdamBC whose updates are orthogonalized.
+CORRECTED: Final[tuple[Base, ...]] = ("adam_bc", "muon")
 CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
 DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
 

@@ -25,8 +25,6 @@
 - precision: how coarsely a model rounds
 - digests: a digest of the parameters, by which the ledger knows the model
 - summary: the table at the start
-- gradient_recorder: a small image of every private gradient
-- count_sketch: the map from a gradient to its image
 - logged_loss: where the training loss is shown, and whether it is clipped
 - model_card: the model card's section on privacy
 """

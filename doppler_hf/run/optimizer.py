@@ -61,8 +61,7 @@ def optimizer_of(
         [group for group in groups if group["params"]],
         lr=rate_by_rule(args, run.statement, model=model) if rate is None else rate,
         low_pass_filter=low_pass_filter,
-        # Muon is AdamBC whose updates of some groups are orthogonalized.
-        base="adam_bc" if args.base_optimizer == "muon" else args.base_optimizer,
+        base=args.base_optimizer,
         beta2=args.adam_beta2,
         eps=args.adam_epsilon,
         floor=args.adam_bc_floor,

@@ -16,7 +16,6 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.run.beside_model import ledger_beside
 from doppler_hf.run.digests import note_shards
-from doppler_hf.run.gradient_recorder import recorders_in
 from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
 from doppler_hf.run.model_card import CARD_NAME, complete_card, with_columns_in_one_order
 from doppler_hf.run.private_run import PrivateRun
@@ -188,8 +187,6 @@ class SavingTrainer(ShardedTrainer):
         run, handler = self._run, self.callback_handler
         if run is not None:
             complete_log(run, logs, model=self.model)
-        for recorder in recorders_in(handler.callbacks):
-            recorder.add_estimates(logs)
         # Privacy: what Transformers keeps, saves and sends never holds a raw loss.
         losses = take_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:

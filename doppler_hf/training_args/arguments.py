@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
+from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy.accounting.accounting import Sampling
@@ -46,6 +47,7 @@ def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
         _SHOWN.reset(token)
 
 
+@with_earlier_arguments
 @dataclass
 class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.
@@ -170,7 +172,7 @@ class DopplerTrainingArguments(TrainingArguments):
     train_loss_budget: float = HfArg(
         default=0.01,
         help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
-        "the gradient, whose noise a hundredth raises by 0.5 %.",
+        "the gradient, whose noise a hundredth raises by half a percent.",
     )
     floating_point_safe: bool = HfArg(
         default=False,

@@ -40,8 +40,6 @@ from transformers import (
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import (
     MIB,
     append_json_line,
@@ -54,6 +52,8 @@ from scripts.bench.measure import (
     seconds_in_turn,
     settings,
 )
+from scripts.training.arguments import one_line_errors, parse_args
+from scripts.training.lora import LoraArguments, add_lora
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,11 @@ import torch
 from transformers import AutoConfig, TrainerCallback, default_data_collator, set_seed
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.cli.random_model import RandomModel
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.random_model import RandomModel
 from scripts.bench.measure import MIB, append_json_line, chosen, forget_peak, in_child, memory_now, memory_peak
+from scripts.training.arguments import one_line_errors, parse_args
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ def made(point: Point, folder: str, device: str) -> RandomModel:
     """Return the model of a setting."""
     AutoConfig.for_model(point.model_type, **point.config).save_pretrained(folder)
     set_seed(0)
-    lora = LoraArguments(lora_r=point.lora_r)
-    return RandomModel(folder, task=point.task, length=point.length, lora=lora, device=device)
+    return RandomModel(folder, task=point.task, length=point.length, lora_r=point.lora_r, device=device)
 
 
 def estimated(point: Point, args: BenchArguments) -> tuple[float, float]:

@@ -37,7 +37,6 @@ from datasets import Dataset
 from transformers import default_data_collator
 
 from doppler_hf.filters import PAPER_FILTERS
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine, gpu_page, noise, optimizer, training
 from scripts.bench.measure import (
     added_mib,
@@ -49,6 +48,7 @@ from scripts.bench.measure import (
     seconds_in_turn,
     seconds_of,
 )
+from scripts.training.arguments import one_line_errors, parse_args
 
 ROOT = Path(__file__).parents[2]
 # Seconds for each row of a work. Those of all rows but `peer` are fifteen minutes; most take a third of theirs.

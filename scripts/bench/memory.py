@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.run.memory import move_in, without_memory
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import MIB, append_json_line, chosen
+from scripts.training.arguments import one_line_errors, parse_args
 
 # Of each the type of model, its configuration, and whether it computes in bfloat16.
 WORKS: dict[str, tuple[str, dict[str, Any], bool]] = {

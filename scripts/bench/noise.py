@@ -17,8 +17,8 @@ import torch
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line, chosen, quartiles, seconds_in_turn, settings
+from scripts.training.arguments import one_line_errors, parse_args
 
 # Name → arguments of GaussianMechanism.
 WAYS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,6 @@ from torch import nn
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import (
     MIB,
     append_json_line,
@@ -32,6 +31,7 @@ from scripts.bench.measure import (
     seconds_in_turn,
     settings,
 )
+from scripts.training.arguments import one_line_errors, parse_args
 
 SECOND = {"low_pass_filter": PAPER_FILTERS["second-order"], "base": "adam_bc", "noise_std": 1e-4}
 # Name → arguments of DopplerOptimizer.

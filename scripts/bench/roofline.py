@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim import fused_update as of_optimizer
@@ -29,9 +29,9 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.clipping import kernels as of_clipping
 from doppler_hf.privacy.noise import chacha
 from doppler_hf.run.memory import move_in, without_memory
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench import engine
 from scripts.bench.measure import append_json_line, chosen
+from scripts.training.arguments import one_line_errors, parse_args
 
 BYTES_PER_SECOND = 2.4e12
 OPERATIONS_PER_SECOND = {torch.bfloat16: 480e12, torch.float16: 480e12}
@@ -141,9 +141,11 @@ class Cost(TorchDispatchMode):
             return original[of_optimizer, "fused_update"](steps)
 
         def launch(kernel: Any, *_: Any, **options: Any) -> None:
-            dtype = next((options[name] for name in ("L", "T", "X") if name in options), kernels.triton_dtype(torch.float32))
+            dtype = next(
+                (options[name] for name in ("L", "T", "X") if name in options), triton_support.triton_dtype(torch.float32)
+            )
             name = kernel.fn.__name__.lstrip("_")
-            some = [each for each in inside if kernels.triton_dtype(each[2]) == dtype]
+            some = [each for each in inside if triton_support.triton_dtype(each[2]) == dtype]
             self.add(
                 name, sum(each[0] for each in some), sum(each[1] for each in some), some[0][2] if some else torch.float32
             )
@@ -157,9 +159,9 @@ class Cost(TorchDispatchMode):
             (of_clipping, "normalized_sums"): normalized_sums,
             (chacha, "add_noise_and_scale"): add_noise_and_scale,
             (of_optimizer, "fused_update"): fused_update,
-            (kernels, "launch"): launch,
-            (kernels, "are_usable"): lambda device: True,
-            (kernels, "address_of"): lambda values: next(addresses),
+            (triton_support, "launch"): launch,
+            (triton_support, "are_usable"): lambda device: True,
+            (triton_support, "address_of"): lambda values: next(addresses),
         }
         original = {key: getattr(*key) for key in replaced}
         with contextlib.ExitStack() as stack:

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping import norms
 from doppler_hf.privacy.token_losses import next_labels, summed_token_losses
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.engine import IMAGE, LM, TEXT, Work, build, losses_of
 from scripts.bench.measure import append_json_line, chosen, settings
+from scripts.training.arguments import one_line_errors, parse_args
 
 EPS = torch.finfo(torch.float32).eps
 LONG = (("max_position_embeddings", 4098),)

@@ -20,11 +20,11 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from doppler_hf import DopplerTrainingArguments
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line, chosen, quartiles, settings
 from scripts.studies.data import Data, Sources
 from scripts.studies.runs import StudyTrainer
 from scripts.studies.tasks import SMALL
+from scripts.training.arguments import one_line_errors, parse_args
 
 # Tasks whose unit of privacy is an image.
 IMAGES = ("digits", "mnist", "mnist-perceptron")

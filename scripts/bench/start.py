@@ -20,8 +20,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.bench.measure import append_json_line, settings
+from scripts.training.arguments import one_line_errors, parse_args
 
 
 @dataclass

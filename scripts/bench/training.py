@@ -39,9 +39,6 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
-from doppler_hf.workloads.data_sources import load_glue
-from doppler_hf.workloads.lora import LoraArguments, add_lora
 from scripts.bench.measure import (
     MIB,
     append_json_line,
@@ -52,6 +49,9 @@ from scripts.bench.measure import (
     seconds_of,
     settings,
 )
+from scripts.training.arguments import one_line_errors, parse_args
+from scripts.training.data_sources import load_glue
+from scripts.training.lora import LoraArguments, add_lora
 
 
 @dataclass

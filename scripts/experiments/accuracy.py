@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 from transformers import PrinterCallback, set_seed
 
-from doppler_hf.reports.plots import new_figure
 from doppler_hf.training_args import DopplerTrainingArguments
 from scripts.studies.data import Data, Sources
 from scripts.studies.networks import with_trained
@@ -94,7 +93,9 @@ def error_of(values: np.ndarray) -> float:
 
 def draw(results: Mapping[str, Mapping[str, Mapping[float, np.ndarray]]], path: Path) -> None:
     """Draw accuracy against ε, a panel for each task."""
-    figure = new_figure(8.4, 3.2)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     styles = {"plain DP": ("C7", "s"), "doppler_hf": ("C0", "o")}
     for axes, (name, found) in zip(panels, results.items(), strict=True):

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from doppler_hf.workloads.arguments import one_line_errors, parse_args
 from scripts.experiments.tiny_models import examples_of, padded, tiny_model
+from scripts.training.arguments import one_line_errors, parse_args
 
 MODELS: Final = (
     "BertForSequenceClassification", "RobertaForSequenceClassification", "DistilBertForSequenceClassification",

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, GradientRecorder
 from doppler_hf.filters import LowPassFilter, impulse_response
-from doppler_hf.run.count_sketch import CountSketch
+from doppler_hf.gradient_recorder import CountSketch
 
 LAGS: Final = 64
 PARTS: Final = 3  # of a run

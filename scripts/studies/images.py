@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from doppler_hf.workloads.data_sources import load_images
 from scripts.studies.data import Data, Loader, Rows, Sources, apart, digest_of, in_parts, kept
 from scripts.studies.scattering import Scattering
+from scripts.training.data_sources import load_images
 
 # How many images are scattered together.
 TOGETHER: Final = 100

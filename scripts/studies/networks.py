@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from doppler_hf.workloads.mean_pooling import masked_mean
+from doppler_hf.mean_pooling import masked_mean
 from scripts.studies.scattering import PATHS, STRIDE
 
 HASHED_WORDS: Final = 4096

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from doppler_hf.run.digests import parameters_digest
-from doppler_hf.workloads.data_sources import glue_task, load_glue
-from doppler_hf.workloads.hub import hub_or_folder
 from scripts.studies.data import Data, Loader, Sources, apart, digest_of, in_parts, kept
 from scripts.studies.networks import HASHED_WORDS, TopLayers
+from scripts.training.data_sources import glue_task, load_glue
+from scripts.training.hub import hub_or_folder
 
 # The longest text, and how many texts are computed together.
 MAX_TOKENS: Final = 128

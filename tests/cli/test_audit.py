@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from doppler_hf.audit import AuditTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
 from tests.support.printed import flat
@@ -35,6 +36,50 @@ def test_broken_run_ends_with_1(recipe, tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
     assert written["contradicts_claim"]
     assert f"THE CLAIM IS WRONG: this run leaks at least ε = {written['lower_bound']:.4g}" in shown
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from doppler_hf import DopplerTrainer
+from tests.support.tiny import text_data
+from tests.support.trainers import trainer_of
+
+
+class Half(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return 0.5 * super().compute_per_sample_loss(model, inputs)
+
+
+class Mine(Half):
+    def __init__(self, *args, note=None, **options):
+        super().__init__(*args, **options)
+
+
+cls = {"Half": Half, "Mine": Mine}[sys.argv[2]]
+trainer_of(Path(sys.argv[1]), cls=cls, evaluated=text_data(8), eval_strategy="steps", eval_steps=1, save_strategy="steps",
+           save_steps=1, load_best_model_at_end=True, max_steps=2, learning_rate=1e-3).train()
+"""
+
+
+def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "my_train.py"
+    path.write_text(SCRIPT)
+    losses = []
+    right = AuditTrainer.compute_per_sample_loss
+    monkeypatch.setattr(
+        AuditTrainer, "compute_per_sample_loss",
+        lambda self, *args: losses.append(type(self).__mro__[2].__name__) or right(self, *args),
+    )  # fmt: skip
+    words = ["audit", "--canaries=100", "--confidence=0.999999", "--script", str(path), str(tmp_path / "mine")]
+    assert main([*words, "Half"]) == 0
+    assert "canaries │ 100, " in flat(capsys.readouterr().out)
+    assert set(losses) == {"Half"}
+    assert [each.name for each in (tmp_path / "mine" / "out").iterdir()] == ["privacy_audit.json"]
+    assert main([*words, "Mine"]) == 2
+    error = capsys.readouterr().err
+    assert "error: Expected a trainer that is made as DopplerTrainer is; got Mine, which has an __init__" in error
+    assert "class Audited(AuditTrainer, Mine)" in error  # which tests/audit does
 
 
 @pytest.mark.parametrize(

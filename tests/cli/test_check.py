@@ -7,6 +7,8 @@ import pytest
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
+from doppler_hf.cli import script as script_of_command
+from doppler_hf.cli.script import _script_of
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from tests.support.printed import flat
 
@@ -67,6 +69,48 @@ def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):
     assert "No defect found" in shown
     assert "handled" not in shown
     assert not list((tmp_path / "mine" / "out").glob("*"))
+
+
+def test_what_is_refused_in_a_script_is_not_taken_for_an_error_that_it_handles(script, tmp_path, capsys):
+    assert main(["check", "--pairs=0", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "error: pairs must be at least 1, got 0."
+    assert "handled" not in captured.out
+
+
+@pytest.mark.parametrize("command", ["check", "audit"])
+def test_a_misspelt_option_before_a_script_is_refused(command, script, tmp_path, capsys):
+    assert main([command, "--pears=3", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
+    assert capsys.readouterr().err.startswith("error: Unknown options before --script: --pears=3. Give the script's own")
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "audit"])
+def test_a_recipe_without_privacy_is_refused_before_it_is_trained(command, recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DopplerTrainer, "train", lambda *args, **options: pytest.fail("it was trained"))
+    words = ["--disable_dp=true", "--learning_rate=1e-3"]
+    recipe.write_text(recipe.read_text().replace("noise_multiplier: 2.0\ntarget_delta: 1e-3\n", ""))
+    assert main([command, str(recipe), *words]) == 2
+    assert "disable_dp" in capsys.readouterr().err.splitlines()[-1]
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_recipe_needs_a_clone_that_is_found_beside_the_package_the_recipe_or_here(recipe, tmp_path, monkeypatch, capsys):
+    root = script_of_command.PACKAGE.parent
+    command = [str(root / "scripts" / "image_classification.py"), str(recipe)]
+    assert _script_of([str(recipe)]) == command
+    monkeypatch.chdir(tmp_path)
+    assert _script_of([str(recipe)]) == command  # beside the package
+    # As where a wheel is installed.
+    monkeypatch.setattr(script_of_command, "PACKAGE", tmp_path / "site-packages" / "doppler_hf")
+    assert main(["check", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: Expected a clone of the repository, whose scripts train recipes; got none near ")
+    assert "with --script" in error  # which other tests do
+    own = str(root / "recipes" / "image" / "digits-eps8.yaml")
+    assert _script_of([own]) == [*command[:1], own]
+    monkeypatch.chdir(root / "docs")
+    assert _script_of([str(recipe)]) == command
 
 
 def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, capsys):

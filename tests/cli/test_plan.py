@@ -8,10 +8,10 @@ import pytest
 import scipy.signal
 
 from doppler_hf.cli import main
+from doppler_hf.cli import planned_runs as planning
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import trade_off
-from doppler_hf.reports import planned_runs as planning
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data
 from tests.support.trainers import trained, trainer_of

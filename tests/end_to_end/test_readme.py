@@ -24,17 +24,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
-from doppler_hf.cli import main
+from doppler_hf.cli import main, planned_runs
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.attack import percent
-from doppler_hf.reports import planned_runs
 from doppler_hf.training_args.checks import own_fields
 from doppler_hf.training_args.galore import GaloreArguments
-from doppler_hf.workloads.arguments import parse_args
-from doppler_hf.workloads.lora import LoraArguments
-from doppler_hf.workloads.recipe import KINDS
+from scripts.training.arguments import parse_args
+from scripts.training.lora import LoraArguments
+from scripts.training.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.source import parts
 from tests.support.tiers import thorough
@@ -45,7 +44,7 @@ README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "r
 INDEX = ROOT / "recipes" / "RESULTS.md"
 SECURITY = ROOT / "SECURITY.md"
 PAGES = [README, SECURITY, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
-RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for arguments, _ in KINDS.values()))
+RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for _, arguments in KINDS.values()))
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node"}  # of accelerate launch and torchrun
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
@@ -183,7 +182,7 @@ def test_flags_fit_the_recipe_that_they_follow(page, tmp_path, monkeypatch):
     for command in commands(page):
         if found := re.search(r"scripts/\w+\.py (recipes/(image|glue|causal_lm)/\S+\.yaml[^#]*)", command):
             words = [PLACEHOLDERS.get(word, word) for word in shlex.split(found[1])]
-            arguments, _ = KINDS["images" if found[2] == "image" else found[2]]
+            _, arguments = KINDS["images" if found[2] == "image" else found[2]]
             fixed = ["--use_cpu=true", f"--output_dir={tmp_path}"]
             assert parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=[*words, *fixed]), command
 

@@ -7,11 +7,13 @@ import pytest
 
 from doppler_hf.filters import (
     PAPER_FILTERS,
+    LowPassFilter,
     PowerEstimate,
     autocorrelation,
     corrected_noise_gain,
     estimate_power,
     noise_gain,
+    optimal_fir,
 )
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
@@ -70,3 +72,14 @@ def test_the_signal_is_found_within_its_error():
     # Five and a half errors of the mean of 60: 4e-8 of false alarm; χ² of 60 degrees over 60: 1e-7 at 0.26 and at 2.3.
     assert abs(np.mean(deviations)) < 5.5 / math.sqrt(60)
     assert 0.26 < np.mean(np.square(deviations)) < 2.3
+
+
+def test_optimal_fir_is_proportional():
+    low_pass_filter = optimal_fir(np.array([2.0, 1.0, 0.0, 1.0]))
+    assert low_pass_filter == LowPassFilter(b=(0.5, 0.25, 0.0, 0.25))
+
+
+def test_an_autocorrelation_without_a_positive_sum_is_refused():
+    for lags, found in (([0.5, -0.5], "0"), ([0.5, np.nan], "nan")):
+        with pytest.raises(ValueError, match=f"must have a positive sum, by which b is divided, got {found}"):
+            optimal_fir(np.array(lags))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.filters import PAPER_FILTERS, butterworth
 from doppler_hf.optim import DopplerOptimizer, fused_update
 from doppler_hf.optim.low_pass import padded_coefficients
@@ -24,7 +24,7 @@ BESIDE = 7.0  # what lies before and after a tensor
 @pytest.fixture(autouse=True)
 def in_kernel(monkeypatch):
     """The way of a GPU, with few numbers in a program: small tensors are several, each of some 20 ms to interpret."""
-    monkeypatch.setattr(kernels, "are_usable", lambda device: True)
+    monkeypatch.setattr(triton_support, "are_usable", lambda device: True)
     monkeypatch.setattr(fused_update, "BLOCK", 16)
     repair_casts(monkeypatch)
 
@@ -160,7 +160,7 @@ def test_an_optimizer_with_groups_of_their_own_steps_as_without_the_kernel(optio
     # Rates and noise, which are new at every step, need no new program.
     assert len(launches) == 3
     assert len({tuple(options.items()) for options in launches}) == 1
-    monkeypatch.setattr(kernels, "are_usable", lambda device: False)
+    monkeypatch.setattr(triton_support, "are_usable", lambda device: False)
     expected, expected_state = trajectory(parameters(), **options)
     assert len(launches) == 3
     close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)

@@ -61,3 +61,35 @@ def test_parts_of_matrices_are_refused(monkeypatch):
     monkeypatch.setattr("doppler_hf.optim.optimizer.DTensor", torch.nn.Parameter)
     with pytest.raises(ValueError, match=r"shards must have orthogonal=False, .* Leave base_optimizer='muon' out"):
         doppler_optimizer(parameters((3, 4)), lr=0.1, orthogonal=True)
+
+
+def test_muon_is_one_name_for_adam_bc_with_orthogonalized_matrices_and_reads_checkpoints_that_had_two():
+    options = dict(lr=0.5, noise_std=0.3, weight_decay=0.1)
+    written, named = parameters((6, 9), (7,)), parameters((6, 9), (7,))
+    of_0_3 = doppler_optimizer(written, base="adam_bc", orthogonal=True, **options)
+    muon = doppler_optimizer(named, base="muon", **options)
+    assert muon.param_groups[0]["orthogonal"]
+    for _ in range(2):
+        for optimizer, params in ((of_0_3, written), (muon, named)):
+            for index, p in enumerate(params):
+                p.grad = normal(*p.shape, seed=index)
+            optimizer.step()
+        assert all(map(torch.equal, written, named))
+        muon.load_state_dict(of_0_3.state_dict())  # and goes on alike
+    with pytest.raises(ValueError, match=r"of orthogonal True, this optimizer of False\."):
+        doppler_optimizer(parameters((6, 9), (7,)), base="adam_bc", **options).load_state_dict(muon.state_dict())
+    with pytest.raises(ValueError, match=r"of base 'muon', this optimizer of 'adam'\."):
+        doppler_optimizer(parameters((6, 9), (7,)), base="adam", orthogonal=True, lr=0.5).load_state_dict(muon.state_dict())
+
+
+def test_a_group_of_embeddings_is_left_out():
+    table, matrix = parameters((6, 9), (6, 9))
+    plain_table, _ = parameters((6, 9), (6, 9))
+    muon = doppler_optimizer([{"params": [table], "orthogonal": False}, {"params": [matrix]}], lr=0.5, base="muon")
+    adam = doppler_optimizer([plain_table], lr=0.5, base="adam_bc")
+    for p in (table, plain_table, matrix):
+        p.grad = normal(6, 9)
+    muon.step()
+    adam.step()
+    assert torch.equal(table, plain_table)
+    assert not torch.allclose(matrix, table)

@@ -135,7 +135,7 @@ def test_a_closure_is_refused():
     [
         ({"lr": -1.0}, "lr must be a finite number ≥ 0, got -1.0"),
         ({"weight_decay": math.nan}, "weight_decay must be a finite number ≥ 0, got nan"),
-        ({"base": "lion"}, "base must be one of sgd, adam, adam_bc, got 'lion'"),
+        ({"base": "lion"}, "base must be one of sgd, adam, adam_bc, muon, got 'lion'"),
         ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\), got 1.0"),
         ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),
         ({"noise_std": -1.0}, "noise_std must be a finite number ≥ 0, got -1.0"),

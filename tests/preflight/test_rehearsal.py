@@ -17,7 +17,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.preflight import rehearsal
 from doppler_hf.preflight.rehearsal import few_rows
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.workloads.metrics import accuracy_from_logits
+from scripts.training.metrics import accuracy_from_logits
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert
 from tests.support.trainers import OfLogits, On, on_cpu, trained, trainer_of, weights

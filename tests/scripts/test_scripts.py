@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +15,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceCla
 
 import doppler_hf
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.workloads.arguments import parse_args
-from doppler_hf.workloads.data_sources import GLUE_TASKS
-from doppler_hf.workloads.glue import GlueArguments
-from doppler_hf.workloads.images import ImageArguments
-from doppler_hf.workloads.language_model import CausalLMArguments
-from doppler_hf.workloads.lora import LoraArguments
 from scripts import causal_lm, dpo, glue, image_classification, sft
+from scripts.training.arguments import parse_args
+from scripts.training.data_sources import GLUE_TASKS
+from scripts.training.lora import LoraArguments
 from tests.support.folders import END, write_bert, write_glue, write_gpt2, write_mnist, write_texts
 from tests.support.tiers import further, thorough
 
 ROOT = Path(__file__).parents[2]
 # By the folder of a script's recipes.
 SCRIPTS = {
-    "glue": (glue, GlueArguments),
-    "image": (image_classification, ImageArguments),
-    "causal_lm": (causal_lm, CausalLMArguments),
+    "glue": (glue, glue.GlueArguments),
+    "image": (image_classification, image_classification.ImageArguments),
+    "causal_lm": (causal_lm, causal_lm.CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
 }
@@ -46,6 +45,15 @@ def results_of(script, out, *flags):
     """Return what a script finds in two steps."""
     script.main([*flags, f"--output_dir={out}", "--use_cpu", "--report_to=none", "--max_steps=2", "--save_strategy=no"])
     return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize("name", further([Path(script.__file__).name for script, _ in SCRIPTS.values()], quick=["sft.py"]))
+def test_a_script_is_started_as_a_file_from_anywhere_without_an_installation(name, tmp_path):
+    """As `accelerate launch` starts it; -I: no path but those of Python and of its packages."""
+    command = [sys.executable, "-I", str(ROOT / "scripts" / name), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--target_epsilon" in done.stdout
 
 
 LORA = [(), ("--lora_r=2",), ("--lora_r=2", "--lora_target_modules=key,value")]

@@ -17,7 +17,8 @@ CHECKED = (
     "doppler_hf.audit",
     "doppler_hf.dpo",
     "doppler_hf.filters",
-    "doppler_hf.kernels",
+    "doppler_hf.gradient_recorder",
+    "doppler_hf.triton_support",
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.low_pass",
@@ -43,7 +44,8 @@ CHECKED = (
     "doppler_hf.privacy.token_losses",
     "doppler_hf.run",
     "doppler_hf.trainer",
-    "doppler_hf.workloads",
+    "doppler_hf.cli.random_model",
+    "doppler_hf.mean_pooling",
 )
 # What is called for every parameter or layer of every step, or for every object that a model refers to: a check is some
 # 40 µs, and there would be millions in the suite.
@@ -71,7 +73,7 @@ def jaxtyped(*, typechecker):
 
     def wrapped(function):
         is_idle = "<locals>" in function.__qualname__ and jaxtyping.config.jaxtyping_disable
-        is_of_arrays = isinstance(function, type) or any(map(names_arrays, function.__annotations__.values()))
+        is_of_arrays = any(map(names_arrays, function.__annotations__.values()))
         return WRAPPED(function, typechecker=typechecker) if is_of_arrays and not is_idle else function
 
     return wrapped

@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.privacy import randomness
 from doppler_hf.run import private_run
 from scripts.bench.roofline import is_free
@@ -40,7 +40,7 @@ class Asked(TorchDispatchMode):
         self.kernels, self.waits = 0, []
 
     def __enter__(self):
-        self._patch = mock.patch.object(kernels, "launch", self._launched)
+        self._patch = mock.patch.object(triton_support, "launch", self._launched)
         self._patch.start()
         return super().__enter__()
 
@@ -116,8 +116,8 @@ def far_away(device=FAR):
         (private_run, "fill_generators"): _outside(private_run.fill_generators),
         (randomness.BitStream, "bits"): _outside(randomness.BitStream.bits),
         (randomness.SecretBits, "fill"): _filled(randomness.SecretBits.fill, mode),
-        (kernels, "address_of"): lambda values: next(addresses),
-        (kernels, "are_usable"): lambda device: device.type == FAR,
+        (triton_support, "address_of"): lambda values: next(addresses),
+        (triton_support, "are_usable"): lambda device: device.type == FAR,
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), new in patches.items():

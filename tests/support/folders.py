@@ -11,7 +11,7 @@ from transformers import (
     GPT2TokenizerFast,
 )
 
-from doppler_hf.workloads.data_sources import GLUE_TASKS
+from scripts.training.data_sources import GLUE_TASKS
 
 WORDS = ["good", "bad", "fine", "poor", "film", "plot", "the", "a"]
 SPECIAL_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -2,7 +2,7 @@
 
 The checks before the first step are off here, which a user has on: they take a third of such a run, and most tests are about
 what comes after them. `checked_trainer_of` has them, for tests of the checks, of models, collators and losses, and of whole
-trainings as a user starts them; scripts, recipes, workloads, processes and the README's examples have them too.
+trainings as a user starts them; scripts, recipes, processes and the README's examples have them too.
 """
 
 import functools

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.linalg import highest_matmul_precision, row_norms
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.norms import RAISED_BY, Clipping, Squares, clip_factors, shares_of_error
@@ -109,7 +109,7 @@ class ClippedGradients:
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
         devices = {parameter.device for parameter in trainable.values()}
-        self.in_kernels = self._finest != torch.float64 and all(map(kernels.are_usable, devices))
+        self.in_kernels = self._finest != torch.float64 and all(map(triton_support.are_usable, devices))
         self.on_accelerator = self.in_kernels or all(device.type != "cpu" for device in devices)
         self.reset()
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 
 # Places in a tile, and numbers of a place that are multiplied at a time.
 TILE: Final = 64
@@ -143,7 +143,7 @@ def compare(
     kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for index, (left, right) in enumerate(products):
         is_aligned = all(
-            each.shape[2:].numel() % 16 == 0 and kernels.address_of(each) % 16 == 0
+            each.shape[2:].numel() % 16 == 0 and triton_support.address_of(each) % 16 == 0
             for each in (left, right)
             if each.ndim > 2
         )
@@ -152,13 +152,13 @@ def compare(
         some = [products[index] for index in indices]
         device, examples = some[0][0].device, len(some[0][0])
         rows = [
-            (*map(kernels.address_of, (left, right)), left.shape[1], left.shape[2], right.shape[2:].numel())
+            (*map(triton_support.address_of, (left, right)), left.shape[1], left.shape[2], right.shape[2:].numel())
             for left, right in some
         ]
         tiles = [-(-left.shape[1] // TILE) for left, _ in some]
         most = max(count * (count + 1) // 2 for count in tiles)
         out = torch.zeros(len(some), examples, most, 3, dtype=torch.float32, device=device)
-        kernels.launch(
+        triton_support.launch(
             _compare,
             (examples * most, len(some)),
             np.array(rows, dtype=np.int64).reshape(-1),
@@ -166,8 +166,8 @@ def compare(
             most,
             device=device,
             VANISHED=vanished,
-            L=kernels.triton_dtype(of_left),
-            R=kernels.triton_dtype(of_right),
+            L=triton_support.triton_dtype(of_left),
+            R=triton_support.triton_dtype(of_right),
             IS_LOOKUP=is_lookup,
             ALIGNED=is_aligned,
             INTERPRETED=triton.knobs.runtime.interpret,
@@ -232,16 +232,18 @@ def weighed(
         wide = {key: r if l.shape[2] <= r.shape[2] else l for key, (l, r, _) in some.items()}
         scaled = {key: torch.empty_like(values, dtype=out_dtype) for key, values in narrow.items()}
         factors = [factors for *_, factors in some.values()]
-        columns = [[*map(kernels.address_of, each)] for each in (narrow.values(), scaled.values(), wide.values(), factors)]
+        columns = [
+            [*map(triton_support.address_of, each)] for each in (narrow.values(), scaled.values(), wide.values(), factors)
+        ]
         counts = [[values[0].numel() for values in each.values()] for each in (narrow, wide)]
         table = np.array([*columns, *counts], dtype=np.int64).T
-        kernels.launch(
+        triton_support.launch(
             _weigh,
             (len(left), len(some), _PIECES),
             np.ascontiguousarray(table).reshape(-1),
             device=left.device,
-            T=kernels.triton_dtype(left.dtype),
-            OUT=kernels.triton_dtype(out_dtype),
+            T=triton_support.triton_dtype(left.dtype),
+            OUT=triton_support.triton_dtype(out_dtype),
             ALIGNED=not (table[:, [0, 1, 4]] % 16).any(),
             CHUNK=CHUNK,
             PIECES=_PIECES,
@@ -295,5 +297,5 @@ def normalized_sums(
     of_weight, of_bias = torch.empty(2, rows, n, dtype=torch.float32, device=x.device)
     tensors = (x.contiguous(), mean.contiguous(), rstd.contiguous(), grad.contiguous(), of_weight, of_bias)
     grid, options = (rows, -(-n // _COLUMNS)), {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    kernels.launch(_sum_normalized, grid, *tensors, time, n, device=x.device, num_warps=_WARPS, **options)
+    triton_support.launch(_sum_normalized, grid, *tensors, time, n, device=x.device, num_warps=_WARPS, **options)
     return of_weight, of_bias

@@ -23,7 +23,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 
 # Blocks of the cipher in a program, one a lane, and normals in a block.
 LANES: Final = 256
@@ -162,22 +162,22 @@ def add_noise_and_scale(
     # Privacy: the cipher's counter has 32 bits, of which no block may come twice under one key.
     assert programs.sum() * LANES * terms <= 1 << 32, "too many coordinates for one key"
     rows = np.zeros((len(values), 4 + len(coefficients)), dtype=np.int64)
-    rows[:, 0] = [kernels.address_of(value) for value in values]
+    rows[:, 0] = [triton_support.address_of(value) for value in values]
     rows[:, 1], rows[:, 2] = sizes, firsts
     for row, state in zip(rows, states, strict=False):
-        row[3:] = [kernels.address_of(each) for each in state]
+        row[3:] = [triton_support.address_of(each) for each in state]
     key = np.frombuffer(os.urandom(32), dtype=np.int64)
     numbers = np.array([std / terms**0.5, scale, *coefficients]).view(np.int64)
-    kernels.launch(
+    triton_support.launch(
         _release,
         (int(programs.sum()),),
         np.concatenate([key, numbers, rows.reshape(-1)]),
-        kernels.owners_of_programs(programs),
+        triton_support.owners_of_programs(programs),
         device=device,
         LANES=LANES,
         TERMS=terms,
         K=len(coefficients),
         SHAPED=bool(states),
-        T=kernels.triton_dtype(dtype),
+        T=triton_support.triton_dtype(dtype),
         num_warps=_WARPS,
     )

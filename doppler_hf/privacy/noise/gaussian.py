@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.privacy.randomness import BitStream
 
 # Normals made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
@@ -41,7 +41,7 @@ def noise_source(device: torch.device, *, floating_point_safe: bool = False, see
         >>> noise_source(torch.device("cpu"))
         'AES-256-CTR keyed by the operating system, Box-Muller'
     """
-    secret = "ChaCha20 keyed at every step" if seed is None and kernels.are_usable(device) else "AES-256-CTR keyed"
+    secret = "ChaCha20 keyed at every step" if seed is None and triton_support.are_usable(device) else "AES-256-CTR keyed"
     bits = f"{secret} by the operating system" if seed is None else "reproducible from a seed: not private"
     return f"{bits}, Box-Muller" + (", sum of four against floating-point attacks" if floating_point_safe else "")
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.noise.gaussian import TERMS, add_gaussian_noise, noise_source
 from doppler_hf.privacy.randomness import bit_stream
@@ -85,7 +85,7 @@ class GaussianMechanism:
         self._num_past, self._past = shape.bands - 1, dict[str, list[Tensor]]()
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
-        self._in_kernel = seed is None and kernels.are_usable(device)
+        self._in_kernel = seed is None and triton_support.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
         # Of the white noise z in a sum. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
         self._white_std = noise_multiplier * max_grad_norm * shape.norm

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from doppler_hf import kernels as launching
+from doppler_hf import triton_support
 from doppler_hf.privacy.clipping import kernels
 from tests.support.interpreter import repair_casts
 from tests.support.models import batch_for, build, losses_of, rows
@@ -17,7 +17,7 @@ from tests.support.per_example import book_keeping
 from tests.support.tiers import thorough
 
 pytestmark = [
-    # Torch 2.11 has it. Compiled, the kernels do not mind: tests/test_kernels.py.
+    # Torch 2.11 has it. Compiled, the kernels do not mind: tests/test_triton_support.py.
     pytest.mark.skipif(
         TorchVersion(triton.__version__) < "3.7",
         reason="with NumPy 2.4 its interpreter takes no bound of a loop from memory",
@@ -118,7 +118,7 @@ def of_model(name, *, in_kernels, of=losses_of, autocast=False, count=6, **optio
     torch.manual_seed(0)
     model = build(name, torch.float32)
     inputs, labels = rows(*batch_for(model, torch.float32), torch.arange(6) < count)
-    with mock.patch.object(launching, "are_usable", return_value=in_kernels), book_keeping(model, **options) as clipped:
+    with mock.patch.object(triton_support, "are_usable", return_value=in_kernels), book_keeping(model, **options) as clipped:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             losses = of(model, inputs, labels)
         norms = clipped.backward(losses)
@@ -157,7 +157,7 @@ def test_rounding_that_always_goes_up_stays_within_c():
     for max_grad_norm in torch.linspace(0.5, 1.0, 24).tolist():
         layer = nn.Linear(16, 16, bias=False).bfloat16()
         inputs = torch.ones(1, 4, 16, dtype=torch.bfloat16)
-        with mock.patch.object(launching, "are_usable", return_value=True):
+        with mock.patch.object(triton_support, "are_usable", return_value=True):
             clipped = book_keeping(layer, max_grad_norm=max_grad_norm, norm_rule="ghost", clipping="vanilla")
         with clipped:
             clipped.backward(layer(inputs).sum(dim=(1, 2)))

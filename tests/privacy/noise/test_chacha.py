@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-from doppler_hf import kernels
+from doppler_hf import triton_support
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.noise import chacha
@@ -90,7 +90,7 @@ def test_noise_is_shaped_by_what_earlier_steps_left():
 def in_kernel(**options):
     """A mechanism that takes the way of an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "are_usable", lambda device: True)
+        patch.setattr(triton_support, "are_usable", lambda device: True)
         return GaussianMechanism(noise_multiplier=SIGMA, max_grad_norm=C, expected_batch_size=B, **options)
 
 

@@ -1,0 +1,104 @@
+"""A model of random weights and a batch of random inputs, by its configuration alone: nothing but that is downloaded."""
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from doppler_hf.privacy.losses import per_sample_losses
+
+# Task → Transformers' class, and PEFT's name.
+TASKS: Final[dict[str, tuple[Any, Any]]] = {
+    "text-classification": (AutoModelForSequenceClassification, "SEQ_CLS"),
+    "causal-lm": (AutoModelForCausalLM, "CAUSAL_LM"),
+    "image-classification": (AutoModelForImageClassification, None),
+}
+
+
+class RandomModel:
+    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
+
+    Args:
+        name: A hub name, or a folder with config.json.
+        task: One of `TASKS`.
+        length: Tokens of a text; None for images.
+        lora_r: Rank of adapters; 0 trains all weights.
+        lora_target_modules: Layers with adapters, comma separated; by default PEFT's choice for the model.
+        device: Where the weights are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        task: str,
+        length: int | None,
+        lora_r: int = 0,
+        lora_target_modules: str | None = None,
+        device: str,
+    ) -> None:
+        if lora_target_modules is not None and not lora_r:
+            raise ValueError(
+                f"--lora-target-modules {lora_target_modules} has no effect without adapters. Set their rank with --lora-r."
+            )
+        self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"
+        if self._is_image == (length is not None):
+            need = "must be left out for images" if self._is_image else "must be given for texts"
+            raise ValueError(f"--length {need}, got {length}. Images have the size of the configuration.")
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except OSError as error:
+            raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
+        positions = getattr(config, "max_position_embeddings", None)
+        if length and positions and length > positions:
+            raise ValueError(
+                f"--length must be at most the model's {positions} positions, got {length}. Give --length {positions}."
+            )
+        self._config, self._length = config, length
+        self._generator = torch.Generator().manual_seed(0)
+        head, task_type = TASKS[task]
+        with torch.device(device):
+            self.base: PreTrainedModel = head.from_config(config)
+            self.model: nn.Module = self.base.train()
+            if lora_r:
+                from peft import LoraConfig, get_peft_model
+
+                names = None if lora_target_modules is None else lora_target_modules.split(",")
+                config = LoraConfig(
+                    r=lora_r,
+                    # PEFT knows all-linear only as a plain string.
+                    target_modules="all-linear" if names == ["all-linear"] else names,
+                    task_type=task_type,
+                    # Without a task PEFT would freeze the head, which is new.
+                    modules_to_save=["classifier"] if task_type is None else None,
+                )
+                self.model = get_peft_model(self.base, config).train()
+
+    def batch(self, size: int) -> dict[str, Tensor]:
+        """Return a random batch of that many examples, all of the same length."""
+        labels = torch.randint(self._config.num_labels, (size,), generator=self._generator)
+        if self._is_image:
+            side, channels = self._config.image_size, getattr(self._config, "num_channels", 3)
+            inputs = {"pixel_values": torch.randn(size, channels, side, side, generator=self._generator), "labels": labels}
+        else:
+            assert self._length is not None
+            ends = [self._config.pad_token_id, *np.atleast_1d(self._config.eos_token_id)]  # of which there may be several
+            words = torch.tensor([number for number in range(self._config.vocab_size) if number not in ends])
+            tokens = words[torch.randint(len(words), (size, self._length), generator=self._generator)]
+            of_task = tokens if self._is_lm else labels
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": of_task}
+        return {name: values.to(self.base.device) for name, values in inputs.items()}
+
+    def losses_of(self, inputs: dict[str, Tensor], *, in_bf16: bool = False) -> Float[Tensor, " batch"]:
+        """Return the loss of each example of a batch, computed in bfloat16 as a training with `bf16` does."""
+        with torch.autocast(self.base.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            return per_sample_losses(self.model, inputs, base_model=self.base)

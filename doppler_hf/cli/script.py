@@ -1,0 +1,117 @@
+"""A training script up to its first training, whose trainer `check` and `audit` take: your script, or that of a recipe.
+
+A recipe is a command line of a script of the repository. Which script that is, `scripts/training/recipe.py` knows. The
+folder `scripts` is no part of the package: it is looked for beside the package, and above the recipe and the current folder.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from unittest import mock
+
+from doppler_hf.trainer import DopplerTrainer
+
+PACKAGE: Final = Path(__file__).resolve().parents[1]
+CHOOSES_THE_SCRIPT: Final = Path("scripts/training/recipe.py")
+T = TypeVar("T")
+OF_MISTAKES: Final = "error: "  # with which the scripts of the repository end, and then one line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the two ways to name a training."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
+    )
+    source.add_argument(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="YAML recipe of a private run, in a clone of the repository; its fields may follow as flags",
+    )
+    parser.set_defaults(fields=[])
+
+
+def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) -> T:
+    """Run the script that the arguments name up to its first training, and return what `use` makes of the trainer.
+
+    Trainings of a script without privacy are made on the way, as baselines. A recipe has only one, which `use` may refuse.
+    """
+    if args.script is None:
+        return first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
+    if args.fields:
+        raise ValueError(f"Unknown options before --script: {' '.join(args.fields)}. Give the script's own words after it.")
+    words = args.script
+    if not words or not Path(words[0]).is_file():
+        raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
+    return first_trainer(words, use, is_baseline_run=True)
+
+
+class _Used(BaseException):
+    """Carries what came of the trainer out of a script, past whatever exceptions the script handles."""
+
+    def __init__(self, outcome: Any, error: Exception | None) -> None:
+        self.outcome, self.error = outcome, error
+
+
+def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool) -> T:
+    """Run a script with its arguments, and use its first trainer, or its first private one, in place of training it."""
+    train = DopplerTrainer.train
+
+    def use_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
+        if is_baseline_run and trainer.args.disable_dp:
+            return train(trainer, *args, **options)
+        with mock.patch.object(DopplerTrainer, "train", train):  # what uses it may train
+            try:
+                outcome, error = use(trainer), None
+            except Exception as raised:
+                outcome, error = None, raised
+        raise _Used(outcome, error)
+
+    with _as_python_has_it(words), mock.patch.object(DopplerTrainer, "train", use_instead):
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except _Used as used:
+            if used.error is not None:
+                raise used.error from None
+            result: T = used.outcome
+            return result
+        except SystemExit as ended:
+            if isinstance(ended.code, str) and ended.code.startswith(OF_MISTAKES):
+                raise ValueError(ended.code.removeprefix(OF_MISTAKES)) from ended
+            raise
+    raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
+
+
+@contextmanager
+def _as_python_has_it(words: Sequence[str]) -> Iterator[None]:
+    folder = os.path.dirname(os.path.abspath(words[0]))
+    with mock.patch.multiple(sys, argv=list(words), path=[folder, *sys.path]):
+        yield
+
+
+def _script_of(words: Sequence[str]) -> list[str]:
+    """Return the script for a recipe and the flags after it, and the words that the script takes."""
+    recipe = Path(words[0]).resolve()
+    # Beside the package first, since both are then of one version.
+    places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]
+    clone = next((place for place in places if (place / CHOOSES_THE_SCRIPT).is_file() and _is_clone(place)), None)
+    if clone is None:
+        raise ValueError(
+            f"Expected a clone of the repository, whose scripts train recipes; got none near {words[0]} or the current "
+            "folder. Call this command in a clone, or give a training script of yours with --script."
+        )
+    with mock.patch.object(sys, "path", [str(clone), *sys.path]):
+        command_of = import_module(CHOOSES_THE_SCRIPT.with_suffix("").as_posix().replace("/", ".")).command_of
+        found: list[str] = command_of(words)
+    return found
+
+
+def _is_clone(folder: Path) -> bool:
+    return (folder / "doppler_hf" / "trainer.py").is_file()

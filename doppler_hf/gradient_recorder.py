@@ -1,0 +1,151 @@
+"""`GradientRecorder`: a small image of each step's private gradient, to measure its spectrum, and the map that makes it.
+
+The map is a count sketch (Charikar, Chen and Farach-Colton). A gradient of d coordinates becomes k = `dimensions` numbers,
+y_j = Σ_{i: h(i)=j} ε_i g_i. Coordinate i is in column i mod W of a table of width W = min(d, 2^17 - 1). Its sign is that of
+the row times that of the column, which determines the sum. E‖P g‖² is ‖g‖² over the public seed. White noise of standard
+deviation σ becomes independent noise of standard deviation σ √(d/k) in each number, up to how evenly d divides by k. P is
+linear: the filtered gradient's image is the filtered image.
+
+Privacy: images of `p.grad` are post-processing of the private gradients, and as public as they are.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import TrainerCallback, TrainerState
+
+from doppler_hf.filters import PAPER_FILTERS
+from doppler_hf.training_args import DopplerTrainingArguments
+
+FILE_NAME: Final = "private_gradients.npz"
+# A Mersenne prime: no layer's width divides it, so that a matrix's rows and columns do not line up with the table's.
+TABLE_WIDTH: Final = 2**17 - 1
+
+
+@final
+class CountSketch:
+    """The map from a gradient of d coordinates to k numbers; see the module."""
+
+    def __init__(self, number: int, *, dimensions: int, seed: int) -> None:
+        # Not torch's generator, from which the model's dropout is drawn.
+        generator = np.random.default_rng(seed)
+        self._dimensions = dimensions
+        self._width = min(number, TABLE_WIDTH)
+        rows = -(-number // self._width)
+        self._row_signs = torch.from_numpy(generator.choice([-1.0, 1.0], rows).astype(np.float32))
+        self._column_signs = torch.from_numpy(generator.choice([-1.0, 1.0], self._width).astype(np.float32))
+        # Each sum has as many columns as the others, up to one.
+        self._sums = torch.from_numpy(generator.permutation(self._width) % dimensions)
+
+    @torch.no_grad()
+    def __call__(self, tensors: Sequence[Float[Tensor, "..."]]) -> Float[np.ndarray, " dimensions"]:
+        """Return P g in float32, where g is the concatenation of these tensors."""
+        table = torch.zeros(self._width, device=tensors[0].device)
+        first = 0
+        for tensor in tensors:
+            flat = tensor.reshape(-1).float()
+            row, column = divmod(first, self._width)
+            # With zeros for the rest of the rows in which it begins and ends.
+            padded = F.pad(flat, (column, -(column + len(flat)) % self._width))
+            rows = padded.view(len(padded) // self._width, self._width)
+            table += self._row_signs[row : row + len(rows)].to(flat) @ rows
+            first += len(flat)
+        signed = table * self._column_signs.to(table)
+        image = torch.zeros(self._dimensions, device=table.device).index_add_(0, self._sums.to(table.device), signed)
+        return image.cpu().numpy()
+
+
+@final
+class GradientRecorder(TrainerCallback):
+    """Records the private gradients of a training run, from which `doppler_hf.filters` estimates signal and spectrum.
+
+    With every checkpoint and at the end, `private_gradients.npz` in the output folder gets them as `private`, with
+    `noise_std`. With several processes, process 0 records. A second training begins a new recording; a resumed one too, in
+    a file that is named after the step at which it begins. The run needs white noise.
+
+    Args:
+        dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
+            deviation of about √(2/k) over the seed, more if few coordinates hold most of it.
+        seed: The seed of the projection. It is public, and independent of the noise.
+
+    Attributes:
+        noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
+        low_pass_filter: The run's filter; none before training.
+
+    Example:
+        >>> recorder = GradientRecorder()
+        >>> DopplerTrainer(model=model, args=args, train_dataset=train, callbacks=[recorder]).train()
+        >>> estimate_power(recorder.private, noise_std=recorder.noise_std).snr
+        0.02
+    """
+
+    def __init__(self, *, dimensions: int = 256, seed: int = 0) -> None:
+        if not 1 <= dimensions <= TABLE_WIDTH:
+            raise ValueError(f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
+        self.dimensions = dimensions
+        self.seed = seed
+        self.noise_std = 0.0
+        self.low_pass_filter = PAPER_FILTERS["none"]
+        self._private: list[Float[np.ndarray, " dimensions"]] = []
+        # Of the run, from its beginning on.
+        self._parameters: dict[str, Tensor] = {}
+        self._sketch: CountSketch | None = None
+        self._file_name = FILE_NAME
+
+    @property
+    def private(self) -> Float64[np.ndarray, "steps dimensions"]:
+        """The private gradients, one row for each step."""
+        return np.array(self._private, dtype=np.float64).reshape(-1, self.dimensions)
+
+    def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Begin a recording of this run's gradients, or refuse the run before its first step."""
+        if args.disable_dp:
+            raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
+        # With noise_shape="auto" the choice is among the terms of the run, which trackers get too.
+        shape = args.to_dict().get("privacy/noise_shape", args.noise_shape)
+        if shape != "white":
+            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
+        # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
+        optimizer = kwargs["optimizer"].optimizer
+        self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
+        if any(isinstance(p, DTensor) for p in self._parameters.values()):
+            raise ValueError(
+                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Use "
+                "recipes/accelerate/ddp.yaml."
+            )
+        number = sum(p.numel() for p in self._parameters.values())
+        if self.dimensions > number:
+            raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")
+        self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
+        self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
+        self.low_pass_filter = optimizer.low_pass_filter
+        self._private = []
+        # What a run recorded up to a checkpoint stays when it is resumed.
+        first, path = state.global_step, Path(FILE_NAME)
+        self._file_name = f"{path.stem}-from-{first}{path.suffix}" if first else FILE_NAME
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Record the private gradient, just before the optimizer reads it."""
+        if state.is_world_process_zero:
+            assert self._sketch is not None
+            self._private.append(self._sketch([p.grad for p in self._parameters.values() if p.grad is not None]))
+
+    def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Write what was recorded so far: a run that is interrupted does not come to its end."""
+        self._write(args, state)
+
+    def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Write the recording."""
+        self._write(args, state)
+
+    def _write(self, args: DopplerTrainingArguments, state: TrainerState) -> None:
+        if state.is_world_process_zero and self._private:
+            path = Path(str(args.output_dir), self._file_name)
+            np.savez(path, private=self.private, noise_std=self.noise_std, low_pass_filter=str(self.low_pass_filter))

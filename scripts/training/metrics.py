@@ -1,0 +1,49 @@
+"""GLUE's own scores of each task, by scikit-learn and SciPy: `evaluate.load` would download code first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import EvalPrediction
+
+from scripts.training.data_sources import glue_task
+
+
+def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return the `compute_metrics` of a `Trainer` on one GLUE task, with the names and values of `evaluate`'s.
+
+    The logits have shape (examples, classes), or (examples, 1) for stsb.
+    """
+    task = glue_task(task_name)
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        logits = _logits(prediction)
+        predicted = logits[:, 0] if task.is_regression else logits.argmax(axis=-1)
+        return {name: _score(name, predicted, prediction.label_ids) for name in task.metrics}
+
+    return compute_metrics
+
+
+def accuracy_from_logits(prediction: EvalPrediction) -> dict[str, float]:
+    """Score class logits, shape (examples, classes), by accuracy: the `compute_metrics` of image classification."""
+    return {"accuracy": _score("accuracy", _logits(prediction).argmax(axis=-1), prediction.label_ids)}
+
+
+def _logits(prediction: EvalPrediction) -> np.ndarray[Any, np.dtype[Any]]:
+    # Some models (BART, T5) return more than their logits. The Trainer then passes a tuple that begins with the logits.
+    predictions = prediction.predictions
+    return np.asarray(predictions[0] if isinstance(predictions, tuple) else predictions)
+
+
+def _score(name: str, predictions: Any, references: Any) -> float:
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+    scores: dict[str, Callable[[Any, Any], Any]] = {
+        "accuracy": accuracy_score,
+        "f1": f1_score,
+        "matthews_correlation": matthews_corrcoef,
+        "pearson": lambda *pair: pearsonr(*pair)[0],
+        "spearmanr": lambda *pair: spearmanr(*pair)[0],
+    }
+    return float(scores[name](references, predictions))

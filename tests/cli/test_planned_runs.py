@@ -1,0 +1,100 @@
+"""A plan has the steps of the sampler's own arithmetic, the ε of the accountant, and alternatives of the same ε."""
+
+import math
+
+import pytest
+
+from doppler_hf.cli import planned_runs as planning
+from doppler_hf.cli.planned_runs import PlanRequest, alternatives, taken_by_training
+from doppler_hf.filters import auto_noise_shape
+from doppler_hf.privacy import AllocationSampler
+from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
+from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
+from doppler_hf.run.plan import planned_statement
+from tests.support.tiers import thorough
+from tests.support.trainers import arguments
+
+RUN = {"num_examples": 1000, "epsilon": 3.0, "epochs": 2.0, "batch_size": 100}
+
+
+@pytest.mark.parametrize(("num_examples", "batch_size"), [(1000, 100), (1001, 100), (999, 100), (67349, 1000), (7, 7)])
+@pytest.mark.parametrize("epochs", [0.1, 1, 2.5, 3])
+def test_steps_are_those_of_transformers(num_examples, batch_size, epochs):
+    request = PlanRequest(num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=1.0)
+    run = request.solve()
+    sampler = AllocationSampler(num_examples=num_examples, expected_batch_size=batch_size)
+    # Trainer.set_initial_training_values
+    assert run.steps == math.ceil(epochs * sampler.steps_per_epoch)
+    assert run.sample_rate == sampler.sample_rate
+
+
+def test_epsilon_and_noise_multiplier_follow_from_each_other():
+    run = PlanRequest(**RUN).solve()
+    assert PlanRequest(**RUN | {"epsilon": None, "noise_multiplier": run.noise_multiplier}).solve() == run
+    spent = get_epsilon(noise_multiplier=run.noise_multiplier, sample_rate=0.1, steps=20, delta=1000**-1.1)
+    assert 0.999 * 3.0 <= spent <= 3.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": None}, "One of --epsilon and --noise-multiplier must be set, got none. Give one."),
+        ({"noise_multiplier": 1.0}, "One of --epsilon and --noise-multiplier must be set, got both. Leave one out."),
+        ({"max_steps": 10}, "One of --epochs and --max-steps must be set, got both. Leave one out."),
+        ({"batch_size": None}, "--batch-size must be given. Begin with --batch-size 40."),
+        ({"num_examples": 1}, "--num-examples must be at least 2, got 1. Give the size"),
+        ({"batch_size": 1001}, "--batch-size must be at most 1000, got 1001. Lower"),
+        ({"epochs": math.nan}, "--epochs must be a finite number > 0, got nan"),
+        ({"epsilon": math.inf}, "--epsilon must be a finite number > 0, got inf"),
+        ({"delta": 1e-3}, r"--delta must be positive and less than 1/N = 0\.001, got 0\.001\. Leave it out"),
+        ({"delta": math.nan}, r"--delta must be positive and .*, got nan"),
+    ],
+)
+def test_requests_without_a_meaning_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        PlanRequest(**RUN | change)
+
+
+@pytest.mark.parametrize(("target", "num_examples", "epochs"), [(3.0, 67_349, 3.0), *thorough((0.1, 1000, 20.0))])
+def test_alternatives_cost_the_same(target, num_examples, epochs, monkeypatch):
+    delta, batch_size = num_examples**-1.1, round(num_examples / 67)
+    request = PlanRequest(num_examples=num_examples, batch_size=batch_size, epochs=epochs, noise_multiplier=0.7)
+    for more_epochs, larger_batch in ((1 / 2, 1 / 4), (2, 1 / 2), (4, 4)):
+        monkeypatch.setattr(planning, "EPOCH_FACTORS", (more_epochs,))
+        monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (larger_batch,))
+        ((other,),) = alternatives(request, request.solve(), target).values()
+        spent = get_total_epsilon([Releases(other.noise_multiplier, other.sample_rate, other.steps)], delta=delta)
+        assert target * (1 - 4e-3) <= spent <= target  # on a rough grid
+
+
+@pytest.mark.parametrize(("batch_size", "batch_sizes"), [(1, [1, 2, 4]), (4, [1, 2, 4]), (6, [2, 3, 6]), (8, [2, 4, 8])])
+def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypatch):
+    monkeypatch.setattr(planning, "get_noise_multiplier", lambda **_: 1.0)
+    request = PlanRequest(num_examples=8, batch_size=batch_size, max_steps=9, noise_multiplier=2.0)
+    run = request.solve()
+    table = alternatives(request, run, 1.0)
+    (own,) = [runs for runs in table.values() if any(other is run for other in runs)]
+    assert [other.expected_batch_size for other in own] == batch_sizes
+
+
+@pytest.mark.parametrize(("epsilon", "batch", "is_shaped"), [(8.0, 128, True), (1.0, 900, False)])
+def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, is_shaped, monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        planning, "auto_noise_shape", lambda of, *a, **more: compared.append(of(1)) or auto_noise_shape(of, *a, **more)
+    )
+    auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
+    args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1)
+    sampler = AllocationSampler(num_examples=2000, expected_batch_size=batch)
+    shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
+    sampler.take_turns(shape.bands)
+    statement = planned_statement(args, sampler=sampler, noise_shape=shape)
+    request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
+    run = request.solve()
+    choice = taken_by_training(request, run, None)
+    assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
+    assert choice[:2] == (shape, chosen_filter(args, statement))
+    assert choice[2].steps == statement.steps_planned
+    # The noise multiplier of a plan is that of all that a step releases, gradient and loss.
+    assert choice[2].noise_multiplier == pytest.approx(statement.effective_noise_multiplier, rel=1e-12)
+    assert shape.is_white != is_shaped

@@ -1,0 +1,104 @@
+"""Which script a recipe is for, and what a flag overrules in it."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.training_args.checks import NoEffectError
+from scripts.causal_lm import CausalLMArguments
+from scripts.image_classification import ImageArguments
+from scripts.training.arguments import parse_args
+from scripts.training.lora import LoraArguments
+from scripts.training.recipe import KINDS, command_of
+
+ROOT = Path(__file__).parents[3]
+OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad_norm", "target_epsilon"]
+
+
+def test_flags_count_beside_the_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_name_or_path: bert\nmax_seq_length: 8\nlr_scheduler_kwargs: {min_lr: 1}\n")
+    with pytest.raises(ValueError, match=r"fit several workloads: glue, causal_lm\."):
+        command_of([str(path), "--use_cpu"])
+    words = [str(path), "--use_cpu", "--max_seq_length=4", "--task_name=rte"]
+    assert command_of(words) == [str(ROOT / "scripts" / "glue.py"), *words]
+    assert command_of([*words[:-1], "--workload=causal_lm"]) == [str(ROOT / "scripts" / "causal_lm.py"), *words[:-1]]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/[cgi]*/*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_finds_the_script_of_its_launch_line(path):
+    # A pretrained ViT's recipe has no argument of its own, and fits the language models too.
+    chosen = ["--workload=images"] if path.stem == "cifar10-vit-eps2" else []
+    script, *words = command_of([str(path), *chosen])
+    assert words == [str(path)]
+    assert f"accelerate launch {Path(script).relative_to(ROOT)} " in path.read_text()
+
+
+def test_what_no_script_has_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
+    message = r"^Recipe and flags fit no workload\. Choose one of glue, causal_lm, images with --workload\.$"
+    with pytest.raises(ValueError, match=message):
+        command_of([str(path), "--image_size=8"])
+    with pytest.raises(ValueError, match=r"^--workload must be one of glue, causal_lm, images, got 'audio'\.$"):
+        command_of(["--workload=audio"])
+    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one of"):
+        command_of([])
+    with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got .*nowhere\.yaml\."):
+        command_of([str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "flag", "left_out"),
+    [
+        ("images", "image/digits-eps8", "dataset_dir=here", ["dataset_name"]),
+        ("causal_lm", "causal_lm/yelp-gpt2-lora-eps8", "dataset_dir=here", ["validation_split"]),
+        ("glue", "glue/sst2-minilm-lora-all-eps3", "lora_r=0", ["lora_target_modules"]),
+        (
+            "images",
+            "image/digits-eps8",
+            "model_name_or_path=vit",
+            ["hidden_size", "image_size", "num_heads", "num_layers", "patch_size"],
+        ),
+        ("glue", "glue/sst2-lp-adambc-eps3", "disable_dp=true", OF_PRIVACY),
+    ],
+)
+def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tmp_path, kind, path, flag, left_out):
+    path = ROOT / "recipes" / f"{path}.yaml"
+    flags = ["--use_cpu", f"--output_dir={tmp_path}"]
+    types = (KINDS[kind][1], LoraArguments, DopplerTrainingArguments)
+    owners = parse_args(*types, argv=[str(path), *flags, f"--{flag}"])
+    said = [message.split("=")[0] for message in caplog.messages if "of the recipe is left out: it has no effect" in message]
+    assert sorted(said) == left_out
+    for owner in owners:
+        for field in dataclasses.fields(owner):
+            assert field.name not in left_out or getattr(owner, field.name) == field.default
+    # Inside one recipe, or on one command line, it can be fixed, and is refused.
+    beside = tmp_path / "recipe.yaml"
+    beside.write_text(f"{path.read_text()}\n{flag.replace('=', ': ')}\n")
+    with pytest.raises(NoEffectError, match=f"^({'|'.join(left_out)})=.* has no effect with {flag.split('=')[0]}="):
+        parse_args(*types, argv=[str(beside), *flags])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 has no effect with lora_r=0. Leave lora_alpha out, or change"),
+        (
+            ImageArguments,
+            {"num_heads": 4, "model_name_or_path": "vit"},
+            "num_heads=4 has no effect with model_name_or_path='vit'",
+        ),
+        (
+            CausalLMArguments,
+            {"model_name_or_path": "gpt2", "validation_split": "test[:9]", "dataset_dir": "here"},
+            "validation_split='test[:9]' has no effect with dataset_dir='here'",
+        ),
+    ],
+)
+def test_what_another_argument_overrules_is_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments(**options)
