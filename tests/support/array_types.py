@@ -29,10 +29,11 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.copies",
-    "doppler_hf.privacy.clipping.kernels",
+    "doppler_hf.privacy.clipping.fused_gradients",
+    "doppler_hf.privacy.clipping.gradients",
+    "doppler_hf.privacy.clipping.opacus_layers",
     "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
-    "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.privacy.autograd_check.trial",
     "doppler_hf.privacy.clipping.recurrence",
     "doppler_hf.privacy.clipping.torch_layers",
@@ -51,9 +52,7 @@ TOO_BUSY = (
     "doppler_hf.linalg",
     "doppler_hf.optim.optimizer",
     "doppler_hf.optim.update",
-    "doppler_hf.privacy.clipping.notes",
     "doppler_hf.privacy.clipping.engine",
-    "doppler_hf.privacy.clipping.norms",
 )
 
 ARRAYS = (AbstractArray, Tensor, np.ndarray)

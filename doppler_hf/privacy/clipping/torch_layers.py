@@ -21,9 +21,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.gradients import Notes, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
-from doppler_hf.privacy.clipping.notes import Notes
-from doppler_hf.privacy.clipping.per_sample_gradient import formed
 
 Rule = Callable[..., Any]
 
