@@ -14,6 +14,7 @@ them.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final, Literal, get_args
 
 import torch
@@ -24,7 +25,6 @@ from doppler_hf import kernels
 from doppler_hf.linalg import highest_matmul_precision, row_norms
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.gradients import (
-    AddTo,
     Gradient,
     Names,
     NormRule,
@@ -32,7 +32,6 @@ from doppler_hf.privacy.clipping.gradients import (
     Squares,
     Weights,
     in_groups,
-    weighted_sums,
 )
 
 Clipping = Literal["automatic", "vanilla"]
@@ -276,10 +275,7 @@ class ClippedGradients:
             found[names].add_squares(squares, self._group_of[names[0]])
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = row_norms(torch.stack([*norms_of.values()], dim=1))
-        of_group = self._weights(norms_of, squares.roundings(), norms.isfinite(), weights)
-        weights_of = {names: of_group[self._group_of[names[0]]] for names in found}
-        for names, add_to in weighted_sums(found, weights_of, in_kernels=self.in_kernels):
-            self._add_sum(names, add_to)
+        self._add_sums(found, self._weights(norms_of, squares.roundings(), norms.isfinite(), weights))
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
         self.num_non_finite = self.num_non_finite + left_out.sum()
         return norms
@@ -305,19 +301,32 @@ class ClippedGradients:
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found
 
-    def _add_sum(self, names: Names, add_to: AddTo) -> None:
+    def _add_sums(self, found: dict[Names, Gradient], weights_of_group: Mapping[str, Weights]) -> None:
+        """Add up the weighted gradients, and forget each (taken out of `found`)."""
+        weights_of = {names: weights_of_group[self._group_of[names[0]]] for names in found}
+        if self.in_kernels:
+            from doppler_hf.privacy.clipping.fused_gradients import weighed  # imports Triton
+
+            pairs = {names: gradient.factors for names, gradient in found.items() if len(gradient.factors) == 2}
+            products = {names: (*pairs.pop(names), weights_of[names].marked) for names in tuple(pairs)}
+            for names, left, right in weighed(products):
+                self._add_sum(names, found.pop(names), replace(weights_of[names], by_kernel=(left, right)))
+        # Tables last: theirs are the largest sums, for which the other notes make room.
+        for names in sorted(found, key=lambda names: found[names].is_of_table):
+            self._add_sum(names, found.pop(names), weights_of[names])
+
+    def _add_sum(self, names: Names, gradient: Gradient, weights: Weights) -> None:
         """Add the weighted sum of the gradients of some parameters to theirs."""
         sums = self._sums
         known = sums.get(names[0]) if len(names) == 1 else None
-        total = add_to(known)
-        if known is not None:
+        total = gradient.weighted(weights, known)
+        if known is not None:  # to which it was added
             return
-        shapes = [self.parameters[name].shape for name in names]
-        parts = dict(zip(names, total.view(-1).split([shape.numel() for shape in shapes]), strict=True))
-        news = {name: part.view(shape) for (name, part), shape in zip(parts.items(), shapes, strict=True)}
+        parts = total.view(-1).split([self.parameters[name].numel() for name in names])
+        news = {name: part.view_as(self.parameters[name]) for name, part in zip(names, parts, strict=True)}
         if old := [name for name in names if name in sums]:
-            torch._foreach_add_([sums[name] for name in old], [news[name] for name in old])
-        sums.update({name: new for name, new in news.items() if name not in sums})
+            torch._foreach_add_([sums[name] for name in old], [news.pop(name) for name in old])
+        sums.update(news)
 
 
 def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:

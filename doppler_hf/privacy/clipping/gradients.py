@@ -34,6 +34,7 @@ import abc
 import contextlib
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class Weights:
     factors: Float[Tensor, " examples"]  # 0 where the gradient is not finite
     finite: Bool[Tensor, " examples"] | None  # None where it is known that all are
     zero: Float[Tensor, ""]  # on their device: a number would be brought there for each tensor
+    # What `fused_gradients.weighed` has made of the factors of one gradient's product.
+    by_kernel: tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]] | None = None
 
     @functools.cached_property
     def marked(self) -> Float[Tensor, " examples"]:
@@ -94,9 +97,15 @@ class Weights:
         factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))
         return self.cleaned(values) * factors[:, None, None]  # a copy: other layers of a residual stream share the values
 
-
-# Adds a weighted sum to a total if there is one (modified in place), and returns it.
-AddTo = Callable[[Tensor | None], Float[Tensor, "..."]]
+    def on_product(
+        self, left: Float[Tensor, "examples time p"], right: Float[Tensor, "examples time q"]
+    ) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
+        """Return the factors of a product, of which the smaller one is multiplied."""
+        if self.by_kernel is not None:
+            return self.by_kernel
+        if left.shape[2] <= right.shape[2]:
+            return self.times(left), in_float32(self.cleaned(right))
+        return in_float32(self.cleaned(left)), self.times(right)
 
 
 # --- the forms ------------------------------------------------------------------------------------------------------------
@@ -105,28 +114,30 @@ AddTo = Callable[[Tensor | None], Float[Tensor, "..."]]
 class Gradient(abc.ABC):
     """Each example's gradient of one parameter, or of several side by side."""
 
+    # Whether its sum, a table, takes far more memory than what it is computed from.
+    is_of_table: ClassVar[bool] = False
+
     @abc.abstractmethod
     def add_squares(self, squares: "Squares", group: str) -> None:
         """Add ‖g_i‖² to a group's, or leave to `squares` the factors from which it follows."""
 
     @abc.abstractmethod
-    def summands(self) -> tuple["Use", ...]:
-        """Return the uses whose sum the gradient is."""
+    def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
+        """Return Σ w_i g_i, added to `total` if there is one (modified in place)."""
+
+    @property
+    @abc.abstractmethod
+    def factors(self) -> tuple[Float[Tensor, "examples ..."], ...]:
+        """The tensors whose product it is: one, or two, which kernels weight for many gradients at once."""
 
 
 class Use(Gradient):
     """Each example's gradient of one use of a parameter."""
 
-    # Whether its weighted sum takes far more memory than the use itself.
-    is_of_table: ClassVar[bool] = False
-
-    def summands(self) -> tuple["Use", ...]:
-        """Return the use itself."""
-        return (self,)
-
-    @abc.abstractmethod
     def has_terms(self) -> Bool[Tensor, " examples"]:
         """Return for every example whether its gradient has terms other than zero; 0·∞ is none of others."""
+        found = [((factor != 0) & factor.isfinite()).flatten(1).any(dim=1) for factor in self.factors]
+        return torch.stack(found).all(dim=0)
 
     @classmethod
     @abc.abstractmethod
@@ -142,18 +153,6 @@ class Use(Gradient):
     def in_full(self, total: Float[Tensor, "examples n"] | None) -> Float[Tensor, "examples n"]:
         """Return the gradient in full, added to `total` if there is one (modified in place)."""
 
-    @abc.abstractmethod
-    def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
-        """Return Σ w_i g_i, added to `total` if there is one (modified in place)."""
-
-    @classmethod
-    def weighted_sums(
-        cls, uses: dict[Names, Any], weights_of: Mapping[Names, Weights], *, in_kernels: bool
-    ) -> Iterator[tuple[Names, AddTo]]:
-        """Yield what adds up each of several uses of this form, and forget the use (taken out of `uses`)."""
-        for names in tuple(uses):
-            yield names, functools.partial(uses.pop(names).weighted, weights_of[names])
-
 
 @dataclass(frozen=True, eq=False)
 class Dense(Use):
@@ -162,14 +161,15 @@ class Dense(Use):
     values: Float[Tensor, "examples n"]
     squares: Float[Tensor, " examples"] | None = None  # of its norms, if they are known
 
-    def has_terms(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether its gradient has terms other than zero."""
-        return _have_terms(self.values)
+    @property
+    def factors(self) -> tuple[Float[Tensor, "examples n"]]:
+        """The values."""
+        return (self.values,)
 
     @classmethod
     def joined(cls, uses: Sequence["Dense"]) -> "Dense":
         """Return the sum of several uses, none of which is written into: they may be autograd's own."""
-        return uses[0] if len(uses) == 1 else cls(functools.reduce(torch.add, (use.values for use in uses)))
+        return cls(functools.reduce(torch.add, [use.values for use in uses]))
 
     def in_full(self, total: Float[Tensor, "examples n"] | None) -> Float[Tensor, "examples n"]:
         """Return the values, added to `total` if there is one."""
@@ -193,14 +193,15 @@ class Product(Use):
     left: Float[Tensor, "examples time p"]
     right: Float[Tensor, "examples time q"]
 
-    def has_terms(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether both factors have terms other than zero."""
-        return _have_terms(self.left) & _have_terms(self.right)
+    @property
+    def factors(self) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
+        """Both factors."""
+        return self.left, self.right
 
     @classmethod
     def joined(cls, uses: Sequence["Product"]) -> "Product":
         """Return several uses one after another in time, so that their cross terms count too."""
-        return cls(_over_time([use.left for use in uses]), _over_time([use.right for use in uses]))
+        return cls(torch.cat([use.left for use in uses], dim=1), torch.cat([use.right for use in uses], dim=1))
 
     @classmethod
     def are_formed(cls, uses: Sequence["Product"], is_formed: Callable[[int, int, int], bool]) -> bool:
@@ -223,37 +224,14 @@ class Product(Use):
 
     def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
         """Return Σ w_i Σ_t l_it r_itᵀ, shape (p, q), or added to `total`, of any shape with p·q elements."""
-        left, right = self.left, self.right
-        if left.shape[2] <= right.shape[2]:  # the smaller factor is copied
-            left, right = weights.times(left), in_float32(weights.cleaned(right))
-        else:
-            left, right = in_float32(weights.cleaned(left)), weights.times(right)
-        return Product(left, right).summed(total)
-
-    def summed(self, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
-        """Return Σ_i Σ_t l_it r_itᵀ of factors that are weighted already."""
-        left, right = self.left.flatten(0, 1).mT, self.right.flatten(0, 1)
+        left, right = weights.on_product(self.left, self.right)
+        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
         if total is None:
             return product_in_float32(left, right)
         flat = total.view(len(left), -1)
         if left.dtype == right.dtype == flat.dtype:
             return flat.addmm_(left, right)
         return flat.add_(product_in_float32(left, right))
-
-    @classmethod
-    def weighted_sums(
-        cls, uses: dict[Names, "Product"], weights_of: Mapping[Names, Weights], *, in_kernels: bool
-    ) -> Iterator[tuple[Names, AddTo]]:
-        """Yield what adds up each product; in kernels the factors of many are weighted in one launch."""
-        if not in_kernels:
-            yield from super().weighted_sums(uses, weights_of, in_kernels=False)
-            return
-        from doppler_hf.privacy.clipping.fused_gradients import weighed  # imports Triton
-
-        products = {names: (use.left, use.right, weights_of[names].marked) for names, use in uses.items()}
-        uses.clear()  # so that what is weighed can be freed
-        for names, left, right in weighed(products):
-            yield names, cls(left, right).summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,14 +244,15 @@ class Lookup(Use):
 
     is_of_table: ClassVar[bool] = True
 
-    def has_terms(self) -> Bool[Tensor, " examples"]:
-        """Return for every example whether a row that was looked up has a gradient other than zero."""
-        return _have_terms(self.values)
+    @property
+    def factors(self) -> tuple[Float[Tensor, "examples time dim"]]:
+        """The values, of which each is added to a row."""
+        return (self.values,)
 
     @classmethod
     def joined(cls, uses: Sequence["Lookup"]) -> "Lookup":
         """Return several uses one after another in time, so that their cross terms count too."""
-        ids, values = _over_time([use.ids for use in uses]), _over_time([use.values for use in uses])
+        ids, values = torch.cat([use.ids for use in uses], dim=1), torch.cat([use.values for use in uses], dim=1)
         return cls(ids, values, uses[0].rows)
 
     @classmethod
@@ -310,26 +289,25 @@ class Tied(Gradient):
     product: Product
     lookup: Lookup
 
+    is_of_table: ClassVar[bool] = True
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
+        """The factors of the product."""
+        return self.product.factors
+
     def add_squares(self, squares: "Squares", group: str) -> None:
         """Add the squares of both, and twice their inner product."""
-        for each in self.summands():
-            each.add_squares(squares, group)
+        self.product.add_squares(squares, group)
+        self.lookup.add_squares(squares, group)
         # 2⟨product, look-up⟩ = 2 Σ_st l_s[id_t]⟨r_s, v_t⟩: only the rows that were looked up contribute to it.
-        (left, right), (ids, values) = (self.product.left, self.product.right), (self.lookup.ids, self.lookup.values)
+        (left, right), (ids, values) = self.factors, (self.lookup.ids, self.lookup.values)
         picked = in_float32(left.gather(2, ids.unsqueeze(1).expand(-1, left.shape[1], -1)))
         squares.add(group, 2 * dot(picked, product_in_float32(right, values.mT)))
 
-    def summands(self) -> tuple[Use, ...]:
-        """Return product and look-up."""
-        return self.product, self.lookup
-
-
-def _have_terms(factor: Float[Tensor, "examples ..."]) -> Bool[Tensor, " examples"]:
-    return ((factor != 0) & factor.isfinite()).flatten(1).any(dim=1)
-
-
-def _over_time(factors: Sequence[Shaped[Tensor, "examples _ *rest"]]) -> Shaped[Tensor, "examples time *rest"]:
-    return factors[0] if len(factors) == 1 else torch.cat([*factors], dim=1)
+    def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
+        """Return the sum of both, shape (rows, dim), or added to `total`."""
+        return self.lookup.weighted(weights, self.product.weighted(weights, total))
 
 
 def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:
@@ -357,12 +335,15 @@ def combined(uses: Uses) -> Gradient:
     along time, which includes the cross terms between the calls. Those in full have been added up.
     """
     if uses.keys() == {Product, Lookup}:
-        return Tied(Product.joined(uses[Product]), Lookup.joined(uses[Lookup]))
+        return Tied(_joined(uses[Product]), _joined(uses[Lookup]))
     if len(uses) == 1:
-        ((form, alike),) = uses.items()
-        return form.joined(alike)
+        return _joined(*uses.values())
     full = uses.pop(Dense, [])
     return in_full([*itertools.chain(*uses.values()), *full])
+
+
+def _joined(alike: list[Any]) -> Any:
+    return alike[0] if len(alike) == 1 else type(alike[0]).joined(alike)
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------------
@@ -441,11 +422,10 @@ class Notes:
         alike = uses.setdefault(form, [])
         alike.append(use)
         # A language model's head is called for a part of an example's tokens at a time, and all of them count together.
-        if len(alike) > 1 and form is Dense:
-            uses[Dense] = [Dense.joined(alike)]
-        elif form is not Dense and (Dense in uses or form.are_formed(alike, self.is_formed)):
-            del uses[form]
-            uses[Dense] = [in_full([*alike, *uses.get(Dense, [])])]
+        if form is Dense:
+            uses[Dense] = [_joined(alike)]
+        elif Dense in uses or form.are_formed(alike, self.is_formed):
+            uses[Dense] = [in_full([*uses.pop(form), *uses.get(Dense, [])])]
 
     def gradients(self, parameters: Mapping[str, Tensor]) -> dict[str, Gradient]:
         """Return the gradient of every parameter that was used, by name, and forget its uses."""
@@ -540,7 +520,7 @@ class Squares:
     """
 
     def __init__(self, *, in_kernels: bool, halves: bool) -> None:
-        self._in_kernels, self._halves = in_kernels, halves
+        self._in_kernels, self._longest_whole = in_kernels, BLOCK if halves else math.inf
         # Products and look-ups that a kernel compares, by group, and S of those that are rounded.
         self._for_kernels: list[tuple[str, Tensor, Tensor]] = []
         self._rounded: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
@@ -571,7 +551,7 @@ class Squares:
         kind = of_left.shape[1], of_left.dtype
         pairs = self._pairs[kind]
         pairs.append((group, of_left, of_right))
-        if sum(gram.numel() for _, gram, _ in pairs) >= AT_ONCE:
+        if len(pairs) * of_left.numel() >= AT_ONCE:
             self._compare(self._pairs.pop(kind))
 
     def totals(self) -> dict[str, Float[Tensor, " examples"]]:
@@ -611,15 +591,12 @@ class Squares:
         of_left, of_right = (gram.diagonal(dim1=1, dim2=2) + VANISHED for gram in (left, right))
         sizes = row_sums((of_left * of_right).sqrt_())
         squares = dot(left, right)
-        if self._is_halved(left.shape[1]):
+        if left.shape[1] > self._longest_whole:
             blocks = (gram.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)) for gram in (left, right))
             squares = 2 * squares - dot(*(of_gram.diagonal(dim1=1, dim2=3) for of_gram in blocks))
         squares = torch.addcmul(squares, sizes, sizes, value=GUARD * torch.finfo(left.dtype).eps)
         for group, found in zip(groups, squares.view(len(groups), -1), strict=True):
             self._found[group].append(found)
-
-    def _is_halved(self, time: int) -> bool:
-        return self._halves and time > BLOCK
 
     def _gram(self, rows: Float[Tensor, "rows time dim"]) -> Float[Tensor, "rows times times"]:
         """Return the inner products of each row's places, added up by halves of `dim` down to TILE."""
@@ -627,7 +604,7 @@ class Squares:
             first, second = rows.chunk(2, dim=2)
             return self._gram(first).add_(self._gram(second))
         time = rows.shape[1]
-        if not self._is_halved(time):
+        if time <= self._longest_whole:
             return torch.bmm(rows, rows.mT)
         ends = range(BLOCK, time + BLOCK, BLOCK)
         gram = rows.new_zeros(len(rows), ends[-1], ends[-1])
@@ -640,16 +617,3 @@ def dot(first: Float[Tensor, "rows m *n"], second: Float[Tensor, "rows m *n"]) -
     """Return Σ first ∘ second of every row, raised by TERMS·eps of its terms' sizes; a product of vectors loses far more."""
     terms = (first * second).flatten(1)
     return torch.add(row_sums(terms), row_sums(terms.abs_()), alpha=TERMS * torch.finfo(terms.dtype).eps)
-
-
-def weighted_sums(
-    gradients: dict[Names, Gradient], weights_of: Mapping[Names, Weights], *, in_kernels: bool
-) -> Iterator[tuple[Names, AddTo]]:
-    """Yield what adds up the weighted gradients, which are forgotten one after another (taken out of `gradients`)."""
-    uses = [(names, use) for names in tuple(gradients) for use in gradients.pop(names).summands()]
-    # Tables last: theirs are the largest sums, for which the other notes make room.
-    forms = sorted(dict.fromkeys(type(use) for _, use in uses), key=lambda form: form.is_of_table)
-    by_form = [{names: use for names, use in uses if type(use) is form} for form in forms]
-    uses.clear()
-    for form, alike in zip(forms, by_form, strict=True):
-        yield from form.weighted_sums(alike, weights_of, in_kernels=in_kernels)

@@ -65,8 +65,9 @@ class _Sampled(torch.autograd.Function):
         (input,), values = ctx.saved_tensors, in_float32(grad)
         if isinstance(ctx.module, nn.Embedding) and ctx.module.padding_idx is not None:  # which torch does not train
             values = values.masked_fill((input == ctx.module.padding_idx).unsqueeze(-1), 0.0)
-        # Sensitivity: a sampler's row i is computed from row i of the input and of the gradient.
         inputs = in_float32(input) if input.is_floating_point() else input
-        for parameter, gradient in ctx.sampler(ctx.module, [inputs], values).items():
+        # Sensitivity: a sampler's row i is computed from row i of the input and of the gradient, if both lie one after another
+        # in memory. That of a convolution would take wrong patches of an image whose channels are last.
+        for parameter, gradient in ctx.sampler(ctx.module, [inputs.contiguous()], values.contiguous()).items():
             ctx.notes.note_rows(parameter, gradient)
         return (grad, *(None,) * (4 + ctx.number))

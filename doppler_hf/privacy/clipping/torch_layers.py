@@ -34,7 +34,7 @@ def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "ba
 
 def linear(notes: Notes, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
-    return product(notes, input, module.weight, module.bias)
+    return _Linear.apply(input, module.weight, module.bias, notes, False)
 
 
 def product(
