@@ -66,8 +66,8 @@ class _Sampled(torch.autograd.Function):
         if isinstance(ctx.module, nn.Embedding) and ctx.module.padding_idx is not None:  # which torch does not train
             values = values.masked_fill((input == ctx.module.padding_idx).unsqueeze(-1), 0.0)
         inputs = in_float32(input) if input.is_floating_point() else input
-        # Sensitivity: a sampler's row i is computed from row i of the input and of the gradient, if both lie one after another
-        # in memory. That of a convolution would take wrong patches of an image whose channels are last.
+        # Sensitivity: a sampler's row i is computed from row i of the input and of the gradient. The sampler of convolutions
+        # needs contiguous ones: it takes wrong patches from an image whose channels are last in memory.
         for parameter, gradient in ctx.sampler(ctx.module, [inputs.contiguous()], values.contiguous()).items():
             ctx.notes.note_rows(parameter, gradient)
         return (grad, *(None,) * (4 + ctx.number))
