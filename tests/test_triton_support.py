@@ -57,7 +57,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from doppler_hf.optim import fused_update
-from doppler_hf.privacy.clipping import kernels
+from doppler_hf.privacy.clipping import fused_gradients
 from doppler_hf.privacy.noise import chacha
 
 OWNED = {"table": "*i64", "owner": "*i32"}
@@ -87,10 +87,10 @@ for order, has_v, dtype in ((1, True, tl.float32), (0, False, tl.bfloat16)):
 
 options = dict(L=tl.bfloat16, R=tl.bfloat16, IS_LOOKUP=False, ALIGNED=True, INTERPRETED=False)
 sizes = dict(VANISHED=1e-25, TILE=64, DEPTH=64, RUN=1024)
-show(kernels._compare, COMPARED, 4, [r"wgmma\.mma_async", r"ld\.local", STORED], **options, **sizes)
+show(fused_gradients._compare, COMPARED, 4, [r"wgmma\.mma_async", r"ld\.local", STORED], **options, **sizes)
 options = dict(T=tl.bfloat16, OUT=tl.bfloat16, ALIGNED=True, CHUNK=4096, PIECES=4)
-show(kernels._weigh, {"table": "*i64"}, 4, [LOADED_WIDE, STORED_WIDE, r"cvt\.rn\.bf16"], **options)
-show(kernels._sum_normalized, NORMALIZED, 4, [STORED], ROWS=32, COLUMNS=128)
+show(fused_gradients._weigh, {"table": "*i64"}, 4, [LOADED_WIDE, STORED_WIDE, r"cvt\.rn\.bf16"], **options)
+show(fused_gradients._sum_normalized, NORMALIZED, 4, [STORED], ROWS=32, COLUMNS=128)
 """
 
 
@@ -140,11 +140,11 @@ kinds = [(factor, is_lookup, True) for factor in (tl.bfloat16, tl.float16, tl.fl
 for factor, is_lookup, is_aligned in [*kinds, (tl.bfloat16, False, False), (tl.float32, False, False)]:
     options = dict(L=factor, R=tl.int64 if is_lookup else factor, IS_LOOKUP=is_lookup, ALIGNED=is_aligned, INTERPRETED=False)
     depth = 32 if factor == tl.float32 else 64
-    show(kernels._compare, COMPARED, 4, **options, VANISHED=1e-25, TILE=64, DEPTH=depth, RUN=1024)
+    show(fused_gradients._compare, COMPARED, 4, **options, VANISHED=1e-25, TILE=64, DEPTH=depth, RUN=1024)
 for factor, out in ((tl.bfloat16, tl.bfloat16), (tl.float16, tl.float32), (tl.float32, tl.float32)):
-    show(kernels._weigh, {"table": "*i64"}, 4, T=factor, OUT=out, ALIGNED=True, CHUNK=4096, PIECES=4)
+    show(fused_gradients._weigh, {"table": "*i64"}, 4, T=factor, OUT=out, ALIGNED=True, CHUNK=4096, PIECES=4)
 for kind in ("*fp32", "*bf16", "*fp16"):
-    show(kernels._sum_normalized, NORMALIZED | {"x": kind, "grad": kind}, 4, ROWS=32, COLUMNS=128)
+    show(fused_gradients._sum_normalized, NORMALIZED | {"x": kind, "grad": kind}, 4, ROWS=32, COLUMNS=128)
 """
 # Rounded to nearest, numbers below the range of normal ones kept. Reading half precision or whole numbers rounds nothing.
 ROUNDED = {f"{name}.rn.{dtype}" for name in ("add", "sub", "mul") for dtype in ("f32", "f64")} | {

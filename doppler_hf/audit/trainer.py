@@ -22,7 +22,7 @@ from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_cana
 from doppler_hf.audit.likelihood import LikelihoodRatios
 from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult
-from doppler_hf.privacy.clipping.norms import clip_factors
+from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 

@@ -17,8 +17,7 @@ from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy.accounting.accounting import Sampling
-from doppler_hf.privacy.clipping.clipped_gradients import Engine, Granularity
-from doppler_hf.privacy.clipping.norms import Clipping
+from doppler_hf.privacy.clipping.clipped_gradients import Clipping, Engine, Granularity
 from doppler_hf.training_args import checks, galore
 
 # The arguments with which a `DopplerTrainer` is being made. Not a field of the arguments, which copies would take along.

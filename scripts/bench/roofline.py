@@ -26,7 +26,7 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim import fused_update as of_optimizer
 from doppler_hf.privacy import GaussianMechanism
-from doppler_hf.privacy.clipping import kernels as of_clipping
+from doppler_hf.privacy.clipping import fused_gradients
 from doppler_hf.privacy.noise import chacha
 from doppler_hf.run.memory import move_in, without_memory
 from scripts.bench import engine
@@ -113,20 +113,20 @@ class Cost(TorchDispatchMode):
 
         def compare(products: Any, **options: Any) -> Any:
             for left, right in products:
-                tiles = -(-left.shape[1] // of_clipping.TILE)
-                places = len(left) * tiles * (tiles + 1) // 2 * of_clipping.TILE**2
+                tiles = -(-left.shape[1] // fused_gradients.TILE)
+                places = len(left) * tiles * (tiles + 1) // 2 * fused_gradients.TILE**2
                 widths = left.shape[2] + (right.shape[2] if right.ndim > 2 else 0)
                 inside.append((left.nbytes + right.nbytes, 2 * places * widths, left.dtype))
-            return original[of_clipping, "compare"](products, **options)
+            return original[fused_gradients, "compare"](products, **options)
 
         def weighed(products: Any) -> Any:
             for left, right, _ in tuple(products.values()):
                 inside.append((2 * min(left.nbytes, right.nbytes), 0, left.dtype))
-            return original[of_clipping, "weighed"](products)
+            return original[fused_gradients, "weighed"](products)
 
         def normalized_sums(*tensors: Tensor) -> Any:
             inside.append((sum(each.nbytes for each in tensors), 0, torch.float32))
-            return original[of_clipping, "normalized_sums"](*tensors)
+            return original[fused_gradients, "normalized_sums"](*tensors)
 
         def add_noise_and_scale(values: Any, **options: Any) -> None:
             written = [*values, *(state[0] for state in options["states"])]
@@ -154,9 +154,9 @@ class Cost(TorchDispatchMode):
         inside: list[tuple[int, int, torch.dtype]] = []
         addresses = itertools.count(step=1 << 40)  # so far apart that no two tensors overlap
         replaced = {
-            (of_clipping, "compare"): compare,
-            (of_clipping, "weighed"): weighed,
-            (of_clipping, "normalized_sums"): normalized_sums,
+            (fused_gradients, "compare"): compare,
+            (fused_gradients, "weighed"): weighed,
+            (fused_gradients, "normalized_sums"): normalized_sums,
             (chacha, "add_noise_and_scale"): add_noise_and_scale,
             (of_optimizer, "fused_update"): fused_update,
             (triton_support, "launch"): launch,

@@ -5,8 +5,8 @@
 
 A contribution is the clipped sum of one example, its norm taken in float64. C is a tenth of the example's norm: by autograd
 in float64 on the same weights, or of large models from the unclipped sum. ‖contribution‖/C must not be above 1, and
-far below 1 is signal thrown away. Beside it stands κ = S/‖g‖ of `doppler_hf.privacy.clipping.norms`, by how much the terms
-of the gradient cancel.
+far below 1 is signal thrown away. Beside it stands κ = S/‖g‖ of `doppler_hf.privacy.clipping.gradients`, by how much the
+terms of the gradient cancel.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping import norms
+from doppler_hf.privacy.clipping import gradients
 from doppler_hf.privacy.token_losses import next_labels, summed_token_losses
 from scripts.bench.engine import IMAGE, LM, TEXT, Work, build, losses_of
 from scripts.bench.measure import append_json_line, chosen, settings
@@ -75,10 +75,13 @@ class Case:
 
 
 def clipped_sum(case: Case, *, bound: float, **constants: float) -> tuple[float, dict[str, Tensor]]:
-    """Return the example's norm and its clipped sum, with other constants of `norms`."""
+    """Return the example's norm and its clipped sum, with other constants of `gradients`."""
     options: dict[str, Any] = {"norm_rule": case.rule, "rows_per_loss": case.rows_per_loss}
-    constants = {"GUARD": norms.GUARD} | constants
-    with mock.patch.multiple(norms, **constants), ClippedGradients(case.model, max_grad_norm=bound, **options) as clipped:
+    constants = {"GUARD": gradients.GUARD} | constants
+    with (
+        mock.patch.multiple(gradients, **constants),
+        ClippedGradients(case.model, max_grad_norm=bound, **options) as clipped,
+    ):
         norm = clipped.backward(case.losses(case.model), views=case.views)
         return norm.double().item(), dict(clipped.sums)
 

@@ -19,8 +19,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.preflight.model import refuse_model
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.privacy.clipping import notes
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
+from doppler_hf.privacy.clipping.gradients import Dense, Notes, Product
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, On, TokenMean, changing, trained
@@ -203,7 +202,7 @@ def test_a_loss_that_scales_with_the_batch_is_refused_without_a_number_that_is_c
 
 
 def test_a_wrong_rule_is_refused_with_a_line_that_mends_it(tmp_path, monkeypatch):
-    noted, model = notes.Notes.note, tiny_bert()
+    noted, model = Notes.note, tiny_bert()
     wrong = model.bert.pooler.dense.weight
 
     def note(self, parameter, gradient):
@@ -212,7 +211,7 @@ def test_a_wrong_rule_is_refused_with_a_line_that_mends_it(tmp_path, monkeypatch
             gradient = Product(gradient.left, gradient.right * 1.5) if is_product else Dense(gradient.values * 1.5)
         noted(self, parameter, gradient)
 
-    monkeypatch.setattr(notes.Notes, "note", note)
+    monkeypatch.setattr(Notes, "note", note)
     trainer = trainer_of(tmp_path, model=model, max_steps=1)
     with pytest.raises(ValueError, match=r"of 'bert.pooler.dense.weight' are wrong: engine='book_keeping'") as refusal:
         trainer.train()

@@ -30,10 +30,11 @@ CHECKED = (
     "doppler_hf.privacy.clipping.attention",
     "doppler_hf.privacy.clipping.clipped_gradients",
     "doppler_hf.privacy.clipping.copies",
-    "doppler_hf.privacy.clipping.kernels",
+    "doppler_hf.privacy.clipping.fused_gradients",
+    "doppler_hf.privacy.clipping.gradients",
+    "doppler_hf.privacy.clipping.opacus_layers",
     "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
-    "doppler_hf.privacy.clipping.per_sample_gradient",
     "doppler_hf.preflight.autograd_check.trial",
     "doppler_hf.privacy.clipping.recurrence",
     "doppler_hf.privacy.clipping.torch_layers",
@@ -53,9 +54,7 @@ TOO_BUSY = (
     "doppler_hf.linalg",
     "doppler_hf.optim.optimizer",
     "doppler_hf.optim.update",
-    "doppler_hf.privacy.clipping.notes",
     "doppler_hf.privacy.clipping.engine",
-    "doppler_hf.privacy.clipping.norms",
 )
 
 ARRAYS = (AbstractArray, Tensor, np.ndarray)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from doppler_hf.privacy.clipping.copies import one_per_example
-from doppler_hf.privacy.clipping.notes import Notes
+from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.torch_layers import product
 
 Mask = Bool[Tensor, "..."] | Float[Tensor, "..."]

@@ -1,13 +1,21 @@
 """Per-sample clipping: a sum over examples, to which each contributes a vector of norm at most C.
 
 *flat* takes one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L on its own, so that
-the whole still has norm at most √(L·C²/L) = C. With either clipping function of `norms`, vanilla or automatic, the
-sensitivity of the sum is C.
+the whole still has norm at most √(L·C²/L) = C. The factor with which an example contributes follows from its norm:
+
+    vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
+    automatic   clip(g) = C/max(‖g‖, γ)·g                  (after Bu et al. 2023, https://arxiv.org/abs/2206.07136)
+
+With either the sensitivity of the sum is C. γ is next to nothing, so automatic clipping brings all gradients to norm C:
+examples that are fitted would pull as hard as others, and a classifier run to the class that is more frequent. So those of
+a classifier are also multiplied by `shares_of_error`. Norms are first raised by the most that rounding may have taken from
+them.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Final, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,24 +24,25 @@ from torch import Tensor, nn
 from doppler_hf import triton_support
 from doppler_hf.linalg import highest_matmul_precision, row_norms
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
-from doppler_hf.privacy.clipping.norms import RAISED_BY, Clipping, Squares, clip_factors, shares_of_error
-from doppler_hf.privacy.clipping.notes import SMALL, SMALL_IN_KERNELS, Notes
-from doppler_hf.privacy.clipping.per_sample_gradient import (
-    Lookup,
+from doppler_hf.privacy.clipping.gradients import (
+    Gradient,
     Names,
     NormRule,
-    PerSampleGradient,
-    Product,
-    Use,
+    Notes,
+    Squares,
     Weights,
     in_groups,
 )
 
+Clipping = Literal["automatic", "vanilla"]
 Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
+SMALLEST_NORM: Final = 0.01
+# By how much norms are raised, in units of eps, so that rounding leaves them above the true ones: a thousandth in float32.
+RAISED_BY: Final = 2**13
 # Squares of numbers far smaller would vanish in float32.
-SMALLEST_BOUND = 1e-12
+SMALLEST_BOUND: Final = 1e-12
 
 
 class ClippedGradients:
@@ -46,9 +55,9 @@ class ClippedGradients:
         clipping: "vanilla" or "automatic".
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
-            ordinary training; "opacus" forms every one of them with Opacus's samplers, slowly, as a reference.
+            ordinary training; "opacus" forms them by Opacus's samplers (`opacus_layers`), slowly, as a reference.
         norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from its factors, "direct" from
-            the matrix itself, "auto" the cheaper way for each layer and length; see `per_sample_gradient.is_formed`.
+            the matrix itself, "auto" the cheaper way for each layer and length; see `Notes.is_formed`.
         rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
             a pair.
 
@@ -56,7 +65,7 @@ class ClippedGradients:
         engine_name: `engine`.
         parameters: The trainable parameters by name.
         on_accelerator: Whether nothing may wait for the device.
-        in_kernels: Whether norms and sums are found by `kernels`; set both before the context is entered.
+        in_kernels: Whether norms and sums are found by `fused_gradients`; set both before the context is entered.
         num_non_finite: How many examples since the last `reset` had a gradient that is not finite, or a norm whose square is
             not; on the device. They contribute nothing.
 
@@ -131,8 +140,8 @@ class ClippedGradients:
 
     def __enter__(self) -> "ClippedGradients":
         notes = Notes(norm_rule=self._norm_rule, in_kernels=self.in_kernels)
-        by_rules = self.engine_name == "book_keeping"
-        self._engine = BookKeepingEngine(self._model, notes, by_rules=by_rules, rows_per_loss=self._rows_per_loss)
+        by_opacus = self.engine_name == "opacus"
+        self._engine = BookKeepingEngine(self._model, notes, by_opacus=by_opacus, rows_per_loss=self._rows_per_loss)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -154,7 +163,7 @@ class ClippedGradients:
         *augmentation multiplicity* (De et al. 2022, https://arxiv.org/abs/2204.13650). The sensitivity stays C.
 
         Stand-ins of the layers, which stand in the model since the context was entered, note the factors of each gradient in
-        this pass (`torch_layers`, `notes`). The ordinary gradients that it leaves in `.grad` are discarded.
+        this pass (`torch_layers`, `gradients`). The ordinary gradients that it leaves in `.grad` are discarded.
 
         Args:
             losses: One loss per row, shape (batch·views,), from a call of the model with these rows. A row's loss must
@@ -168,7 +177,7 @@ class ClippedGradients:
 
         Returns:
             Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,): above the true ones
-            where terms cancel, see `norms`. Not private.
+            where terms cancel, see `gradients`. Not private.
 
         Raises:
             ValueError: If `losses` or `weights` are of another shape, or the first dimension of a per-sample gradient is not
@@ -254,15 +263,16 @@ class ClippedGradients:
 
     @torch.no_grad()
     def _add_clipped(
-        self, gradients: dict[str, PerSampleGradient], weights: Float[Tensor, " batch"] | None
+        self, gradients: dict[str, Gradient], weights: Float[Tensor, " batch"] | None
     ) -> Float[Tensor, " batch"]:
         # Sensitivity: row i of every tensor depends on example i alone. Norms and sums are computed from the same numbers,
         # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
-        found = in_groups(gradients, self._group_of, small=SMALL_IN_KERNELS if self.in_kernels else SMALL)
+        assert self._engine is not None
+        found = in_groups(gradients, self._group_of, small=self._engine.notes.small)
         gradients.clear()  # so that the memory of each is freed once it is in the sum
         squares = Squares(in_kernels=self.in_kernels, halves=not self.on_accelerator)
-        for names, gradient in found.items():
-            squares.add(self._group_of[names[0]], gradient)
+        for names in found:
+            found[names].add_squares(squares, self._group_of[names[0]])
         norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
         norms = row_norms(torch.stack([*norms_of.values()], dim=1))
         self._add_sums(found, self._weights(norms_of, squares.roundings(), norms.isfinite(), weights))
@@ -291,36 +301,45 @@ class ClippedGradients:
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found
 
-    def _add_sums(self, found: dict[Names, PerSampleGradient], weights_of: Mapping[str, Weights]) -> None:
+    def _add_sums(self, found: dict[Names, Gradient], weights_of_group: Mapping[str, Weights]) -> None:
+        """Add up the weighted gradients, and forget each (taken out of `found`)."""
+        weights_of = {names: weights_of_group[self._group_of[names[0]]] for names in found}
         if self.in_kernels:
-            from doppler_hf.privacy.clipping.kernels import weighed  # imports Triton
+            from doppler_hf.privacy.clipping.fused_gradients import weighed  # imports Triton
 
-            products = {}
-            for names, gradient in found.items():
-                if isinstance(first := gradient[0], Product):
-                    products[names] = first.left, first.right, weights_of[self._group_of[names[0]]].marked
-                    del gradient[0]
-                del first  # so that what is weighed can be freed
+            pairs = {names: gradient.factors for names, gradient in found.items() if len(gradient.factors) == 2}
+            products = {names: (*pairs.pop(names), weights_of[names].marked) for names in tuple(pairs)}
             for names, left, right in weighed(products):
-                self._add_to(names, Product(left, right, is_weighted=True), weights_of[self._group_of[names[0]]])
+                self._add_sum(names, found.pop(names), replace(weights_of[names], by_kernel=(left, right)))
         # Tables last: theirs are the largest sums, for which the other notes make room.
-        for names in sorted(found, key=lambda names: any(isinstance(use, Lookup) for use in found[names])):
-            for use in found.pop(names):
-                self._add_to(names, use, weights_of[self._group_of[names[0]]])
+        for names in sorted(found, key=lambda names: found[names].is_of_table):
+            self._add_sum(names, found.pop(names), weights_of[names])
 
-    def _add_to(self, names: Names, gradient: Use, weights: Weights) -> None:
+    def _add_sum(self, names: Names, gradient: Gradient, weights: Weights) -> None:
         """Add the weighted sum of the gradients of some parameters to theirs."""
         sums = self._sums
         known = sums.get(names[0]) if len(names) == 1 else None
-        if known is None and isinstance(gradient, Lookup):
-            known = self._zeros(names[0])
         total = gradient.weighted(weights, known)
-        if known is not None:
-            sums[names[0]] = known
+        if known is not None:  # to which it was added
             return
-        shapes = [self.parameters[name].shape for name in names]
-        parts = dict(zip(names, total.view(-1).split([shape.numel() for shape in shapes]), strict=True))
-        news = {name: part.view(shape) for (name, part), shape in zip(parts.items(), shapes, strict=True)}
+        parts = total.view(-1).split([self.parameters[name].numel() for name in names])
+        news = {name: part.view_as(self.parameters[name]) for name, part in zip(names, parts, strict=True)}
         if old := [name for name in names if name in sums]:
-            torch._foreach_add_([sums[name] for name in old], [news[name] for name in old])
-        sums.update({name: new for name, new in news.items() if name not in sums})
+            torch._foreach_add_([sums[name] for name in old], [news.pop(name) for name in old])
+        sums.update(news)
+
+
+def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clipping: Clipping) -> Float[Tensor, " batch"]:
+    """Return the factor that brings each norm to at most `max_grad_norm`."""
+    if clipping == "vanilla":
+        return (max_grad_norm / norms).clamp(max=1.0)
+    return max_grad_norm / norms.clamp(min=SMALLEST_NORM)
+
+
+def shares_of_error(losses: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """Return min(1, 2(1 − p)) of cross-entropies −log p: 1 where the right class has at most even odds, and 0 at no loss.
+
+    The gradient of a logit is in proportion to 1 − p. A loss that is not a number has the share 1, so that it is counted.
+    """
+    losses = losses.detach().to(torch.promote_types(losses.dtype, torch.float32))
+    return (-2 * torch.expm1(-losses)).nan_to_num(nan=1.0).clamp(0.0, 1.0)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from doppler_hf.privacy.clipping.notes import Notes
+from doppler_hf.privacy.clipping.gradients import Notes
 
 
 def one_per_example(notes: Notes, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:

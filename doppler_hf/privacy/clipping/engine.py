@@ -2,7 +2,7 @@
 
 Every trained layer gets a stand-in for its forward (`torch_layers`, `transformers_layers`, `other_layers`), which notes the
 factors of each product in a `Notes`. The model keeps its class, its parameters' names and its output.
-After the backward pass, norms and sums are computed from the notes (`norms`, `per_sample_gradient`).
+After the backward pass, norms and sums are computed from the notes (`gradients`).
 
 A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
 receive an ordinary gradient, and that is an error with the parameter's name. The same check finds every use of a parameter
@@ -24,10 +24,10 @@ from torch.nn.utils.rnn import PackedSequence
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
+from doppler_hf.privacy.clipping.gradients import Gradient, Notes
 from doppler_hf.privacy.clipping.layers import listed, trainable_of
-from doppler_hf.privacy.clipping.notes import Notes
-from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule, sampler_for
-from doppler_hf.privacy.clipping.per_sample_gradient import PerSampleGradient, combined
+from doppler_hf.privacy.clipping.opacus_layers import opacus_rules
+from doppler_hf.privacy.clipping.other_layers import LayerWithoutRule
 from doppler_hf.privacy.clipping.recurrence import recurrence
 from doppler_hf.privacy.clipping.refused_layers import refuse_layers
 from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
@@ -41,10 +41,10 @@ _WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)
 class BookKeepingEngine:
     """Stand-ins on a model that give the gradient of each example's loss, until `detach`.
 
-    Without `by_rules` Opacus's samplers are used for all layers that have one, as a reference.
+    With `by_opacus` the rules of torch's layers are those of `opacus_layers`, as a reference.
     """
 
-    def __init__(self, model: nn.Module, notes: Notes, *, by_rules: bool, rows_per_loss: int) -> None:
+    def __init__(self, model: nn.Module, notes: Notes, *, by_opacus: bool, rows_per_loss: int) -> None:
         refuse_layers(model)
         self._model = model
         self.notes = notes
@@ -54,8 +54,8 @@ class BookKeepingEngine:
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = task_of(without_adapters(model)) == "multiple_choice"
-        of_recurrence = {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}
-        rules = RULES | of_recurrence | of_transformers.transformers_rules()
+        rules = opacus_rules() if by_opacus else RULES | of_transformers.transformers_rules()
+        rules |= {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}  # for which Opacus has no sampler
         for name, module in model.named_modules():
             if (method := of_transformers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
@@ -66,14 +66,12 @@ class BookKeepingEngine:
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
-                is_by_rule = by_rules or isinstance(module, nn.RNNBase)  # which the others cannot
-                rule = rule_for(module, rules) if is_by_rule else None
+                rule = rule_for(module, rules)
             else:
                 continue
             if rule is None:
-                sampler = None if by_rules else sampler_for(module)
                 forward = of_transformers.without_checkpointing(module)
-                other = LayerWithoutRule(name, module, self.notes, forward=forward or module.forward, sampler=sampler)
+                other = LayerWithoutRule(name, module, self.notes, forward=forward or module.forward)
                 self.without_rule[name] = other
                 watched = other if forward is None else functools.partial(of_transformers.checkpointing, module, other)
             else:
@@ -94,14 +92,14 @@ class BookKeepingEngine:
 
     def per_sample_gradients(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, views: int = 1
-    ) -> dict[str, PerSampleGradient]:
+    ) -> dict[str, Gradient]:
         """Back-propagate `losses` and return each example's gradient of the trained parameters."""
         # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
         # summed up before they are clipped.
         with self._noted(losses, parameters, num_examples=len(losses) // views) as (notes, trainable):
             self._back_propagate(losses.sum() / views, trainable)
             with torch.no_grad():
-                return combined(notes.uses, trainable)
+                return notes.gradients(trainable)
 
     def coupled(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, examined: Bool[Tensor, " rows"]

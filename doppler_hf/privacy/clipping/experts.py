@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.layers import substituted
-from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.other_layers import has_rows
 
 # What transformers sets in every module of fused experts, and the adapters that PEFT puts around it.

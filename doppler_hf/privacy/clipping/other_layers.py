@@ -1,9 +1,8 @@
-"""Per-sample gradients of layers without a rule of their own, by the first of three ways that fits.
+"""Per-sample gradients of layers without a rule of their own, by the first of two ways that fits.
 
 * **copies**: parameters that act elementwise (any family's RMSNorm, ViT's class token, ConvNeXt's layer scale) are replaced
   by one copy per example, broadcast to its place; the copy's ordinary gradient is the per-sample gradient, at no cost.
   Whether they act elementwise is tested: two examples with different copies must give the outputs that each gives alone;
-* **Opacus's samplers**, with the engine "opacus" alone, for every layer that has one;
 * **functorch**, which runs the layer's forward once more in the backward pass, one example at a time under `vmap`.
 
 Functions of parameters alone, whose output has no batch, are treated in `copies.output_per_example`.
@@ -15,16 +14,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
+from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.layers import modes_kept, substituted, trainable_of
-from doppler_hf.privacy.clipping.notes import Notes
-from doppler_hf.privacy.clipping.torch_layers import is_unusual
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
@@ -37,10 +33,8 @@ _Copies = dict[str, tuple[int, ...]]
 class LayerWithoutRule:
     """Replaces the forward of one layer, in the way that works at its first call."""
 
-    def __init__(
-        self, name: str, module: nn.Module, notes: Notes, *, forward: Callable[..., Any], sampler: Callable[..., Any] | None
-    ) -> None:
-        self._name, self.module, self.notes, self._forward, self._sampler = name, module, notes, forward, sampler
+    def __init__(self, name: str, module: nn.Module, notes: Notes, *, forward: Callable[..., Any]) -> None:
+        self._name, self.module, self.notes, self._forward = name, module, notes, forward
         # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
         # mean, and of one token it does not show on how many copies act.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
@@ -55,8 +49,7 @@ class LayerWithoutRule:
             return f"{kind}: repeated for each example; {size}"
         if None not in self._copies.values():
             return f"{kind}: one copy of its vectors for each example, free" if self._copies else ""
-        how = "functorch, one more forward pass of the layer" if self._sampler is None else "Opacus's sampler"
-        return f"{kind}: {how}; {size}"
+        return f"{kind}: functorch, one more forward pass of the layer; {size}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer's output, and note its per-sample gradient in the backward pass."""
@@ -70,7 +63,7 @@ class LayerWithoutRule:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
         if kind not in self._copies:
-            self._copies[kind] = self._try_copies(values, spec) if self._sampler is None else None
+            self._copies[kind] = self._try_copies(values, spec)
         copies = self._copies[kind]
         if copies is not None:
             per_example = {name: one_per_example(self.notes, own[name], shape) for name, shape in copies.items()}
@@ -172,18 +165,13 @@ class LayerWithoutRule:
             outputs = pytree.tree_leaves(self._forward(*args, **kwargs))
         return [output for output in outputs if is_floating(output) and output.ndim > 0]
 
-    # --- samplers and functorch -------------------------------------------------------------------------------------
+    # --- functorch ------------------------------------------------------------------------------------------------
 
     def per_sample_gradients(
         self, values: Sequence[Any], spec: Any, gradients: Sequence[Tensor], *, rows: int | None
     ) -> Mapping[str, Float[Tensor, "batch ..."]]:
         """Return the gradient of each example by parameter, from the gradients of the outputs."""
         module = self.module
-        args, kwargs = pytree.tree_unflatten(list(values), spec)
-        if self._sampler is not None and len(args) == len(gradients) == 1 and not kwargs:
-            inputs = in_float32(args[0]) if is_floating(args[0]) else args[0]
-            of_parameters = self._sampler(module, [inputs], in_float32(gradients[0]))
-            return {name: of_parameters[parameter] for name, parameter in trainable_of(module)}
         own = {name: parameter.detach() for name, parameter in trainable_of(module)}
         batched = [index for index, value in enumerate(values) if has_rows(value, rows)]
 
@@ -254,12 +242,3 @@ def is_close(first: Tensor, second: Tensor) -> bool:
     rounding = 100 * torch.finfo(first.dtype).eps
     largest = float(first.abs().max()) if first.numel() else 0.0
     return torch.allclose(first, second, rtol=rounding, atol=rounding * largest)
-
-
-def sampler_for(module: nn.Module) -> Callable[..., Any] | None:
-    """Return Opacus's sampler for a layer, or None if none fits."""
-    if "forward" in vars(module) or module._parameters.get("weight") is None or is_unusual(module):
-        return None
-    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        return None
-    return GradSampleHooks.GRAD_SAMPLERS.get(type(module))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from doppler_hf.privacy.clipping.notes import Notes
+from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.torch_layers import product
 
 # The hidden state, and with an LSTM that of its cells.

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from doppler_hf.privacy.clipping.copies import one_per_example
+from doppler_hf.privacy.clipping.gradients import Notes, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
-from doppler_hf.privacy.clipping.notes import Notes
-from doppler_hf.privacy.clipping.per_sample_gradient import formed
 
 Rule = Callable[..., Any]
 
@@ -35,7 +34,7 @@ def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "ba
 
 def linear(notes: Notes, module: nn.Linear, input: Float[Tensor, "batch *time q"]) -> Float[Tensor, "batch *time p"]:
     """Compute Y = x Wᵀ + b."""
-    return product(notes, input, module.weight, module.bias)
+    return _Linear.apply(input, module.weight, module.bias, notes, False)
 
 
 def product(

@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
+from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.layers import substituted
-from doppler_hf.privacy.clipping.notes import Notes
 from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
 
 # Methods that compute a position bias from a trained table: of T5's attention and its like, and of MPNet's encoder.

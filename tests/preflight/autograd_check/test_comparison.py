@@ -1,5 +1,6 @@
 """The check before the first step: it passes what is right, and stops what is wrong by name."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,9 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from doppler_hf.privacy.clipping import notes
-from doppler_hf.privacy.clipping.norms import Squares
-from doppler_hf.privacy.clipping.per_sample_gradient import Dense, Product
+from doppler_hf.privacy.clipping.gradients import Dense, Lookup, Notes, Product, Squares
 from tests.privacy.clipping.test_layers import Net
 from tests.support.models import MODELS, batch_for, build, losses_of
 from tests.support.per_example import compare_with_autograd
@@ -51,12 +50,12 @@ def test_what_is_right_passes_and_is_left_as_it_was(name):
 
 def planted(monkeypatch, change, *, form=Product, of=lambda parameter: parameter.ndim == 2):
     """Let the engine note something else for some parameters."""
-    noted = notes.Notes.note
+    noted = Notes.note
 
     def note(self, parameter, gradient):
         noted(self, parameter, change(gradient) if of(parameter) and isinstance(gradient, form) else gradient)
 
-    monkeypatch.setattr(notes.Notes, "note", note)
+    monkeypatch.setattr(Notes, "note", note)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,8 @@ def test_a_layer_whose_engine_adds_in_bfloat16_is_refused_with_a_mend_that_works
 
 @pytest.mark.parametrize("kind", ["layer norm", "embedding"])
 def test_a_wrong_rule_is_found_in_long_rows_of_bfloat16_too(monkeypatch, kind):
-    planted(monkeypatch, lambda g: Dense(g.values * 1.5), form=Dense, of=lambda parameter: True)
+    form = Lookup if kind == "embedding" else Dense
+    planted(monkeypatch, lambda g: dataclasses.replace(g, values=g.values * 1.5), form=form, of=lambda parameter: True)
     with pytest.raises(ValueError, match=r"The per-sample gradients of 'layer\.\S+' are wrong"):
         long_rows(LONG[kind], torch.bfloat16)
 

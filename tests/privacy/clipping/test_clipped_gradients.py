@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.norms import clip_factors
+from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 from tests.support.nets import Net
 
 

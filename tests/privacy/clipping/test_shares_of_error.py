@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import ClippedGradients
-from doppler_hf.privacy.clipping.norms import shares_of_error
+from doppler_hf.privacy.clipping.clipped_gradients import shares_of_error
 from doppler_hf.privacy.losses import has_one_label
 from tests.support.per_example import gradients_of_each, norm_of
 from tests.support.tiny import text_data, tiny_bert

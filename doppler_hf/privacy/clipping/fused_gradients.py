@@ -217,7 +217,7 @@ def weighed(
 ) -> Iterator[tuple[Key, Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]]:
     """Yield the factors l and r of products, with the narrower one multiplied by its example's clip factor.
 
-    In bfloat16 it is rounded to it once: see `norms.Squares.roundings`. Of float16, whose range is small, it is float32.
+    In bfloat16 it is rounded to it once: see `gradients.Squares.roundings`. Of float16, whose range is small, it is float32.
 
     Args:
         products: l, r and the clip factors of each (taken out, not in order). Contiguous, l and r of one dtype, the clip

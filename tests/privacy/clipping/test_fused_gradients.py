@@ -10,7 +10,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from doppler_hf import triton_support
-from doppler_hf.privacy.clipping import kernels
+from doppler_hf.privacy.clipping import fused_gradients
 from tests.support.interpreter import repair_casts
 from tests.support.models import batch_for, build, losses_of, rows
 from tests.support.per_example import book_keeping
@@ -53,7 +53,7 @@ def sums_in_full(left, right):
 def test_products_and_lookups_of_all_lengths_are_compared_at_once(dtype):
     pairs = [(normal(2, time, p, dtype=dtype), normal(2, time, q, seed=1, dtype=dtype)) for time, p, q in SHAPES]
     pairs.append((normal(2, 70, 9, dtype=dtype), torch.arange(140).view(2, 70) % 5))
-    for pair, found in zip(pairs, kernels.compare(pairs, vanished=1e-25), strict=True):
+    for pair, found in zip(pairs, fused_gradients.compare(pairs, vanished=1e-25), strict=True):
         # Products of half precision are exact; a thousand additions in float32 are not.
         torch.testing.assert_close(found.double(), sums_in_full(*pair), rtol=2e-6, atol=1e-12)
 
@@ -61,7 +61,7 @@ def test_products_and_lookups_of_all_lengths_are_compared_at_once(dtype):
 @triton.jit
 def _write_tiles(begin, out):
     pair = begin + tl.program_id(0)
-    i, j = kernels._tiles_of(pair)
+    i, j = fused_gradients._tiles_of(pair)
     tl.store(out + 2 * tl.program_id(0), i)
     tl.store(out + 2 * tl.program_id(0) + 1, j)
 
@@ -79,8 +79,8 @@ def test_pairs_of_tiles_are_counted_row_by_row_in_texts_of_any_length(row):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_are_weighted_and_those_left_out_add_nothing(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "AT_ONCE", 2**13)  # in several launches
-    monkeypatch.setattr(kernels, "CHUNK", 128)
+    monkeypatch.setattr(fused_gradients, "AT_ONCE", 2**13)  # in several launches
+    monkeypatch.setattr(fused_gradients, "CHUNK", 128)
     of_clip, products, memory = torch.tensor([0.3, torch.nan, 0.0]), {}, []
     for time, p, q in SHAPES:
         # With a number before and after, which nothing may write.
@@ -89,7 +89,7 @@ def test_factors_are_weighted_and_those_left_out_add_nothing(dtype, monkeypatch)
             memory[-1][1 + time * dim] = torch.nan if p % 2 else torch.inf
         products[time, p, q] = (memory[-2][1:-1].view(3, time, p), memory[-1][1:-1].view(3, time, q), of_clip)
     before = {key: (left.clone(), right.clone()) for key, (left, right, _) in products.items()}
-    found = {key: (left, right) for key, left, right in kernels.weighed(products)}
+    found = {key: (left, right) for key, left, right in fused_gradients.weighed(products)}
     assert found.keys() == before.keys()
     assert not products
     for (_, p, q), (left, right) in found.items():
@@ -110,7 +110,7 @@ def test_sums_of_a_normalization(dtype):
     x, grad = normal(2, 37, 150), normal(2, 37, 150, seed=1, dtype=dtype)
     mean, rstd = x.mean(dim=2, keepdim=True), 1 / x.std(dim=2, keepdim=True)
     wanted = ((x - mean) * rstd * grad).sum(dim=1), grad.float().sum(dim=1)
-    torch.testing.assert_close(kernels.normalized_sums(x, mean, rstd, grad), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused_gradients.normalized_sums(x, mean, rstd, grad), wanted, rtol=1e-5, atol=1e-5)
 
 
 def of_model(name, *, in_kernels, of=losses_of, autocast=False, count=6, **options):
