@@ -1,4 +1,4 @@
-"""Shared numerics of tensors: sums and norms, equality, digests of bits, and the precision of products.
+"""Shared numerics of tensors: sums and norms, cross-entropies, equality, digests of bits, and the precision of products.
 
 Every norm of the package is computed here. On a CPU torch's `vector_norm`, `Tensor.norm` and `_foreach_norm` add the squares
 of some layouts one after another in float32. A partial sum that has grown large then swallows the small squares that follow:
@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 # The most numbers that are added to one partial sum.
 RUN: Final = 256
@@ -140,3 +141,25 @@ def _exact(switches: tuple[Any, ...], read: Callable[[], Any], write: Callable[[
             write(for_all)
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
+
+
+def cross_entropies(
+    logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
+) -> Float[Tensor, "batch *places"]:
+    """Return the cross-entropy at each place, 0 where there is no label."""
+    try:
+        return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    except IndexError:
+        # Neither torch's words nor its traceback, which have the label of an example: messages end in logs.
+        raise no_class(
+            logits.shape[1],
+            ignored,
+            "Set num_labels in the model's config to the number of classes, and let them begin at 0",
+        ) from None
+
+
+def no_class(classes: int, ignored: int, fix: str) -> ValueError:
+    """Return the error of a label that is none of the classes."""
+    return ValueError(
+        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {fix}."
+    )

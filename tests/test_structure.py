@@ -18,7 +18,7 @@ import doppler_hf.optim
 import doppler_hf.privacy
 from doppler_hf.extras import EXTRAS
 from doppler_hf.filters import optimal_fir
-from doppler_hf.optim.low_pass import low_pass
+from doppler_hf.privacy.noise.mechanism import box_muller
 from tests.support.array_types import CHECKED, TOO_BUSY
 
 PACKAGE = Path(doppler_hf.__file__).parent
@@ -44,10 +44,10 @@ MAY_IMPORT = {
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("version privacy.accounting filters.noise_shape", "jsonschema filelock"),
     "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
-    "privacy/losses": ("privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
+    "privacy/losses": ("linalg privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/loss_bounds": ("privacy.losses", "transformers"),
-    "privacy/token_losses": ("privacy.dense_losses", "jaxtyping torch transformers"),
-    "privacy/dense_losses": ("", "jaxtyping torch transformers"),
+    "privacy/token_losses": ("linalg", "jaxtyping torch transformers"),
+    "privacy/dense_losses": ("linalg", "jaxtyping torch transformers"),
     "training_args": ("deprecated filters privacy", "transformers torch"),
     "run": (
         "filters linalg optim privacy shards training_args",
@@ -241,7 +241,7 @@ def test_every_sum_over_private_numbers_is_in_the_table_of_sums():
     [
         lambda: optimal_fir(np.ones((2, 2))),
         lambda: optimal_fir(np.ones(2, dtype=int)),
-        lambda: low_pass(torch.ones(2), [torch.ones(3)], ((0.5,), (1.0, -0.5))),
+        lambda: box_muller(torch.ones(2, dtype=torch.int64), torch.ones(4, dtype=torch.float64), std=1.0),
     ],
     ids=["dimensions", "dtype", "sizes"],
 )

@@ -1,8 +1,7 @@
 """Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
 
-- optimizer, update: Algorithm 3: `step` for all parameters, and for one
+- optimizer, update: Algorithm 3: `step` for all parameters, and for one, with the filter
 - fused_update: for all on a GPU, in one kernel
-- low_pass: the filter
 - galore: its subspaces
 - muon: updates with equal singular values
 - checkpoint: states are loaded without loss

@@ -27,9 +27,19 @@ from doppler_hf import triton_support
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
-from doppler_hf.optim.low_pass import bias_correction, padded_coefficients
 from doppler_hf.optim.muon import orthogonalized
-from doppler_hf.optim.update import BASES, CORRECTED, Base, ParameterTensors, Step, StepConstants, full_dtype, update
+from doppler_hf.optim.update import (
+    BASES,
+    CORRECTED,
+    Base,
+    ParameterTensors,
+    Step,
+    StepConstants,
+    bias_correction,
+    full_dtype,
+    padded_coefficients,
+    update,
+)
 from doppler_hf.shards import part_here, parts_here
 
 # Wherever v̂ - noise_std² is negative, often at a small budget, the floor alone sets the step size. It must exceed the noise
@@ -138,7 +148,9 @@ class DopplerOptimizer(Optimizer):
             raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        weights, gradients = parts_here([p for p, _ in stepped]), parts_here([_dense(p.grad) for p, _ in stepped])
+        weights, gradients = [p for p, _ in stepped], [_dense(p.grad) for p, _ in stepped]
+        if any(isinstance(p, DTensor) for p in weights):
+            weights, gradients = parts_here(weights), parts_here(gradients)
         # Adam's max(√v̂, ε) is √max(v̂ - 0, ε²).
         noise_var, floor = (self.noise_std**2, self.floor) if self.base in CORRECTED else (0.0, self.eps**2)
 

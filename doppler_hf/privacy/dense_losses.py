@@ -11,28 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from doppler_hf.linalg import cross_entropies, no_class
+
 _NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
-
-
-def cross_entropies(
-    logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
-) -> Float[Tensor, "batch *places"]:
-    """Return the cross-entropy at each place, 0 where there is no label."""
-    try:
-        return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
-    except IndexError:
-        # Neither torch's words nor its traceback, which have the label of an example: messages end in logs.
-        raise _no_class(
-            logits.shape[1],
-            ignored,
-            "Set num_labels in the model's config to the number of classes, and let them begin at 0",
-        ) from None
-
-
-def _no_class(classes: int, ignored: int, fix: str) -> ValueError:
-    return ValueError(
-        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {fix}."
-    )
 
 
 def ignored_pixel(model: PreTrainedModel) -> int:
@@ -94,7 +75,7 @@ def ctc_losses(
     # Sensitivity: torch does not look whether a label is a class, and would write the gradient of another one into that of a
     # neighbour in the batch.
     if bool(((labels >= classes) | (labels < 0) & (labels != _NO_TOKEN)).any()):
-        raise _no_class(classes, _NO_TOKEN, "Map unknown characters to a token of the vocabulary")
+        raise no_class(classes, _NO_TOKEN, "Map unknown characters to a token of the vocabulary")
     if reduction == "mean":
         losses = losses / ((labels != _NO_TOKEN) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
     return losses

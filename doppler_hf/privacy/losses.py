@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
-from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, ignored_pixel, pixel_losses
+from doppler_hf.linalg import cross_entropies
+from doppler_hf.privacy.dense_losses import ctc_losses, ignored_pixel, pixel_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from doppler_hf.privacy.dense_losses import cross_entropies
+from doppler_hf.linalg import cross_entropies
 
 IGNORED_LABEL: Final = -100  # of transformers' collators and losses, and of torch's cross_entropy
 # Logits at a time, 128 MiB in float32: 220 tokens of 151,936 classes. A product of matrices so large is as fast as a whole.

@@ -181,7 +181,7 @@ class PrivateRun:
 
     @functools.cached_property
     def probe(self) -> Probe:
-        """A few examples of the loader, for the checks before the first step."""
+        """Return a few examples of the loader, for the checks before the first step."""
         assert self._loader is not None, "the run has a loader"
         return Probe(self._loader, checks_numbers=self._args.grad_sample_self_check)
 

@@ -26,7 +26,7 @@ class Rounds:
 
     @functools.cached_property
     def digest_of_data(self) -> DataDigest:
-        """What tells these rows, in this order, from others."""
+        """Return what tells these rows, in this order, from others."""
         # Privacy: rows may be made with random numbers, which must not come from a public seed, nor move those of the user.
         with filled_generators(self._args.noise_seed, rank=self._args.process_index):
             return digest_of_data(self._train_dataset, self._sampler)

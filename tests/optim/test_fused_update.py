@@ -8,8 +8,7 @@ import torch
 from doppler_hf import triton_support
 from doppler_hf.filters import PAPER_FILTERS, butterworth
 from doppler_hf.optim import DopplerOptimizer, fused_update
-from doppler_hf.optim.low_pass import padded_coefficients
-from doppler_hf.optim.update import ParameterTensors, StepConstants, update
+from doppler_hf.optim.update import ParameterTensors, StepConstants, padded_coefficients, update
 from tests.support.interpreter import repair_casts
 from tests.support.optimizers import normal
 from tests.support.pairwise import pairwise

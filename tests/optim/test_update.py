@@ -5,8 +5,7 @@ import torch
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import update as module
-from doppler_hf.optim.low_pass import padded_coefficients
-from doppler_hf.optim.update import ParameterTensors, StepConstants, slices, update
+from doppler_hf.optim.update import ParameterTensors, StepConstants, padded_coefficients, slices, update
 from tests.support.optimizers import normal
 
 NUMBERS = {"beta2": 0.9, "step_size": 0.1, "decay": 0.97, "noise_var": 0.05, "floor": 0.01}

@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
-from doppler_hf.privacy.dense_losses import cross_entropies, ctc_losses, pixel_losses
+from doppler_hf.linalg import cross_entropies
+from doppler_hf.privacy.dense_losses import ctc_losses, pixel_losses
 from doppler_hf.privacy.losses import per_sample_losses, task_of
 from scripts.experiments.tiny_models import padded
 from tests.support.per_example import assert_equals_loop

@@ -21,7 +21,6 @@ CHECKED = (
     "doppler_hf.triton_support",
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
-    "doppler_hf.optim.low_pass",
     "doppler_hf.optim.muon",
     "doppler_hf.preflight.autograd_check.beside",
     "doppler_hf.preflight.autograd_check.coupling",

@@ -138,13 +138,14 @@ def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:
     return has_gaps and any(part.flatten().null_count for part in _parts(dataset, column))
 
 
-def columns_of_numbers(examples: Any) -> frozenset[str]:
+def columns_of_numbers(examples: Any) -> frozenset[str] | None:
     """Return the columns in which every row has a number, or a list or an array of numbers, and none of them is missing.
 
-    `datasets` makes tensors of a whole column at once. Of these it does so number by number: a row is what it is alone.
+    None for examples that are not read from a table as they stand there. `datasets` makes tensors of a whole column at once.
+    Of these columns it does so number by number: a row is what it is alone.
     """
     if not is_stored(examples):
-        return frozenset()
+        return None
     return frozenset(name for name in examples.features if all(map(_is_of_numbers, examples.data[name].chunks)))
 
 

@@ -21,21 +21,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, is_stored, length_of
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, length_of
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
 
 
-def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] = frozenset()) -> list[Any]:
-    """Return some examples, each as it is alone."""
+def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = None) -> list[Any]:
+    """Return some examples, each as it is alone; `numbers` are the `columns_of_numbers` of their table, if they have one."""
     if is_read_together(examples, numbers):
         rows = examples.__getitems__(list(indices))
         return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
     return [fetch_one(examples, index) for index in indices]
 
 
-def is_read_together(examples: Any, numbers: Set[str]) -> bool:
+def is_read_together(examples: Any, numbers: Set[str] | None) -> bool:
     """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
-    if not is_stored(examples):
+    if numbers is None or "__getitems__" in vars(examples):
         return False
     # Sensitivity: Python's own format converts each value by itself. Others convert a whole column: one missing value turns
     # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.
@@ -74,7 +74,7 @@ class DrawnExamples(Dataset[Any]):
     """A data set of an example's views, with the size of its unit, in lists that know the step of their draw."""
 
     def __init__(
-        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str], views: int = 1
+        self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str] | None, views: int = 1
     ) -> None:
         self._examples, self._counts, self._views, self._numbers = examples, counts, views, numbers
 
@@ -126,7 +126,7 @@ def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
 
 
 class PrivateLoader(DataLoader[Any]):
-    """A loader of the sampler's draws: `sampler.micro_batches` items a draw, each a list of `MicroBatch`.
+    """A loader of the sampler's draws: `sampler.pieces` items a draw, each a list of `MicroBatch`.
 
     It must not pass through `accelerator.prepare`, which repeats examples to make the shards of a batch sampler equal: an
     example could then count twice. `options` are further ones of `DataLoader`.

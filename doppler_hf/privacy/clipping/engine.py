@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
@@ -126,7 +127,8 @@ class BookKeepingEngine:
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
                 + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
             )
-        trainable = gathered(parameters)
+        is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+        trainable = gathered(parameters) if is_cut else dict(parameters)
         self.notes.num_examples = num_examples
         try:
             yield self.notes, trainable

@@ -7,8 +7,8 @@ import pytest
 import scipy.stats
 import torch
 
-from doppler_hf.privacy.noise import gaussian as module
-from doppler_hf.privacy.noise.gaussian import add_gaussian_noise, box_muller
+from doppler_hf.privacy.noise import mechanism as module
+from doppler_hf.privacy.noise.mechanism import add_gaussian_noise, box_muller
 from doppler_hf.privacy.randomness import ReproducibleBits, SecretBits
 
 PIECE = module._PIECE  # normals made at a time
