@@ -29,7 +29,7 @@ from doppler_hf.preflight.user_errors import told_of_own_step, told_of_removed_c
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
-from doppler_hf.privacy.losses import Losses, losses_of_class, without_adapters
+from doppler_hf.privacy.losses import Losses, as_losses, losses_of_class, without_adapters
 from doppler_hf.run.callback import PrivacyCallback, end_run
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
@@ -259,7 +259,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             inputs: One collated micro-batch, on the model's device.
 
         Returns:
-            Losses, shape (batch,), attached to the graph.
+            Losses, shape (batch,), attached to the graph. Or these and weights, shape (batch,), from 0 to 1, by which the
+            *clipped* gradients are multiplied. A factor of a loss itself has no effect with clipping="automatic".
 
         Raises:
             ValueError: If there is no rule for the model's class.
@@ -271,10 +272,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            values = self.compute_per_sample_loss(self.model, inputs)
+            losses = as_losses(self.compute_per_sample_loss(self.model, inputs))
         of_class, self._of_class = self._of_class, None
         # By what was computed and not by the class: code of the user's own may return the losses of the model's class.
-        return of_class if of_class is not None and of_class.values is values else Losses(values)
+        if of_class is None or of_class.values is not losses.values:
+            return losses
+        return losses._replace(is_cross_entropy=of_class.is_cross_entropy)
 
     @property
     def has_own_loss(self) -> bool:

@@ -42,7 +42,6 @@ from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.batching.probe import Inputs
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator, refuse_known_numbers_in_passes
-from doppler_hf.privacy.losses import Losses
 from doppler_hf.privacy.noise import GaussianMechanism
 from doppler_hf.privacy.randomness import fill_generators, filled_generators
 from doppler_hf.run.precision import ROUNDING_BF16, computes_in_bf16
@@ -151,7 +150,7 @@ def neighbour_distances(
 
         tested._new_run = scripted_run  # type: ignore[method-assign]
         # A share of error below 1 would hide that a record counts twice.
-        tested._losses = lambda inputs: Losses(trained_losses(inputs).values)  # type: ignore[method-assign]
+        tested._losses = lambda inputs: trained_losses(inputs)._replace(is_cross_entropy=False)  # type: ignore[method-assign]
         # Transformers and the training step switch the model to training mode.
         as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
         with as_it_is, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

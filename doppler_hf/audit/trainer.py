@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -23,6 +23,7 @@ from doppler_hf.audit.likelihood import LikelihoodRatios
 from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
+from doppler_hf.privacy.losses import as_losses
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -123,18 +124,21 @@ class AuditTrainer(DopplerTrainer):
         """K, the norm of a canary's gradient before it is clipped."""
         return STRETCH * max(self.args.per_sample_max_grad_norm, 1.0)
 
-    def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
+    def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Return K·wᵢ for canary i, and for other examples the loss that the audited trainer would use."""
         others = {name: value for name, value in inputs.items() if name != CANARY_COLUMN}
         canaries: Int[Tensor, " batch"] = inputs[CANARY_COLUMN]
         self._numbers = canaries
         try:
-            losses = super().compute_per_sample_loss(model, others)
+            losses = as_losses(super().compute_per_sample_loss(model, others))
         finally:
             self._numbers = None
         assert self._looked_up is not None, "compute_per_sample_loss did not call the model"
         # Of every row one loss: a canary's contributes to its own weight alone, whatever the row behind it is.
-        return torch.where(canaries >= 0, self.stretch * self._looked_up, losses)
+        values = torch.where(canaries >= 0, self.stretch * self._looked_up, losses.values)
+        if losses.weights is None:
+            return values
+        return values, torch.where(canaries >= 0, 1.0, losses.weights)
 
     def audit(self, *, confidence: float = 0.95) -> AuditResult:
         """Train, and return what the attacker can prove.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.preflight.autograd_check.beside import Batches
 from doppler_hf.preflight.autograd_check.comparison import compare
@@ -87,6 +88,7 @@ class _Comparison:
 
     def __init__(self, run: PrivateRun, trainer: Any) -> None:
         self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
+        self.weights_of = run.weights_of
         self.most_rows = trainer.args.per_device_train_batch_size  # of a micro-batch
         self.tolerance = rounding_of(trainer.model, trainer.args)
         self.has_own_loss = trainer.has_own_loss
@@ -194,6 +196,8 @@ class _Comparison:
                 reason = batches.why_losses_change()
         if reason is not None:
             raise ValueError(reason)
+        if self.has_users_loss and not is_random:
+            self._refuse_weights_of_others(batches)
         if self.has_users_loss:
             with self.clipped.unwatched():
                 is_dropped = batches._replace(norms_by=None).changes_with_nan()
@@ -203,6 +207,22 @@ class _Comparison:
                     "others contribute. Return losses as they are, without isfinite().all() or a choice among them: an "
                     "example whose gradient is not finite counts as zero by itself."
                 )
+
+    def _refuse_weights_of_others(self, batches: Batches) -> None:
+        """Refuse weights that come with the losses and change with the examples beside them, as a count of classes does."""
+        with self.clipped.unwatched():
+            if self.weights_of(self.whole) is None:
+                return
+            weights_of: Any = self.weights_of  # which has some
+            of_weights = batches._replace(losses_of=weights_of, norms_by=None, most_alone=SHORT)
+            if of_weights.why_losses_change() is None:
+                return
+        raise Refusal(
+            "weights-of-others",
+            "The weight of one example changes with the examples beside it, so one record would change what others "
+            "contribute. Compute each weight from its own example and from constants, such as class frequencies that are "
+            "public.",
+        )
 
 
 @contextlib.contextmanager

@@ -6,20 +6,26 @@ examples: in the mean of a single one class weights cancel out.
 """
 
 import inspect
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.linalg import row_norms
 from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.precision import rounding_of
 from doppler_hf.run.private_run import PrivateRun
+
+# The cosine from which two gradients count as parallel, and from which ratio on factors count as different.
+_ALONG: Final = 0.999
+_DIFFERENT: Final = 1.05
 
 
 def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
@@ -38,6 +44,40 @@ def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
             base = without_adapters(trainer.model)
             tolerance = rounding_of(trainer.model, trainer.args) / 10
             compare_losses(trainer.model, inputs, base_model=base, tolerance=tolerance)
+
+
+def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
+    """Note a loss of the user's own that is the class's one times factors, which automatic clipping cancels."""
+    model, base = trainer.model, without_adapters(trainer.model)
+    if trainer.args.clipping != "automatic" or not overrides(type(trainer), "compute_per_sample_loss"):
+        return
+    inputs = run.probe.collated(run.probe.short)
+    if not rules.has_one_label(base, inputs.get("labels")):
+        return
+    found: list[Any] = []
+    with without_dropout(model), run.unwatched():
+        with model.register_forward_hook(lambda _module, _args, outputs: found.append(outputs)):
+            losses, _, weights = trainer._losses(dict(inputs))
+        logits = getattr(found[0], "logits", None) if len(found) == 1 else None
+        labels = trainer._prepare_inputs(inputs)["labels"]
+        if weights is not None or not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim != 2:
+            return
+        (own,) = torch.autograd.grad(losses.sum(), logits, allow_unused=True)
+    if own is None:
+        return
+    own = own.float()
+    of_class = logits.detach().float().softmax(dim=1) - nn.functional.one_hot(labels.clamp(min=0), logits.shape[1])
+    sizes = row_norms(own), row_norms(of_class)
+    is_told = (sizes[0] > 0) & (sizes[1] > 0) & (labels >= 0)
+    factors = (sizes[0] / sizes[1])[is_told]
+    along = ((own * of_class).sum(dim=1) / (sizes[0] * sizes[1]))[is_told]
+    if not len(factors) or bool((along < _ALONG).any()) or float(factors.max()) < _DIFFERENT * float(factors.min()):
+        return
+    run.notes.append(
+        "Your loss is the model's own cross-entropy times a factor for each example (class weights, focal loss). With "
+        "clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. Return "
+        "(losses, weights) with weights from 0 to 1, which are applied after clipping"
+    )
 
 
 def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:

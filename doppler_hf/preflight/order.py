@@ -65,6 +65,7 @@ def with_the_engine(run: PrivateRun, of: Any) -> None:
     """Check the loss and the engine's gradients of a few examples."""
     examples.check_examples(run, of)
     loss.refuse_another_loss(run, of)
+    loss.note_factors_without_effect(run, of)
 
 
 def of_an_optimizer(optimizer: Any) -> None:

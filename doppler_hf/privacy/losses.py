@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies
 from doppler_hf.privacy.dense_losses import ctc_losses, ignored_pixel, pixel_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
@@ -107,10 +108,33 @@ class Losses(NamedTuple):
     Attributes:
         values: The losses.
         is_cross_entropy: Whether each is −log p of the one right class of its example.
+        weights: Factors of the clipped gradients, shape (batch,), which are cut to [0, 1]; None for 1.
     """
 
     values: Float[Tensor, " batch"]
     is_cross_entropy: bool = False
+    weights: Float[Tensor, " batch"] | None = None
+
+
+def as_losses(returned: Any) -> Losses:
+    """Return what a `compute_per_sample_loss` has returned, losses alone or with weights, as `Losses`.
+
+    Raises:
+        Refusal: If the weights are not as many as the losses.
+    """
+    if not isinstance(returned, tuple):
+        return Losses(returned)
+    values, weights = returned if len(returned) == 2 else (None, None)
+    if not isinstance(values, Tensor) or not isinstance(weights, Tensor) or weights.shape != values.shape:
+        # Not their shapes, which are of a draw: messages end in logs.
+        raise Refusal(
+            "weights-of-losses",
+            "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number each per example. "
+            "Return two tensors of shape (batch,), or the losses alone.",
+        )
+    # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine cuts them to that range.
+    # Like a loss, each must follow from its own example, which the check before the first step looks at.
+    return Losses(values, weights=weights.detach())
 
 
 def losses_of_class(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Losses:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from doppler_hf.privacy.losses import as_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import spoken_for_when_converted
 from doppler_hf.run.own_code import overrides
@@ -34,7 +35,10 @@ class EvaluatingTrainer(ShardedTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
-        mean = self.compute_per_sample_loss(model, dict(inputs)).mean()
+        losses = as_losses(self.compute_per_sample_loss(model, dict(inputs)))
+        # With disable_dp weights of clipped gradients are weights of losses.
+        weights = losses.weights if model.training else None
+        mean = (losses.values if weights is None else losses.values * weights).mean()
         # Transformers takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
@@ -78,7 +82,7 @@ def mean_and_outputs(
     """Return the mean loss of an evaluated batch, and the model's outputs as Transformers takes them."""
     found: list[Any] = []
     with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
-        mean = losses_of(model, dict(inputs)).mean()
+        mean = as_losses(losses_of(model, dict(inputs))).values.mean()
     outputs = found[0] if len(found) == 1 else ()
     if len(found) != 1:
         warnings.warn(

@@ -225,6 +225,11 @@ class PrivateRun:
         """Call the attached model with a micro-batch, and return one loss for each of its examples."""
         return self._losses_of(inputs).values
 
+    def weights_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the weights that come with the losses of a micro-batch, in their graph; None if there are none."""
+        values, _, weights = self._losses_of(inputs)
+        return None if weights is None else weights.to(values) + 0.0 * values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
         """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
         return contextlib.nullcontext() if self._engine is None else self._engine.unwatched()
@@ -347,7 +352,7 @@ class PrivateRun:
     def _add_clipped(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
         # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
         inputs = send_to_device(micro_batch.inputs, self._args.device, non_blocking=True)
-        losses, is_cross_entropy = self._losses_of(inputs)
+        losses, is_cross_entropy, of_losses = self._losses_of(inputs)
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # Not their numbers: the size of a draw is private, and messages end in logs.
@@ -359,6 +364,11 @@ class PrivateRun:
         size, weights = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
             weights = torch.full((size,), micro_batch.weight, device=losses.device)
+        if of_losses is not None:
+            # Sensitivity: between 0 and 1 each, so is their mean over rows that are clipped as one, and the product with the
+            # share of a unit is at most that share.
+            of_rows = of_losses.to(losses).nan_to_num(nan=0.0).clamp(0.0, 1.0).unflatten(0, (size, -1)).mean(dim=1)
+            weights = of_rows if weights is None else weights * of_rows
         self.engine.backward(losses, weights=weights, views=micro_batch.rows_each, is_cross_entropy=is_cross_entropy)
         if self.private_loss is not None:
             self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)

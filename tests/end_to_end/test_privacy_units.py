@@ -96,7 +96,7 @@ def test_shares_stay_with_their_examples(max_tokens):
     counts = np.array([4] * 4 + [2] * 4 + [1] * 2)
     order = sorted(range(10), key=lambda index: (counts[index], len(data[index]["input_ids"])))
     for examples in (data, data.to_list()):
-        drawn = DrawnExamples(examples, counts, numbers=set())
+        drawn = DrawnExamples(examples, counts, numbers=None)
         batches = collate_piece(drawn.__getitems__(OfStep(order, step=5)), collator=pad, cut=Cut(24, max_tokens))
         assert batches.step == 5
         shares = [share_of(count) for count in counts[order].tolist()]

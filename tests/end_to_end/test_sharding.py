@@ -97,14 +97,14 @@ def small_draws(folder, world, **options):
     trainer, counts = trainer_of(folder, world, **(SMALL | options)), Counter()
 
     def watch(**_):
-        steps = trainer.privacy
-        begin = steps.begin
+        run = trainer.privacy
+        begin_sum = run.begin_sum
 
         def counted(*args, **more):
-            begin(*args, **more)
-            counts["idle"] += steps.num_dummies
+            begin_sum(*args, **more)
+            counts["idle"] += run.num_dummies
 
-        steps.begin = counted
+        run.begin_sum = counted
         trainer.model.register_forward_pre_hook(lambda *_: counts.update(["passes"]))
 
     trainer.add_callback(On(train_begin=watch))

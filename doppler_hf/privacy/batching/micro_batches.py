@@ -35,7 +35,7 @@ def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = N
 
 def is_read_together(examples: Any, numbers: Set[str] | None) -> bool:
     """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
-    if numbers is None or "__getitems__" in vars(examples):
+    if numbers is None or "__getitems__" in getattr(examples, "__dict__", {}):
         return False
     # Sensitivity: Python's own format converts each value by itself. Others convert a whole column: one missing value turns
     # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.

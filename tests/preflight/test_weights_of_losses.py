@@ -1,0 +1,174 @@
+"""Weights that come with losses multiply clipped gradients, and a factor that clipping cancels is told of."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.audit.neighbours import neighbour_distances
+from doppler_hf.audit.trainer import AuditTrainer
+from doppler_hf.errors import Refusal
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import On, arguments, trained, trainer_of
+
+OF_CLASSES = torch.tensor([0.25, 1.0, 0.5])
+
+
+class Weighted(DopplerTrainer):
+    """Class weights that are applied behind clipping."""
+
+    of_classes = OF_CLASSES
+
+    def compute_per_sample_loss(self, model, inputs):
+        self.seen = {name: value.clone() for name, value in inputs.items()}
+        labels = inputs.pop("labels")
+        losses = F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+        return losses, self.of_classes[labels]
+
+
+def clipped_alone(trainer, *, bound):
+    """Return the weighted sum of clipped gradients of the examples that were seen last, by plain autograd, one by one."""
+    model = trainer.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    labels, total = trainer.seen["labels"], [torch.zeros_like(p) for p in parameters]
+    for row in range(len(labels)):
+        inputs = {name: value[row : row + 1] for name, value in trainer.seen.items() if name != "labels"}
+        loss = F.cross_entropy(model(**inputs).logits, labels[row : row + 1])
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        factor = OF_CLASSES[labels[row]] * min(1.0, bound / float(norm))
+        total = [a + factor * g for a, g in zip(total, gradients, strict=True)]
+    return total
+
+
+def test_clipped_gradients_are_multiplied_by_the_weights(tmp_path):
+    found = []
+
+    def look(model, **_):
+        found.append([p.grad.clone() for p in model.parameters()])
+
+    options = dict(
+        noise_multiplier=0.0, clipping="vanilla", per_sample_max_grad_norm=0.5, max_steps=1, report_train_loss="raw"
+    )
+    model = tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    trainer = trainer_of(
+        tmp_path, cls=Weighted, model=model, callbacks=[On(pre_optimizer_step=look)], per_device_train_batch_size=8,
+        gradient_accumulation_steps=1, noise_seed=1, learning_rate=0.0, rehearse=False, **options,
+    )  # fmt: skip
+    trainer.train()
+    expected = clipped_alone(trainer, bound=0.5)
+    size = trainer.privacy.statement.expected_batch_size
+    assert sum(len(g) for g in found) > 0
+    for sum_of_one, gradient in zip(expected, found[0], strict=True):
+        torch.testing.assert_close(gradient * size, sum_of_one, rtol=3e-3, atol=1e-5)
+
+
+def test_without_privacy_weights_are_those_of_losses(tmp_path):
+    trainer = trainer_of(tmp_path, cls=Weighted, disable_dp=True, noise_multiplier=None)
+    inputs = dict(next(iter(trainer.get_train_dataloader())))
+    trainer.model.train()
+    torch.manual_seed(0)
+    found = trainer.compute_loss(trainer.model, dict(inputs))
+    torch.manual_seed(0)
+    losses, weights = trainer.compute_per_sample_loss(trainer.model, dict(inputs))
+    assert found == (losses * weights).mean()
+    trainer.model.eval()
+    losses, _ = trainer.compute_per_sample_loss(trainer.model, dict(inputs))
+    assert trainer.compute_loss(trainer.model, dict(inputs)) == losses.mean()
+
+
+def test_a_record_moves_the_sum_by_at_most_c_whatever_its_weight(tmp_path, monkeypatch):
+    monkeypatch.setattr(Weighted, "of_classes", torch.tensor([7.0, float("nan")]))
+    result = neighbour_distances(trainer_of(tmp_path, cls=Weighted), pairs=4)
+    assert not result.contradicts_claim
+
+
+def test_canaries_of_an_audit_have_the_weight_1(tmp_path):
+    class Audited(AuditTrainer, Weighted):
+        pass
+
+    options = dict(args=arguments(tmp_path, max_steps=2), train_dataset=text_data(), data_collator=pad, num_canaries=8)
+    trainer = Audited(model=tiny_bert(), **options)
+    inputs = trainer.data_collator([dict(trainer.train_dataset[row]) for row in (0, 1, len(trainer.train_dataset) - 1)])
+    _, weights = trainer.compute_per_sample_loss(trainer.model, dict(inputs))
+    assert weights.tolist()[:2] == OF_CLASSES[inputs["labels"][:2]].tolist()
+    assert weights[2] == 1.0 or not trainer.included.any()
+    assert trainer.audit().claimed_epsilon > 0
+
+
+class OfCounts(Weighted):
+    def compute_per_sample_loss(self, model, inputs):
+        losses, _ = super().compute_per_sample_loss(model, dict(inputs))
+        counts = torch.bincount(inputs["labels"], minlength=2)
+        return losses, 1.0 / counts[inputs["labels"]]
+
+
+class OfRanks(Weighted):
+    def compute_per_sample_loss(self, model, inputs):
+        losses, _ = super().compute_per_sample_loss(model, inputs)
+        return losses, (losses >= losses.median()).float()
+
+
+class OfOneNumber(Weighted):
+    def compute_per_sample_loss(self, model, inputs):
+        losses, weights = super().compute_per_sample_loss(model, inputs)
+        return losses, weights.mean()
+
+
+class OfThree(Weighted):
+    def compute_per_sample_loss(self, model, inputs):
+        return *super().compute_per_sample_loss(model, inputs), None
+
+
+@pytest.mark.parametrize(
+    ("cls", "code"),
+    [
+        (OfCounts, "weights-of-others"), (OfRanks, "weights-of-others"), (OfOneNumber, "weights-of-losses"),
+        (OfThree, "weights-of-losses"),
+    ],
+)  # fmt: skip
+def test_weights_of_the_batch_are_refused_before_the_first_step(tmp_path, cls, code):
+    trainer = trainer_of(tmp_path, cls=cls, grad_sample_self_check=True)
+    with pytest.raises(Refusal) as refusal:
+        trainer.train()
+    assert refusal.value.code == code
+    assert trainer.privacy.ledger is None
+
+
+class OfClasses(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, weight=torch.tensor([1.0, 9.0, 1.0]), reduction="none")
+
+
+class Focal(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        losses = super().compute_per_sample_loss(model, inputs)
+        return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+class Halved(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return 0.5 * super().compute_per_sample_loss(model, inputs)
+
+
+class Smoothed(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs).logits, labels, label_smoothing=0.2, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("cls", "clipping", "is_told"),
+    [
+        (OfClasses, "automatic", True), (OfClasses, "vanilla", False), (Focal, "automatic", True),
+        (Halved, "automatic", False), (Smoothed, "automatic", False), (Weighted, "automatic", False),
+        (DopplerTrainer, "automatic", False),
+    ],
+)  # fmt: skip
+def test_factors_that_automatic_clipping_cancels_are_told_of(tmp_path, capsys, cls, clipping, is_told):
+    model = tiny_bert(num_labels=3)  # of two classes all gradients are parallel
+    with torch.no_grad():  # an untrained head gives every example nearly the same probability
+        model.classifier.weight.mul_(100.0)
+    trained(trainer_of(tmp_path, cls=cls, model=model, clipping=clipping, max_steps=1))
+    assert ("these factors have no effect" in capsys.readouterr().out) is is_told
