@@ -35,6 +35,7 @@ from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
+from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import raw_loss_kept_here
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
 from doppler_hf.run.plan import NOTHING, Previous, planned_steps
@@ -160,7 +161,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.enter_context(one_line_if_a_process_ends())
             running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
             running.enter_context(told_of_own_step(type(self).training_step, DopplerTrainer.training_step))
-            running.callback(lambda: end_run(run, self.args, self.state, model=self.model))
+            running.push(functools.partial(self._ended, run))
+            running.enter_context(raised_if_terminated())
             running.enter_context(self.saved_if_interrupted())
             return super()._inner_training_loop(batch_size, **kwargs)
 
@@ -178,6 +180,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         finally:
             if before is not None and before.ledger is not None and run.ledger is None:
                 self._run = before
+
+    def _ended(self, run: PrivateRun, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        end_run(run, self.args, self.state, model=self.model, error=error)
 
     @contextlib.contextmanager
     def _told_of_events(self, run: PrivateRun) -> Iterator[None]:

@@ -12,6 +12,7 @@
 - sharded_states: saving and loading them
 - processes: the same terms, weights and outcomes on every process
 - optimizer: the optimizer of the arguments
+- interruptions: Ctrl-C, errors and SIGTERM
 - checkpoints: which are complete, and what a run reads from one
 - callback: by which Transformers' events reach the run
 - beside_model: the ledger beside a saved model

@@ -121,8 +121,10 @@ class PrivacyCallback(TrainerCallback):
             print_end(run.ledger, args, logs=state.log_history)
 
 
-def end_run(run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState, *, model: Any) -> None:
-    """Note, on disk too, the model as the training has left it, by its end or an interruption."""
+def end_run(
+    run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState, *, model: Any, error: BaseException | None = None
+) -> None:
+    """Note, on disk too, the model as the training has left it, by its end or by what interrupted it."""
     if not run.is_running or run.ledger is None:
         return
     speaks, run.is_running = run.speaks_for(model), False
@@ -132,4 +134,4 @@ def end_run(run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState
     if not run.ledger.runs[-1].is_closed:
         run.ledger = run.ledger.as_written()  # as the file counts: with the steps reserved
         if state.is_world_process_zero:
-            print_interruption(run.ledger, args)
+            print_interruption(run.ledger, args, error=error)

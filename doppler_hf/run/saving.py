@@ -143,19 +143,28 @@ class SavingTrainer(ShardedTrainer):
 
     @contextlib.contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save a checkpoint where an error or Ctrl-C ends a training, since its steps cost ε."""
+        """Save a checkpoint where an error, Ctrl-C or SIGTERM ends a training, since its steps cost ε."""
         try:
             yield
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt, SystemExit):
             run = self._run
-            # Of several processes one may fail alone, and the others not come to save.
-            if run is not None and run.ledger is not None and self.args.world_size == 1:
+            # Of several processes one may fail alone, and the others not come to save. Replicas are all alike, so that
+            # process 0 saves alone; of weights in shards it has a part.
+            if run is not None and run.ledger is not None and self.args.should_save and not self._sharding.is_cut:
                 done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
-                # In the middle of an update, weights and states are of two steps.
-                if 0 < done == self.state.global_step - run.previous.step:
+                # In the middle of an update, weights and states are of two steps. And a checkpoint for which no ledger
+                # speaks, such as one with a layer that a callback has
+                # frozen or replaced, would only be in the way of an earlier one.
+                if 0 < done == self.state.global_step - run.previous.step and run.speaks_for(self.model):
                     with contextlib.suppress(Exception):
+                        run.engine.refuse_other_parameters()
                         self._save_checkpoint(self.model, trial=None)
             raise
+
+    def store_flos(self) -> None:
+        """Add up operations, which a private run does not count: so process 0 can save a checkpoint alone."""
+        if self.args.disable_dp:
+            super().store_flos()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # Checkpoints are those of a plain run, and resume on any number of processes.

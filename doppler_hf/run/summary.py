@@ -14,6 +14,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import earlier_in_words, of_fixed_length_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
+from doppler_hf.run.interruptions import reason_in_words
 from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
@@ -65,6 +66,12 @@ def print_start(
         watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
     if args.get_warmup_steps(steps) >= steps:
         watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
+    # Who has switched saving off knows it; Transformers' default of 500 steps is more than most private runs have.
+    if args.save_strategy != "no" and first_checkpoint(args, run) >= steps:
+        watched.append(
+            f"no checkpoint is written before the end of the {steps} steps, so a killed process loses the model and its ε: "
+            f"set save_strategy='steps' and save_steps={max(1, steps // 4)}"
+        )
     lengths = run.sampler.lengths
     if computes_in_bf16(model, args) and lengths is not None and lengths.min() < lengths.max():
         watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
@@ -130,7 +137,7 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     )
 
 
-def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) -> None:
+def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, error: BaseException | None = None) -> None:
     """Print what a run that did not come to its end has spent, and how to go on."""
     last: str | bool | None = None
     with contextlib.suppress(ValueError):  # none is whole
@@ -142,12 +149,21 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments) ->
         again = f" The steps after it, {lost:,}, are made again and count{early}"
     sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
     lines = (
-        f"\nInterrupted. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
+        f"\n{reason_in_words(error)}. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
         f"trainer.train(resume_from_checkpoint=True) goes on from {last}." + again
         if isinstance(last, str)
         else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
     )
     print(*lines)
+
+
+def first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
+    """Return after how many steps the first checkpoint is written, by the arguments; infinity for none."""
+    if args.save_strategy == "steps":
+        every = args.save_steps if args.save_steps >= 1 else args.save_steps * run.statement.steps_planned
+        return math.ceil(every)
+    every = args.eval_steps or math.inf
+    return {"epoch": run.sampler.steps_per_epoch, "best": every}.get(args.save_strategy, math.inf)
 
 
 def noisy_loss(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:

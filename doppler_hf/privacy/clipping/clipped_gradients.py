@@ -20,6 +20,7 @@ from typing import Final, Literal, get_args
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from doppler_hf import triton_support
 from doppler_hf.linalg import highest_matmul_precision, row_norms
@@ -253,6 +254,14 @@ class ClippedGradients:
                 f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
                 f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train()."
             )
+        for name, parameter in self._model.named_parameters():
+            # Sensitivity: a layer that has taken the place of another one is watched by nobody.
+            known = self.parameters.get(name)
+            if known is not None and parameter is not known and not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{name!r} was replaced by another parameter during the training. Its gradients would not be private. "
+                    "Change layers and adapters before train()."
+                )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
         return torch.promote_types(self.parameters[name].dtype, torch.float32)

@@ -1,0 +1,42 @@
+"""What ends a training before its end: Ctrl-C, an error, or SIGTERM, which schedulers send before they kill a process."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class Terminated(SystemExit):
+    """The process was asked to end by SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)  # as a shell reports it
+
+
+@contextlib.contextmanager
+def raised_if_terminated() -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` in the block, unless something else handles it, such as `enable_jit_checkpoint`."""
+
+    def end(_signal: int, _frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut off what is being saved
+        raise Terminated
+
+    # Only the main thread may set a handler.
+    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if is_ours and signal.getsignal(signal.SIGTERM) in (end, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def reason_in_words(error: BaseException | None) -> str:
+    """Return why a training did not come to its end."""
+    if isinstance(error, Terminated):
+        return "Stopped by SIGTERM"
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted"
+    return "Stopped" if error is None else f"Stopped by an error ({type(error).__name__})"

@@ -1,0 +1,130 @@
+"""What ends a training before its end leaves a checkpoint and says why."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.run.checkpoints import is_whole
+from doppler_hf.run.interruptions import Terminated, raised_if_terminated
+from tests.support import processes
+from tests.support.tiny import tiny_bert
+from tests.support.trainers import On, at, interrupt, trained, trainer_of
+
+
+def terminate(**_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail(**_):
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "words"),
+    [
+        (terminate, Terminated, "Stopped by SIGTERM. Privacy spent"),
+        (interrupt, KeyboardInterrupt, "Interrupted. Privacy spent"),
+        (fail, OSError, "Stopped by an error (OSError). Privacy spent"),
+    ],
+)
+def test_a_checkpoint_is_saved_and_the_reason_is_said(tmp_path, capsys, end, error, words):
+    trainer = trainer_of(tmp_path, max_steps=8, callbacks=[On(step_end=at(3, end))])
+    with pytest.raises(error):
+        trainer.train()
+    assert words in capsys.readouterr().out
+    last = get_last_checkpoint(str(tmp_path / "out"))
+    assert last.endswith("checkpoint-3")
+    assert not PrivacyLedger.load(last).unknown_weights(tmp_path / "out" / "checkpoint-3")
+    again = trained(trainer_of(tmp_path, max_steps=8, model=tiny_bert()))  # a new run; its folder is the same
+    assert again.state.global_step == 8
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_terminated_run_goes_on(tmp_path):
+    options = dict(max_steps=8, noise_multiplier=None, target_epsilon=8.0)
+    with pytest.raises(SystemExit) as ended:
+        trainer_of(tmp_path, callbacks=[On(step_end=at(3, terminate))], **options).train()
+    assert ended.value.code == 143
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step in (7, 8)  # steps that were reserved together count
+    assert again.privacy.epsilon() <= 8.0
+
+
+def test_another_handler_stays_and_no_thread_but_the_first_sets_one():
+    own = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with raised_if_terminated():
+            assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = []
+
+    def elsewhere():
+        with raised_if_terminated():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+def freeze(model, **_):
+    model.classifier.requires_grad_(False)
+
+
+def replace(model, **_):
+    model.classifier = torch.nn.Linear(16, 2)
+
+
+@pytest.mark.parametrize("change", [freeze, replace])
+def test_a_layer_that_a_callback_changes_is_refused_at_the_step_and_an_earlier_checkpoint_stays_the_last(tmp_path, change):
+    options = dict(max_steps=6, save_strategy="steps", save_steps=2)
+    trainer = trainer_of(tmp_path, callbacks=[On(step_end=at(3, change))], **options)
+    with pytest.raises(ValueError, match=r"classifier"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    last = get_last_checkpoint(str(tmp_path / "out"))
+    assert last.endswith("checkpoint-2")
+    assert (tmp_path / "out" / "checkpoint-2" / LEDGER_NAME).exists()
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+
+
+def interrupted_at_3(folder, _processes):
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(Path(folder), max_steps=8, callbacks=[On(step_end=at(3, interrupt))]).train()
+
+
+@pytest.mark.thorough
+def test_of_several_processes_the_first_saves(tmp_path):
+    processes.launch(__file__, tmp_path, 2, "interrupted")
+    assert is_whole(tmp_path / "out" / "checkpoint-3")
+    assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-3").steps_run == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (dict(save_strategy="steps", save_steps=500), True), (dict(save_strategy="epoch"), True),
+        (dict(save_strategy="no"), False),
+        (dict(save_strategy="steps", save_steps=1), False),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_checkpoint_before_its_end_is_told_of(tmp_path, capsys, options, is_told):
+    trained(trainer_of(tmp_path, max_steps=3, **options))
+    assert ("no checkpoint is written before the end of the 3 steps" in capsys.readouterr().out) is is_told
+
+
+if __name__ == "__main__":
+    processes.main({"interrupted": interrupted_at_3})
