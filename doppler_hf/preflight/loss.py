@@ -49,7 +49,10 @@ def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
 def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     """Note a loss of the user's own that is the class's one times factors, which automatic clipping cancels."""
     model, base = trainer.model, without_adapters(trainer.model)
-    if trainer.args.clipping != "automatic" or not overrides(type(trainer), "compute_per_sample_loss"):
+    args = trainer.args
+    if args.clipping != "automatic" or not args.grad_sample_self_check:
+        return
+    if not overrides(type(trainer), "compute_per_sample_loss"):
         return
     inputs = run.probe.collated(run.probe.short)
     if not rules.has_one_label(base, inputs.get("labels")):

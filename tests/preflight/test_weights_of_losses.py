@@ -170,5 +170,5 @@ def test_factors_that_automatic_clipping_cancels_are_told_of(tmp_path, capsys, c
     model = tiny_bert(num_labels=3)  # of two classes all gradients are parallel
     with torch.no_grad():  # an untrained head gives every example nearly the same probability
         model.classifier.weight.mul_(100.0)
-    trained(trainer_of(tmp_path, cls=cls, model=model, clipping=clipping, max_steps=1))
+    trained(trainer_of(tmp_path, cls=cls, model=model, clipping=clipping, max_steps=1, grad_sample_self_check=True))
     assert ("these factors have no effect" in capsys.readouterr().out) is is_told
