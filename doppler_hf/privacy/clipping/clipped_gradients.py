@@ -282,7 +282,7 @@ class ClippedGradients:
         squares = Squares(in_kernels=self.in_kernels, halves=not self.on_accelerator)
         for names in found:
             found[names].add_squares(squares, self._group_of[names[0]])
-        norms_of = {group: square.sqrt() for group, square in squares.totals().items()}
+        norms_of = squares.norms()
         norms = row_norms(torch.stack([*norms_of.values()], dim=1))
         self._add_sums(found, self._weights(norms_of, squares.roundings(), norms.isfinite(), weights))
         left_out = ~norms.isfinite() if weights is None else ~norms.isfinite() & (weights > 0)
@@ -310,19 +310,22 @@ class ClippedGradients:
             found[group] = Weights(torch.where(finite, factors, zero), None if are_all else finite, zero)
         return found
 
-    def _add_sums(self, found: dict[Names, Gradient], weights_of_group: Mapping[str, Weights]) -> None:
+    def _add_sums(self, found: dict[Names, Gradient], weights_of: Mapping[str, Weights]) -> None:
         """Add up the weighted gradients, and forget each (taken out of `found`)."""
-        weights_of = {names: weights_of_group[self._group_of[names[0]]] for names in found}
         if self.in_kernels:
             from doppler_hf.privacy.clipping.fused_gradients import weighed  # imports Triton
 
-            pairs = {names: gradient.factors for names, gradient in found.items() if len(gradient.factors) == 2}
-            products = {names: (*pairs.pop(names), weights_of[names].marked) for names in tuple(pairs)}
+            products = {
+                names: (*gradient.factors, weights_of[self._group_of[names[0]]].marked)
+                for names, gradient in found.items()
+                if len(gradient.factors) == 2
+            }
             for names, left, right in weighed(products):
-                self._add_sum(names, found.pop(names), replace(weights_of[names], by_kernel=(left, right)))
+                weights = replace(weights_of[self._group_of[names[0]]], by_kernel=(left, right))
+                self._add_sum(names, found.pop(names), weights)
         # Tables last: theirs are the largest sums, for which the other notes make room.
         for names in sorted(found, key=lambda names: found[names].is_of_table):
-            self._add_sum(names, found.pop(names), weights_of[names])
+            self._add_sum(names, found.pop(names), weights_of[self._group_of[names[0]]])
 
     def _add_sum(self, names: Names, gradient: Gradient, weights: Weights) -> None:
         """Add the weighted sum of the gradients of some parameters to theirs."""

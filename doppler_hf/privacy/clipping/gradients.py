@@ -554,13 +554,13 @@ class Squares:
         if len(pairs) * of_left.numel() >= AT_ONCE:
             self._compare(self._pairs.pop(kind))
 
-    def totals(self) -> dict[str, Float[Tensor, " examples"]]:
-        """Return the sums; not finite where the range of the dtype is too small."""
+    def norms(self) -> dict[str, Float[Tensor, " examples"]]:
+        """Return the norms of the groups; not finite where the range of the dtype is too small for their squares."""
         for kind in tuple(self._pairs):
             self._compare(self._pairs.pop(kind))
         if self._for_kernels:
             self._compare_in_kernels()
-        return {group: row_sums(torch.stack(found, dim=1)).clamp(min=0.0) for group, found in self._found.items()}
+        return {group: row_sums(torch.stack(found, dim=1)).clamp(min=0.0).sqrt() for group, found in self._found.items()}
 
     def roundings(self) -> dict[str, Float[Tensor, " examples"]]:
         """Return by how much rounding may raise the norm of f·g_i, over the clip factor f, by group.

@@ -198,8 +198,8 @@ def test_a_wrong_rule_is_found_in_long_rows_of_bfloat16_too(monkeypatch, kind):
 
 
 def test_a_norm_that_is_too_small_is_found_although_the_sum_is_right(monkeypatch):
-    right = Squares.totals
-    monkeypatch.setattr(Squares, "totals", lambda self: {group: found / 4 for group, found in right(self).items()})
+    right = Squares.norms
+    monkeypatch.setattr(Squares, "norms", lambda self: {group: found / 2 for group, found in right(self).items()})
     with pytest.raises(ValueError, match=r"The per-sample gradients are wrong: .* disagrees with autograd") as refusal:
         check(build("roberta", torch.float32))
     assert not any(digit in str(refusal.value) for digit in "0123456789")  # the norm of an example is private

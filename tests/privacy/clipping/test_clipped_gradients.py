@@ -21,6 +21,24 @@ def test_factors_at_zero_and_at_the_bound():
     )
 
 
+def test_weights_are_cut_to_those_between_zero_and_one():
+    model, x = nn.Linear(3, 1), torch.randn(5, 3)
+    with ClippedGradients(model) as clipped:
+        clipped.backward(model(x)[:, 0], weights=torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0]))
+        expected = {name: total.clone() for name, total in clipped.sums.items()}
+        clipped.reset()
+        clipped.backward(model(x)[:, 0], weights=torch.tensor([7.0, -1.0, math.nan, 0.5, math.inf]))
+        torch.testing.assert_close(clipped.sums, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clipping", ["vanilla", "automatic"])
+def test_norms_are_raised_by_a_thousandth_before_they_are_clipped(clipping):
+    model, x = nn.Linear(3, 1, bias=False), torch.tensor([[3.0, 0.0, 4.0]])
+    with ClippedGradients(model, clipping=clipping) as clipped:
+        clipped.backward(model(x)[:, 0])
+        assert clipped.sums["weight"].norm().item() == pytest.approx(1 - 2**13 * 2**-23, rel=1e-5)
+
+
 @pytest.mark.parametrize("of_zero", [1.0, 1e9, 1e30, math.inf, math.nan])
 @pytest.mark.parametrize("granularity", ["flat", "per_layer"])
 def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):

@@ -142,6 +142,24 @@ def test_a_model_has_the_norms_and_sums_of_torchs_operators(name, granularity):
     torch.testing.assert_close(sums, wanted, rtol=1e-4, atol=1e-7)
 
 
+def test_products_are_summed_from_the_factors_that_the_kernel_has_weighted(monkeypatch):
+    """A table that is a head too keeps the sum of what was looked up."""
+    options = dict(in_kernels=True, norm_rule="ghost", max_grad_norm=C, count=2)
+    _, whole = of_model("gpt2-lm", **options)
+    weighed = fused_gradients.weighed
+
+    def scaled(products, by):
+        return ((key, by * left, right) for key, left, right in weighed(products))
+
+    found = []
+    for by in (0.0, 2.0):
+        monkeypatch.setattr(fused_gradients, "weighed", lambda products, by=by: scaled(products, by))
+        found.append(of_model("gpt2-lm", **options)[1])
+    rest, doubled = found
+    assert 0 < rest.norm() < whole.norm()
+    torch.testing.assert_close(doubled - whole, whole - rest, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", [*thorough("bert"), "gpt2-lm"])
 def test_neighbours_in_bfloat16_are_at_most_c_apart(name):
     """The factor is lowered for what rounding may add, and no more than that: a tenth at most where terms cancel."""

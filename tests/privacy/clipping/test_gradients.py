@@ -77,7 +77,7 @@ GRADIENTS = {
 def squares_of(gradient, *, halves=True):
     squares = Squares(in_kernels=False, halves=halves)
     gradient.add_squares(squares, "all")
-    return squares.totals()["all"]
+    return squares.norms()["all"].square()
 
 
 @pytest.mark.parametrize("halves", [True, False])
@@ -90,7 +90,7 @@ def test_squares_are_those_of_the_gradient_in_full(name, halves, monkeypatch):
 
 def test_squares_that_are_known_are_not_computed_once_more():
     gradient = Dense(draw(EXAMPLES, 7), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    assert squares_of(gradient).tolist() == [1.0, 2.0, 3.0]
+    torch.testing.assert_close(squares_of(gradient), gradient.squares)
 
 
 def test_squares_are_raised_for_terms_that_cancel():
@@ -108,9 +108,30 @@ def test_groups_are_added_up_apart_however_many_are_compared_at_once(monkeypatch
         squares, gradients = Squares(in_kernels=False, halves=True), [product(1), product(2), lookup(3), dense(4), tied()]
         for index, gradient in enumerate(gradients):
             gradient.add_squares(squares, "even" if index % 2 == 0 else "odd")
-        found = squares.totals()
+        found = squares.norms()
         for group, some in (("even", gradients[::2]), ("odd", gradients[1::2])):
-            torch.testing.assert_close(found[group], sum(in_full(each).square().sum(1) for each in some), **CLOSE)
+            expected = sum(in_full(each).square().sum(1) for each in some).sqrt()
+            torch.testing.assert_close(found[group], expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("at_once", "sizes"), [(1, [1, 1, 1, 1]), (200, [2, 1, 1]), (2**20, [3, 1])])
+def test_gram_matrices_are_kept_until_so_many_numbers_are_compared(at_once, sizes, monkeypatch):
+    """Three of 6 × 6 numbers for each example, and one of a longer text."""
+    monkeypatch.setattr(of_gradients, "AT_ONCE", at_once)
+    compared, compare = [], Squares._compare
+    monkeypatch.setattr(Squares, "_compare", lambda self, pairs: compared.append(len(pairs)) or compare(self, pairs))
+    squares = Squares(in_kernels=False, halves=True)
+    for gradient in (product(1), product(2), lookup(3), product(4, time=7)):
+        gradient.add_squares(squares, "all")
+    squares.norms()
+    assert sorted(compared, reverse=True) == sizes
+
+
+def test_a_square_that_rounding_has_made_negative_is_zero():
+    squares = Squares(in_kernels=False, halves=True)
+    squares.add("all", torch.tensor([5.0, 1.0]))
+    squares.add("all", torch.tensor([-1.0, -1.1]))
+    assert squares.norms()["all"].tolist() == [2.0, 0.0]
 
 
 def weights(*factors, finite=None):
@@ -210,8 +231,42 @@ def noted(*calls, rule="ghost", examples=EXAMPLES):
     return notes.gradients({"weight": parameter, "unused": torch.empty(1)})
 
 
-def test_an_unused_parameter_has_no_gradient():
+def test_an_unused_parameter_has_no_gradient_and_one_is_given_once():
     assert noted(("note_product", *product(p=ROWS).factors)).keys() == {"weight"}
+    notes, parameter = Notes(norm_rule="auto", in_kernels=False), torch.empty(2, 3)
+    notes.num_examples = EXAMPLES
+    notes.note_rows(parameter, draw(EXAMPLES, 6))
+    assert notes.gradients({"weight": parameter}).keys() == {"weight"}
+    assert notes.gradients({"weight": parameter}) == {}  # its memory is free
+
+
+def test_sums_over_time_are_noted_for_trained_parameters_in_float32():
+    terms = torch.ones(1, 701, 2, dtype=torch.bfloat16)  # whose sum bfloat16 would round
+    notes, trained = Notes(norm_rule="auto", in_kernels=False), torch.empty(2, requires_grad=True)
+    for parameter in (trained, torch.empty(2), None):
+        notes.note_sum(parameter, terms)
+    assert notes.uses.keys() == {trained}
+    (gradient,) = notes.gradients({"bias": trained}).values()
+    assert gradient.values.tolist() == [[701.0, 701.0]]
+    assert gradient.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", ""])
+def test_a_normalization_has_the_gradients_that_autograd_has(frozen):
+    weight, bias = draw(Q, seed=4).requires_grad_(frozen != "weight"), draw(Q, seed=5).requires_grad_(frozen != "bias")
+    x, grad = draw(EXAMPLES, TIME, Q), draw(EXAMPLES, TIME, Q, seed=2)
+    mean, rstd = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt()
+    notes = Notes(norm_rule="auto", in_kernels=False)
+    notes.num_examples = EXAMPLES
+    notes.note_normalized(weight, bias, (x, mean, rstd, grad))
+    found = notes.gradients({"weight": weight, "bias": bias})
+    trained = {name: each for name, each in {"weight": weight, "bias": bias}.items() if each.requires_grad}
+    assert found.keys() == trained.keys()
+    for example in range(EXAMPLES):
+        output = nn.functional.layer_norm(x[example], (Q,), weight, bias)
+        expected = torch.autograd.grad((output * grad[example]).sum(), [*trained.values()])
+        for name, each in zip(trained, expected, strict=True):
+            torch.testing.assert_close(found[name].values[example], each, **EXACT)
 
 
 def test_a_product_is_formed_where_its_parts_together_are_large():
@@ -239,6 +294,18 @@ def test_what_is_noted_beside_a_gradient_in_full_is_added_to_it():
         found = noted(*(calls[index] for index in order))["weight"]
         assert type(found) is Dense
         torch.testing.assert_close(found.values, in_full(head) + in_full(table) + values.values, **EXACT)
+
+
+def test_gradients_in_full_of_several_calls_are_added_up_and_large_ones_know_their_norm(monkeypatch):
+    monkeypatch.setattr(of_gradients, "SMALL", EXAMPLES * 8)
+    rows = [draw(2 * EXAMPLES, 8, seed=seed) for seed in range(3)]  # two of each example
+    full = [each.unflatten(0, (EXAMPLES, 2)).sum(1) for each in rows]
+    one = noted(("note_rows", rows[0]))["weight"]
+    torch.testing.assert_close(one.squares, full[0].square().sum(1), **EXACT)
+    assert noted(("note_rows", rows[0][:, :7]))["weight"].squares is None
+    several = noted(*(("note_rows", each) for each in rows))["weight"]
+    torch.testing.assert_close(several.values, sum(full), **EXACT)
+    torch.testing.assert_close(squares_of(several), sum(full).square().sum(1), **CLOSE)
 
 
 @pytest.mark.parametrize("rule", ["ghost", "direct"])

@@ -23,8 +23,11 @@ def assert_equals_loop(net, losses, batch=BATCH, *, views=1, **options):
         return clipped.fallbacks
 
 
+QUICK = ["linear on tokens", "layer norm without bias", "groups", "channels last in memory", "embedding with padding"]
+
+
 @pytest.mark.parametrize("granularity", ["flat", "per_layer"])
-@pytest.mark.parametrize("name", further([*LAYERS], quick=["linear on tokens", "layer norm without bias", "groups"]))
+@pytest.mark.parametrize("name", further([*LAYERS], quick=QUICK))
 def test_a_kind_of_layer(name, granularity):
     net, inputs = LAYERS[name]
     assert_equals_loop(ready(net), on(net, inputs), granularity=granularity)
