@@ -17,7 +17,7 @@ from tests.support.source import parts
 
 ROOT = Path(__file__).parents[1]
 FILES = [path for folder in ("doppler_hf", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
-ERRORS = ("ValueError", "TypeError", "RuntimeError", "MissingExtraError")
+ERRORS = ("Refusal", "TypeRefusal", "Failure", "MissingExtraError", "SharedError", "RowError")
 # Words that send a reader to a dictionary, or back to the start of the sentence.
 UNPLAIN = re.compile(r"\b(hosts?|mended|(is|are) had|of which none|the same of|one's own)\b", re.IGNORECASE)
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,7 +31,7 @@ def messages(tree: ast.AST) -> Iterator[str]:
     """Yield the messages of errors that are written where the error is made, but those that pass another one on."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id=name), args=[message, *_]) if name in ERRORS:
+            case ast.Call(func=ast.Name(id=name), args=[_, message]) if name in ERRORS:
                 pieces = list(parts(message))
                 passes_on = isinstance(message, ast.JoinedStr) and ast.unparse(message).endswith("{error}'")
                 if None not in pieces and not passes_on:

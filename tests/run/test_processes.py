@@ -47,7 +47,7 @@ def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_ar
     with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
         raise RuntimeError("shapes differ")
     with pytest.raises(SharedError, match="in the same order"), one_line_if_a_process_ends():
-        raise SharedError("gloo: in the same order")
+        raise SharedError("another-process-ended", "gloo: in the same order")
 
 
 def test_processes_compare_as_much_of_the_data_as_both_have_read():
