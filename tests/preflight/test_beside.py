@@ -14,7 +14,7 @@ from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from tests.support.tiers import further, thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
-from tests.support.trainers import trained
+from tests.support.trainers import refused_training, trained
 
 
 def of_losses(change):
@@ -27,15 +27,6 @@ def of_losses(change):
             return change(F.cross_entropy(logits.float(), labels, reduction="none"), labels, logits)
 
     return Changed
-
-
-def refused(tmp_path, match=r"changes with the examples beside it", **options):
-    trainer = trainer_of(tmp_path, **options)
-    with pytest.raises(ValueError, match=match) as refusal:
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert not (tmp_path / "out" / "privacy_ledger.json").exists()
-    return str(refusal.value)
 
 
 def hard_negatives(losses, labels, logits):
@@ -112,7 +103,9 @@ DATA = dict(data=text_data(96), gradient_accumulation_steps=1)
     further([(name, size) for name in OF_OTHERS for size in (16, 64)], quick=[(name, 16) for name in OF_OTHERS]),
 )
 def test_a_loss_that_reads_ranks_or_counts_is_refused(tmp_path, name, size):
-    refusal = refused(tmp_path, cls=of_losses(OF_OTHERS[name]), per_device_train_batch_size=size, **DATA)
+    refusal = refused_training(
+        tmp_path, "depends-on-others", cls=of_losses(OF_OTHERS[name]), per_device_train_batch_size=size, **DATA
+    )
     assert not any(digit in refusal for digit in "0123456789")  # none that is computed from examples
 
 
@@ -121,7 +114,9 @@ def test_a_loss_that_reads_ranks_or_counts_is_refused(tmp_path, name, size):
 )
 def test_it_is_refused_in_bfloat16_too(tmp_path, name):
     model = tiny_bert().to(torch.bfloat16)
-    refused(tmp_path, cls=of_losses(OF_OTHERS[name]), model=model, per_device_train_batch_size=16, **DATA)
+    refused_training(
+        tmp_path, "depends-on-others", cls=of_losses(OF_OTHERS[name]), model=model, per_device_train_batch_size=16, **DATA
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +138,7 @@ GUARDS = {
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_a_guard_against_nan_that_drops_the_batch_is_refused_and_trains_without(tmp_path, name):
-    refused(tmp_path, r"if that of another is NaN.*counts as zero by itself", cls=of_losses(GUARDS[name]), **DATA)
+    refused_training(tmp_path, "nan-spreads", cls=of_losses(GUARDS[name]), **DATA)
     trained(trainer_of(tmp_path, cls=of_losses(lambda l, y, z: l), max_steps=1, **DATA))
     kept_apart = of_losses(lambda l, y, z: torch.where(l.isfinite(), l, torch.zeros_like(l)))
     trained(trainer_of(tmp_path, cls=kept_apart, max_steps=1, **DATA))
@@ -210,7 +205,9 @@ def test_a_layer_that_reads_ranks_or_shares_a_capacity_is_refused_by_name(tmp_pa
     model, data = with_layer(LAYERS[name]), text_data(96, seed=seed)
     torch.manual_seed(seed)
     model.bert.embeddings.apply(model._init_weights)
-    refusal = refused(tmp_path, model=model, data=data, per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    refusal = refused_training(
+        tmp_path, "depends-on-others", model=model, data=data, per_device_train_batch_size=16, gradient_accumulation_steps=1
+    )
     assert "the layer 'bert.embeddings' (BertEmbeddings) depends on the other examples" in refusal
 
 
@@ -245,12 +242,12 @@ def behind_an_adapter():
 def test_what_a_gate_hides_at_the_start_is_seen_with_moved_weights(tmp_path, gate):
     model = with_gate(gate=gate)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    refused(tmp_path, model=model, **DATA)
+    refused_training(tmp_path, "depends-on-others", model=model, **DATA)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_what_an_adapter_of_zeros_hides_is_seen_with_moved_weights(tmp_path):
-    refused(tmp_path, model=behind_an_adapter(), **DATA)
+    refused_training(tmp_path, "depends-on-others", model=behind_an_adapter(), **DATA)
 
 
 # --- weights are given back -----------------------------------------------------------------------------------------------
@@ -320,7 +317,7 @@ def random_part_of_the_hardest(losses, labels, logits):
 
 @pytest.mark.parametrize("change", [mixed_up, *thorough(random_part_of_the_hardest)])
 def test_random_numbers_hide_no_loss_that_reads_others(tmp_path, change):
-    said = refused(tmp_path, match="although all random numbers are the same", cls=of_losses(change))
+    said = refused_training(tmp_path, "depends-on-others", cls=of_losses(change))
     assert "Compute each loss from its own row" in said
 
 

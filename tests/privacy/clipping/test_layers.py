@@ -22,6 +22,7 @@ from tests.support.per_example import (
     gradients_of_each,
     norms_of,
 )
+from tests.support.refusals import refused
 
 # --- kinds of layer ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ def test_positions_without_a_batch_are_right_in_every_batch(net):
 def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
     layer = own(lambda n, x: [row * n.weight.exp() for row in x], 4)
     net = ready(behind(layer, lambda n, x: torch.stack(n.own(n.first(x)))))
-    with pytest.raises(ValueError, match=r"The layers 'own' \(Net\) must have a rule"):
+    with refused("layer-without-rule", match=r"'own' \(Net\)"):
         assert_equals_loop(net, on(net, draw(BATCH, 6, 3)), BATCH)
 
 
@@ -303,7 +304,7 @@ def test_a_tensor_that_the_batch_shares_is_refused():
     assert_equals_loop_or_is_refused(net, on(net, draw(5, 6, 3)), 5, naming="own")
     x = draw(6, 6, 3)  # as many examples as it has rows
     options = dict(alone=[{"x": row[None]} for row in x], together={"x": x})
-    with pytest.raises(ValueError, match=r"'own.*' are wrong"):
+    with refused("wrong-gradients", match="'own.*'"):
         compare_with_autograd(net, lambda inputs: net(inputs["x"]).flatten(1).sum(dim=1), **options)
 
 
@@ -324,5 +325,5 @@ class Table(nn.Module):
 def test_a_layer_within_one_that_is_called_without_a_batch_is_refused(is_named):
     net = Net(lambda n, x: n.out(x + n.positions()), positions=Table(is_named=is_named), out=nn.Linear(4, 3))
     inputs = draw(BATCH, 4)
-    with pytest.raises(ValueError, match=r"positions\.(table|inner)"):
+    with refused("no-per-sample-gradient", match=r"positions\.(table|inner)"):
         check(net, inputs)
