@@ -281,3 +281,15 @@ def test_public_names():
     ]  # fmt: skip
     assert all(hasattr(doppler_hf.privacy, name) for name in doppler_hf.privacy.__all__)
     assert not hasattr(doppler_hf.privacy, "no_such_name")
+
+
+def test_no_test_file_imports_another_one():
+    """What several share is in `tests/support`, so that a file can be changed, moved and run by itself."""
+    tests, wrong = Path(__file__).parent, []
+    for path in sorted(tests.rglob("*.py")):
+        own = ".".join(("tests", *path.relative_to(tests).with_suffix("").parts))
+        # Also in the programs that a test runs in a process of its own.
+        names = re.findall(r"\b(?:from|import) (tests(?:\.\w+)+)(?: import (\w+))?", path.read_text("utf-8"))
+        modules = {module if module.rpartition(".")[2].startswith("test_") else f"{module}.{name}" for module, name in names}
+        wrong += [(own, module) for module in modules - {own} if module.rpartition(".")[2].startswith("test_")]
+    assert wrong == []

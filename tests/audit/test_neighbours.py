@@ -11,7 +11,7 @@ from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
-from tests.preflight.test_beside import (
+from tests.support.beside import (
     LAYERS,
     OF_ITSELF,
     OF_OTHERS,

@@ -14,9 +14,9 @@ from doppler_hf.cli.verify import budget_mismatches, epsilon_mismatches
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.privacy.ledger.file import ORIGIN, digest, schema_validator
+from doppler_hf.privacy.ledger.file import schema_validator
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
-from tests.support.ledgers import after, all_events, document_in, statement, write
+from tests.support.ledgers import after, all_events, document_in, rehashed, statement, write
 from tests.support.refusals import refused
 
 NOT_PRIVATE = dict(private=False)  # spares the accountant where only steps count
@@ -355,14 +355,6 @@ def objects(value, path=()):
         yield path, value
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from objects(inner, (*path, key))
-
-
-def rehashed(entries):
-    """Forge a chain: the entries as they are, with hashes that fit."""
-    for index, entry in enumerate(entries):
-        entry["previous_hash"] = entries[index - 1]["hash"] if index else ORIGIN
-        entry["hash"] = digest(entry)
-    return entries
 
 
 def test_fields_that_are_missing_or_unknown_are_refused_whatever_the_hashes(tmp_path):

@@ -9,8 +9,7 @@ from doppler_hf.cli.verify import epsilon_mismatches
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.record import LedgerRecord
-from tests.privacy.ledger.test_ledger import rehashed
-from tests.support.ledgers import after, statement
+from tests.support.ledgers import after, rehashed, statement
 from tests.support.refusals import refused
 
 # A round of 20 steps, of which 30 are planned.
