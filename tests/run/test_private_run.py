@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from dp_accounting.pld import PLDAccountant
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Trainer
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
@@ -119,6 +119,31 @@ def test_the_engine_leaves_the_model_whatever_happens(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert {name: module.forward for name, module in model.named_modules()} == before
+
+
+class OfText(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        assert outputs.past_key_values is None
+        return F.cross_entropy(outputs.logits[:, 0, :2], labels, reduction="none")
+
+
+def test_a_model_of_images_and_texts_keeps_no_past_in_training(tmp_path):
+    """The switch is in the configuration of its text model: the outer one has none that the layers read."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = sizes | dict(vocab_size=50, num_key_value_heads=1, head_dim=8, pad_token_id=0, use_cache=True)
+    vision = sizes | dict(image_size=8, patch_size=4)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=49)
+    model = Gemma3ForConditionalGeneration(config)
+    assert model.config.text_config.use_cache
+    seen = []
+    trainer = trainer_of(
+        tmp_path, model=model, cls=OfText, max_steps=1, train_unreached_parameters=True,
+        callbacks=[On(step_begin=lambda model, **_: seen.append(model.config.text_config.use_cache))],
+    )  # fmt: skip
+    trained(trainer)
+    assert seen == [False]
 
 
 def test_the_signature_is_that_of_trainer():
