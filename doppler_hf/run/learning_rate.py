@@ -72,7 +72,7 @@ def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyState
     told = f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose"
     if args.rehearse and not rule / VERY_FAR < given < VERY_FAR * rule:
         raise Refusal(
-            "rate-stays-zero", f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it."
+            "rate-far-off", f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it."
         )
     return f"{told}: leave it out"
 

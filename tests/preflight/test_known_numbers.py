@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
+from tests.support.refusals import refused
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import refused_training, trained

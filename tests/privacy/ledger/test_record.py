@@ -84,17 +84,6 @@ def test_groups_stay_over_rounds_so_that_new_ones_are_another_plan():
         assert ledger.steps_allowed_to(terms, from_step=stopped_at, keeps_rounds=False) is None
 
 
-@pytest.mark.parametrize("terms", [TARGET, TERMS])
-def test_another_target_is_another_plan(terms):
-    """Results may have led to it, also where the noise and the steps are the same."""
-    ledger = opened(terms, 20)
-    for target, is_the_same in ((8.0, terms is TARGET), (4.0, False), (None, terms is TERMS)):
-        other = statement(**terms | dict(target_epsilon=target))
-        assert other.continues(statement(**terms), from_step=20) == is_the_same
-        left = ledger.steps_allowed_to(other, from_step=20, keeps_rounds=True)
-        assert left == (10 if is_the_same else None)
-
-
 def test_without_a_target_a_step_that_is_made_again_after_a_clean_end_begins_a_new_plan():
     ledger = opened(TERMS, 12)
     assert ledger.steps_allowed_to(statement(**TERMS), from_step=11, keeps_rounds=True) is None
