@@ -16,7 +16,7 @@
 - mean_pooling: `MeanPoolingForSequenceClassification`: a classifier on the mean of an encoder's tokens
 - audit: attacks on a run that measure what it leaks
 - cli: the command `doppler-hf`
-- errors: that others may want to tell apart
+- errors: the classes of errors, each of which has a code
 - extras: optional dependencies
 - deprecated: names of earlier versions that still work
 - version: of the package

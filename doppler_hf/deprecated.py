@@ -16,6 +16,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
+from doppler_hf.errors import Refusal
+
 MODULES: Final[Mapping[str, str]] = {
     "doppler_hf.workloads.mean_pooling": "doppler_hf.mean_pooling",
 }
@@ -101,7 +103,9 @@ def with_earlier_arguments(cls: C) -> C:
         for name in ARGUMENTS.keys() & options.keys():
             value, (only, why) = options.pop(name), ARGUMENTS[name]
             if value != only:
-                raise ValueError(f"{name} must be {only!r} or left out, got {value!r}: other values are gone. {why}")
+                raise Refusal(
+                    "earlier-value", f"{name} must be {only!r} or left out, got {value!r}: other values are gone. {why}"
+                )
             warnings.warn(in_words(f"{name}={value!r}", f"Leave it out. {why}"), FutureWarning, stacklevel=2)
         init(self, *args, **options)
 
@@ -125,7 +129,9 @@ def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and index < len(left):
             value = left.pop(index)
         if value != only:
-            raise ValueError(f"{name} must be {only} or left out, got {value or 'nothing'}: other values are gone. {why}")
+            raise Refusal(
+                "earlier-value", f"{name} must be {only} or left out, got {value or 'nothing'}: other values are gone. {why}"
+            )
         warned.append(in_words(f"{name} {value}", f"Leave it out. {why}"))
     old = WORDS.get(command)
     behind = left.index(command) + 1 if old is not None else 0

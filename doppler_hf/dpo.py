@@ -16,6 +16,7 @@ from trl import DPOConfig, DPOTrainer
 
 from doppler_hf import trl_checks
 from doppler_hf.deprecated import with_earlier_arguments
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 from doppler_hf.privacy.clipping.layers import modes_kept
@@ -80,26 +81,29 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
             return
         trl_checks.refuse_arguments(self, _NOT_PRIVATE)
         if not self.precompute_ref_log_probs:
-            raise ValueError(
+            raise Refusal(
+                "reference-in-batches",
                 "precompute_ref_log_probs must be True with differential privacy, got False: the reference is computed for "
-                "each pair by itself. Leave it out."
+                "each pair by itself. Leave it out.",
             )
         others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
         if others or not self.loss_type:
-            raise ValueError(
+            raise Refusal(
+                "loss-of-the-batch",
                 f"The loss_type must be of {', '.join(PAIR_LOSSES)} with differential privacy, got "
                 f"{', '.join(others) or 'none'}. TRL's others look at a whole batch, so that no pair has a loss of its "
-                "own. Set one of these, or several."
+                "own. Set one of these, or several.",
             )
         if not self.beta > 0:
-            raise ValueError(f"beta must be > 0, got {self.beta}. Usual is 0.1.")
+            raise Refusal("out-of-range", f"beta must be > 0, got {self.beta}. Usual is 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
+            raise Refusal("out-of-range", f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
         for name, readers in _OF_LOSSES.items():
             value = getattr(self, name)
             if value != checks.default_of(self, name) and {*readers}.isdisjoint(self.loss_type):
-                raise ValueError(
-                    f"{name}={value} has no effect with loss_type={self.loss_type}. Set {readers[0]!r}, or leave it out."
+                raise Refusal(
+                    "no-effect",
+                    f"{name}={value} has no effect with loss_type={self.loss_type}. Set {readers[0]!r}, or leave it out.",
                 )
 
 
@@ -158,10 +162,11 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         if WITHOUT_REFERENCE.issuperset(self.loss_types):
             return dataset.map(lambda row: dict.fromkeys(REFERENCES, 0.0))
         if self.args.world_size > 1 and not dataset.cache_files:
-            raise ValueError(
+            raise Refusal(
+                "data-in-memory",
                 f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL passes "
                 "the reference's log-probabilities to other processes in a file beside it. Save it with save_to_disk(), and "
-                "load it with load_from_disk()."
+                "load it with load_from_disk().",
             )
         model = self.ref_model or self.model
         with modes_kept(model):

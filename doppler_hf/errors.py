@@ -1,11 +1,30 @@
-"""The errors of this package that others may want to tell apart."""
+"""The errors of this package. Each has a code that names its reason, so that programs need not read its message."""
+
+import copyreg
+from typing import Any
 
 
-class Refusal(ValueError):
-    """A private run that cannot be made, or not as it was asked for. Nothing was spent.
+class CodedError(Exception):
+    """An error with a code.
 
     Attributes:
         code: Names the reason, such as "repeated-rows", and stays the same when the words of the message change.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let one process send an error to another, whatever its class takes when it is made."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class Refusal(CodedError, ValueError):
+    """A private run that cannot be made, or not as it was asked for. Nothing was spent.
 
     Example:
         >>> raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
@@ -13,9 +32,10 @@ class Refusal(ValueError):
         doppler_hf.errors.Refusal: train_dataset contains the same row more than once.
     """
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(code, message)  # both, so that one process can send it to another
-        self.code = code
 
-    def __str__(self) -> str:
-        return str(self.args[1])
+class TypeRefusal(Refusal, TypeError):
+    """A class that cannot be made as it is written."""
+
+
+class Failure(CodedError, RuntimeError):
+    """A training, or a part of it, that cannot go on from here. What it has spent stays counted."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Final
 
+from doppler_hf.errors import CodedError
+
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "recipes": ("datasets", "peft", "PIL", "pyarrow", "sklearn", "yaml"),
     "plot": ("matplotlib",),
@@ -12,7 +14,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 """Extra → the modules that it brings."""
 
 
-class MissingExtraError(ImportError):
+class MissingExtraError(CodedError, ImportError):
     """An extra is needed that is not installed."""
 
 
@@ -20,4 +22,6 @@ def require(extra: str) -> None:
     """Check that an extra of `EXTRAS` is installed, before work that needs it."""
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
-        raise MissingExtraError(f'{", ".join(missing)} must be installed for this. Run pip install "doppler_hf[{extra}]".')
+        raise MissingExtraError(
+            "missing-extra", f'{", ".join(missing)} must be installed for this. Run pip install "doppler_hf[{extra}]".'
+        )

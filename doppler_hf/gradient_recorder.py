@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainerState
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -88,7 +89,7 @@ class GradientRecorder(TrainerCallback):
 
     def __init__(self, *, dimensions: int = 256, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
-            raise ValueError(f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
+            raise Refusal("out-of-range", f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
         self.dimensions = dimensions
         self.seed = seed
         self.noise_std = 0.0
@@ -107,22 +108,32 @@ class GradientRecorder(TrainerCallback):
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begin a recording of this run's gradients, or refuse the run before its first step."""
         if args.disable_dp:
-            raise ValueError("GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.")
+            raise Refusal(
+                "no-private-gradients",
+                "GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.",
+            )
         # With noise_shape="auto" the choice is among the terms of the run, which trackers get too.
         shape = args.to_dict().get("privacy/noise_shape", args.noise_shape)
         if shape != "white":
-            raise ValueError(f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.")
+            raise Refusal(
+                "recorder-of-shaped-noise",
+                f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.",
+            )
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         self._parameters = {name: p for name, p in kwargs["model"].named_parameters() if p.requires_grad}
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
-            raise ValueError(
+            raise Refusal(
+                "recorder-of-shards",
                 "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Use "
-                "recipes/accelerate/ddp.yaml."
+                "recipes/accelerate/ddp.yaml.",
             )
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
-            raise ValueError(f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.")
+            raise Refusal(
+                "more-dimensions-than-parameters",
+                f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.",
+            )
         self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter

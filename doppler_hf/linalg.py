@@ -24,6 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from doppler_hf.errors import Refusal
+
 # The most numbers that are added to one partial sum.
 RUN: Final = 256
 
@@ -158,8 +160,9 @@ def cross_entropies(
         ) from None
 
 
-def no_class(classes: int, ignored: int, fix: str) -> ValueError:
+def no_class(classes: int, ignored: int, fix: str) -> Refusal:
     """Return the error of a label that is none of the classes."""
-    return ValueError(
-        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {fix}."
+    return Refusal(
+        "label-without-class",
+        f"labels must be classes from 0 to {classes - 1}, or {ignored} where there is none, got another one. {fix}.",
     )

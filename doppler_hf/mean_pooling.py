@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import classification_losses
 
 
@@ -86,8 +87,9 @@ def refuse_new_layers(missing: Collection[str], source: str, *, prefix: str = ""
     # A pooler is part of the head.
     found = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
     if found:
-        raise ValueError(
+        raise Refusal(
+            "checkpoint-without-weights",
             f"Expected all weights of the model below its head in {source}; got it without {len(found)} of them, such as "
             f"{min(found)}, which would begin as random numbers. Give another checkpoint, or load it with the class that "
-            "saved it (scripts/glue.py: with the same --pooling)."
+            "saved it (scripts/glue.py: with the same --pooling).",
         )

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.weak import WeakIdKeyDictionary
 
+from doppler_hf.errors import Refusal
+
 # By the weight in shards, a reference to torch's own keeper of it, an `FSDPParam`, which has the weight.
 _KEEPERS: Final = WeakIdKeyDictionary()
 
@@ -28,9 +30,10 @@ def gathered(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     in_shards = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     if not all(parameter in _KEEPERS for parameter in in_shards.values()):
         # Sensitivity: of rows that are taken for a whole the norm would be too small.
-        raise ValueError(
+        raise Refusal(
+            "foreign-shards",
             "Trained parameters must be whole, or cut by DopplerTrainer, got one in shards of another origin. Give the "
-            "trainer the whole model, and set fsdp=True."
+            "trainer the whole model, and set fsdp=True.",
         )
     return {**parameters} | {name: _KEEPERS[parameter]()._unsharded_param for name, parameter in in_shards.items()}
 

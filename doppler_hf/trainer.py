@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import told_of_own_step, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
@@ -89,9 +90,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         **options: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
-            raise ValueError(
+            raise Refusal(
+                "not-our-arguments",
                 f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or one that combines it "
-                "with another, such as Seq2SeqTrainingArguments."
+                "with another, such as Seq2SeqTrainingArguments.",
             )
         self._was_disabled = args.disable_dp
         self._run: PrivateRun | None = None
@@ -334,8 +336,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as Transformers does, without privacy only."""
         if not self.args.disable_dp:
-            raise ValueError(
+            raise Refusal(
+                "hyperparameter-search",
                 "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
-                "disable_dp=True on public data, or add up the ε of one run per setting."
+                "disable_dp=True on public data, or add up the ε of one run per setting.",
             )
         return super().hyperparameter_search(*args, **kwargs)

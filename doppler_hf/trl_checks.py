@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.data import refuse_repeats
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -28,9 +29,10 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
     """Refuse TRL's arguments that a private run cannot have, each with its reason."""
     checks.refuse_each(args, reasons)
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
-        raise ValueError(
+        raise Refusal(
+            "selective-checkpointing",
             f"gradient_checkpointing_kwargs must not have {_SELECTIVE!r} with differential privacy, got "
-            f"{args.gradient_checkpointing_kwargs}, whose tensors the engine would need twice. Leave it out."
+            f"{args.gradient_checkpointing_kwargs}, whose tensors the engine would need twice. Leave it out.",
         )
 
 
@@ -38,24 +40,28 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any) -> Iterator[None]:
     """Make one of TRL's trainers in the block, if it can be private, and show no row."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
-        raise ValueError(f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon.")
+        raise Refusal(
+            "not-our-arguments", f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon."
+        )
     assert isinstance(args, DopplerTrainingArguments)
     if args.disable_dp:
         yield
         return
     if not {"image", "images"}.isdisjoint(next(iter(train_dataset or ()), ())):  # as TRL finds them
-        raise ValueError(
+        raise Refusal(
+            "images-in-texts",
             "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
-            "the batch. Leave it out, or train a classifier of images with DopplerTrainer."
+            "the batch. Leave it out, or train a classifier of images with DopplerTrainer.",
         )
     # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
     refuse_repeats(args, train_dataset)
     with quiet_rows():
         yield
     if trainer.aux_loss_enabled:
-        raise ValueError(
+        raise Refusal(
+            "loss-of-the-batch",
             "The balancing loss of a router must be off with differential privacy, got "
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0."
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0.",
         )
 
 
@@ -132,7 +138,7 @@ def _say_once(place: str) -> None:
 _MAY_BE_SHOWN: Final = "_holds_no_row"
 
 
-class RowError(ValueError):
+class RowError(Refusal):
     """An error while rows are prepared."""
 
 
@@ -159,9 +165,10 @@ def _errors_without_rows() -> Iterator[None]:
             raise
         code, line = frames[-1]
         raise RowError(
+            "row-not-prepared",
             f"The rows of a data set could not be prepared: {type(error).__name__} in {code.co_name} "
             f"({Path(code.co_filename).name}, line {line}). Its message is not shown, because it may hold a part of a row. "
-            "Look at the names and types of the columns. To read the message, make the trainer once with disable_dp=True."
+            "Look at the names and types of the columns. To read the message, make the trainer once with disable_dp=True.",
         ) from None
 
 

@@ -8,4 +8,5 @@
 - bench: benchmarks
 - experiments: other measurements
 - oldest_versions: the oldest packages that are admitted
+- messages: every message of the package, with its code and place
 """

@@ -15,6 +15,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel, set_seed
 from transformers.hf_argparser import HfArg
 
+from doppler_hf.errors import Refusal
+
 # Python puts the folder of a script on the path, and not the one above it, in which the package and `scripts` are.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -71,7 +73,7 @@ def config_entries(args: GlueArguments) -> dict[str, Any]:
     found = {name: args.dropout for name, value in entries if "dropout" in name and isinstance(value, float)}
     if not found:
         wanted = "--dropout must be for a model whose config names some"
-        raise ValueError(f"{wanted}, got {args.dropout} for {args.model_name_or_path}. Leave it out.")
+        raise Refusal("no-effect", f"{wanted}, got {args.dropout} for {args.model_name_or_path}. Leave it out.")
     return of_task | found
 
 
@@ -95,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Arguments
         args, lora_args, training_args = parse_args(GlueArguments, LoraArguments, DopplerTrainingArguments, argv=argv)
         if args.frozen_layers and not lora_args.lora_r:
-            raise ValueError(f"frozen_layers={args.frozen_layers} needs lora_r: only adapters are saved apart. Set lora_r.")
+            raise Refusal(
+                "adapters-only",
+                f"frozen_layers={args.frozen_layers} needs lora_r: only adapters are saved apart. Set lora_r.",
+            )
         set_seed(training_args.seed)  # for new weights, such as a head's; noise and draws do not follow it
 
         # Data and model

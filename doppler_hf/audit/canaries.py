@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
+from doppler_hf.errors import Refusal
+
 CANARY_COLUMN: Final = "canary"
 ORDINARY: Final = -1  # the number of a row that is no canary
 
@@ -22,9 +24,15 @@ def numbered_rows(
 
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
-        raise ValueError(f"The training set must be a datasets.Dataset, got {kind}. The audit marks canaries in a column.")
+        raise Refusal(
+            "not-a-dataset",
+            f"The training set must be a datasets.Dataset, got {kind}. The audit marks canaries in a column.",
+        )
     if CANARY_COLUMN in dataset.column_names:
-        raise ValueError(f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.")
+        raise Refusal(
+            "column-is-taken",
+            f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.",
+        )
     chosen = dataset.select(rows)
     if unit_column is not None:
         owners = [

@@ -15,6 +15,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import betainc, betaincinv, expit, logit
 
+from doppler_hf.errors import Refusal
+
 # Fewer prove almost nothing even if all are right: 16 show ε ≥ 0.8 at an error of 0.05, shared between twenty splits.
 _FEWEST_GUESSES = 16
 
@@ -194,29 +196,34 @@ def _check(
     scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, delta: float, confidence: float
 ) -> None:
     if included.dtype != np.bool_:  # Zeros and ones would be taken for positions.
-        raise ValueError(f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool).")
+        raise Refusal(
+            "not-booleans", f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool)."
+        )
     if scores.shape != included.shape:
-        raise ValueError(
+        raise Refusal(
+            "other-lengths",
             f"scores and included must have one entry for each canary, got {len(scores)} and {len(included)}. Pass both for "
-            "the same canaries, in the same order."
+            "the same canaries, in the same order.",
         )
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise ValueError(
+        raise Refusal(
+            "not-finite",
             f"scores must be finite, got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
-            "a constant score, chosen without looking at its coin."
+            "a constant score, chosen without looking at its coin.",
         )
     if included.all() or not included.any():
-        raise ValueError(
+        raise Refusal(
+            "one-sided-coins",
             f"included must have canaries in and out, got {int(included.sum())} in and {int((~included).sum())} out. Flip a "
-            "fair coin for each, and use more of them."
+            "fair coin for each, and use more of them.",
         )
     if not 0.0 <= delta < 1.0:
-        raise ValueError(f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
+        raise Refusal("out-of-range", f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
     check_confidence(confidence)
 
 
 def check_confidence(confidence: float) -> None:
     """Refuse a confidence outside of (0, 1)."""
     if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
+        raise Refusal("out-of-range", f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")

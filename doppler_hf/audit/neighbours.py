@@ -34,6 +34,7 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from doppler_hf.preflight.autograd_check.trial import norm_of
 from doppler_hf.preflight.autograd_check.without_randomness import in_evaluation_mode, is_random, without_dropout
@@ -110,21 +111,24 @@ def neighbour_distances(
         ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
     """
     if pairs < 1:
-        raise ValueError(f"pairs must be at least 1, got {pairs}.")
+        raise Refusal("out-of-range", f"pairs must be at least 1, got {pairs}.")
     if trainer.args.disable_dp:
-        raise ValueError("disable_dp must be False for a neighbour test, got True. Leave it out.")
+        raise Refusal("no-privacy-to-test", "disable_dp must be False for a neighbour test, got True. Leave it out.")
     number_of_units = trainer.privacy.sampler.num_units
     size = min(32, trainer.privacy.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
     if not 1 <= size < number_of_units:
-        raise ValueError(f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}.")
+        raise Refusal(
+            "out-of-range", f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}."
+        )
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
     is_held = is_random_data(loader, ends)
     held = trainer.privacy.loader(HeldExamples(loader.examples), loader.collator)
     if is_held and is_random_data(held, ends):
-        raise ValueError(
+        raise Refusal(
+            "random-collator",
             "data_collator must not be random in a neighbour test, got one that draws new masks for every batch. Take one "
-            "without randomness, or mask in the data set."
+            "without randomness, or mask in the data set.",
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.privacy, pairs=pairs, size=size, labels=labels)

@@ -22,6 +22,7 @@ from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_cana
 from doppler_hf.audit.likelihood import LikelihoodRatios
 from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 from doppler_hf.privacy.losses import as_losses
 from doppler_hf.trainer import DopplerTrainer
@@ -74,16 +75,20 @@ class AuditTrainer(DopplerTrainer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
-            raise ValueError(f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+            raise Refusal("not-our-arguments", f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
         if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
-            raise ValueError(
+            raise Refusal(
+                "no-privacy-to-test",
                 "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set target_epsilon "
-                "to have a claim to audit."
+                "to have a claim to audit.",
             )
         if args.world_size > 1:
-            raise ValueError(f"The audit must run in one process, got {args.world_size}. Start it without a launcher.")
+            raise Refusal(
+                "audit-in-processes",
+                f"The audit must run in one process, got {args.world_size}. Start it without a launcher.",
+            )
         if num_canaries < 1:
-            raise ValueError(f"num_canaries must be at least 1, got {num_canaries}.")
+            raise Refusal("out-of-range", f"num_canaries must be at least 1, got {num_canaries}.")
         coins = np.random.default_rng()  # from the operating system's entropy
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Of a canary only the number matters: the row behind it may be any.
@@ -108,7 +113,7 @@ class AuditTrainer(DopplerTrainer):
     def _add_weights_to(self, model: nn.Module) -> None:
         """Add a weight for each canary, looked up after each forward: the engine, and the checks, then know the batch."""
         if hasattr(model, TABLE):
-            raise ValueError(f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
+            raise Refusal("audited-before", f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
         table = nn.Embedding(len(self.included), 1)
         nn.init.zeros_(table.weight)
         model.add_module(TABLE, table)

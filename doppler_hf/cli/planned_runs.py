@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
@@ -71,30 +72,34 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
-            raise ValueError(
-                f"--num-examples must be at least 2, got {self.num_examples}. Give the size of the training set."
+            raise Refusal(
+                "out-of-range",
+                f"--num-examples must be at least 2, got {self.num_examples}. Give the size of the training set.",
             )
         for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be a finite number > 0, got {value}.")
+                raise Refusal("out-of-range", f"--{name.replace('_', '-')} must be a finite number > 0, got {value}.")
         if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
             # A mechanism that publishes one of the N examples at random satisfies DP with a larger δ.
-            raise ValueError(
+            raise Refusal(
+                "delta-too-large",
                 f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}, got {self.delta:g}. Leave it "
-                "out for N^-1.1."
+                "out for N^-1.1.",
             )
         if self.batch_size is None:
             first = max(1, round(FIRST_SHARE * self.num_examples))
-            raise ValueError(f"--batch-size must be given. Begin with --batch-size {first}.")
+            raise Refusal("no-batch-size", f"--batch-size must be given. Begin with --batch-size {first}.")
         if self.batch_size > self.num_examples:
-            raise ValueError(f"--batch-size must be at most {self.num_examples}, got {self.batch_size}. Lower it.")
+            raise Refusal(
+                "batch-too-large", f"--batch-size must be at most {self.num_examples}, got {self.batch_size}. Lower it."
+            )
         for one, other in (("epochs", "max_steps"), ("epsilon", "noise_multiplier")):
             given = [vars(self)[name] for name in (one, other) if vars(self)[name] is not None]
             if len(given) != 1:
                 flags = f"--{one} and --{other.replace('_', '-')}"
                 mend = "Leave one out" if given else "Give one"
-                raise ValueError(f"One of {flags} must be set, got {'both' if given else 'none'}. {mend}.")
+                raise Refusal("one-of-two", f"One of {flags} must be set, got {'both' if given else 'none'}. {mend}.")
 
     @property
     def target_delta(self) -> float:

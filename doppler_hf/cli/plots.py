@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 from doppler_hf.filters import (
     LowPassFilter,
@@ -26,7 +27,7 @@ FREQUENCY: Final = "frequency (fraction of Nyquist)"
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything else is done."""
     if path.suffix not in PICTURE_ENDINGS:
-        raise ValueError(f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
+        raise Refusal("unknown-value", f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
     require("plot")
 
 
@@ -71,4 +72,6 @@ def write(figure: Any, path: str | Path) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise ValueError(f"The picture {path} cannot be written ({error.strerror}). Give another folder.") from error
+        raise Refusal(
+            "picture-not-written", f"The picture {path} cannot be written ({error.strerror}). Give another folder."
+        ) from error

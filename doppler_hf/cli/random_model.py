@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import per_sample_losses
 
 # Task → Transformers' class, and PEFT's name.
@@ -47,21 +48,25 @@ class RandomModel:
         device: str,
     ) -> None:
         if lora_target_modules is not None and not lora_r:
-            raise ValueError(
-                f"--lora-target-modules {lora_target_modules} has no effect without adapters. Set their rank with --lora-r."
+            raise Refusal(
+                "no-effect",
+                f"--lora-target-modules {lora_target_modules} has no effect without adapters. Set their rank with --lora-r.",
             )
         self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"
         if self._is_image == (length is not None):
             need = "must be left out for images" if self._is_image else "must be given for texts"
-            raise ValueError(f"--length {need}, got {length}. Images have the size of the configuration.")
+            raise Refusal("length-of-images", f"--length {need}, got {length}. Images have the size of the configuration.")
         try:
             config = AutoConfig.from_pretrained(name)
         except OSError as error:
-            raise ValueError(f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}") from error
+            raise Refusal(
+                "no-such-model", f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}"
+            ) from error
         positions = getattr(config, "max_position_embeddings", None)
         if length and positions and length > positions:
-            raise ValueError(
-                f"--length must be at most the model's {positions} positions, got {length}. Give --length {positions}."
+            raise Refusal(
+                "length-too-large",
+                f"--length must be at most the model's {positions} positions, got {length}. Give --length {positions}.",
             )
         self._config, self._length = config, length
         self._generator = torch.Generator().manual_seed(0)

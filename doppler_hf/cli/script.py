@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from unittest import mock
 
+from doppler_hf.errors import Refusal
 from doppler_hf.trainer import DopplerTrainer
 
 PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -46,10 +47,13 @@ def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) ->
     if args.script is None:
         return first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
     if args.fields:
-        raise ValueError(f"Unknown options before --script: {' '.join(args.fields)}. Give the script's own words after it.")
+        raise Refusal(
+            "unknown-options",
+            f"Unknown options before --script: {' '.join(args.fields)}. Give the script's own words after it.",
+        )
     words = args.script
     if not words or not Path(words[0]).is_file():
-        raise ValueError(f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
+        raise Refusal("no-script", f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
     return first_trainer(words, use, is_baseline_run=True)
 
 
@@ -84,9 +88,12 @@ def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, i
             return result
         except SystemExit as ended:
             if isinstance(ended.code, str) and ended.code.startswith(OF_MISTAKES):
-                raise ValueError(ended.code.removeprefix(OF_MISTAKES)) from ended
+                raise Refusal("script-failed", ended.code.removeprefix(OF_MISTAKES)) from ended
             raise
-    raise ValueError(f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.")
+    raise Refusal(
+        "script-without-training",
+        f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.",
+    )
 
 
 @contextmanager
@@ -103,9 +110,10 @@ def _script_of(words: Sequence[str]) -> list[str]:
     places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]
     clone = next((place for place in places if (place / CHOOSES_THE_SCRIPT).is_file() and _is_clone(place)), None)
     if clone is None:
-        raise ValueError(
+        raise Refusal(
+            "no-clone",
             f"Expected a clone of the repository, whose scripts train recipes; got none near {words[0]} or the current "
-            "folder. Call this command in a clone, or give a training script of yours with --script."
+            "folder. Call this command in a clone, or give a training script of yours with --script.",
         )
     with mock.patch.object(sys, "path", [str(clone), *sys.path]):
         command_of = import_module(CHOOSES_THE_SCRIPT.with_suffix("").as_posix().replace("/", ".")).command_of

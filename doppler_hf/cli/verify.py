@@ -28,6 +28,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
@@ -64,14 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the ledger, and print whether it holds."""
     if (args.base is None) != (args.adapter is None):
-        raise ValueError("--base and --adapter belong together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.")
+        raise Refusal(
+            "half-of-a-pair",
+            "--base and --adapter belong together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.",
+        )
     given = args.path if args.adapter is None else args.adapter
     path = given / LEDGER_NAME if given.is_dir() else given
     if not path.exists():
-        raise ValueError(f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
+        raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
         # A ledger that matches fewer digits could be found by trial and error.
-        raise ValueError(f"--head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
+        raise Refusal("not-a-head", f"--head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
     console = Console()
     try:
         ledger = PrivacyLedger.load(path)

@@ -20,6 +20,7 @@ import scipy.optimize
 from jaxtyping import Complex128, Float64, Inexact
 from numpy.typing import NDArray
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.design import positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
@@ -52,7 +53,9 @@ class ClosedLoop:
         self, x: Float64[np.ndarray, " directions"], weights: Float64[np.ndarray, " directions"] | None = None
     ) -> None:
         if not len(x) or not x.min() > 0:
-            raise ValueError(f"x must be ηλ of one direction or more, each above 0, got {x}. Leave flat directions out.")
+            raise Refusal(
+                "out-of-range", f"x must be ηλ of one direction or more, each above 0, got {x}. Leave flat directions out."
+            )
         self._x = x
         self._weights = np.full(len(x), 1 / len(x)) if weights is None else weights
         # ∫ dω/2π over both signs of ω, on a logarithmic scale down to where nothing changes any more.
@@ -166,7 +169,12 @@ def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float
     if learning_rates is None:
         return np.ones(steps)
     if len(learning_rates) != steps:
-        raise ValueError(f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}.")
+        raise Refusal(
+            "other-lengths", f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}."
+        )
     if not max(learning_rates):
-        raise ValueError("learning_rates must not all be 0, since the weights would not move. Give at least one above 0.")
+        raise Refusal(
+            "all-rates-zero",
+            "learning_rates must not all be 0, since the weights would not move. Give at least one above 0.",
+        )
     return np.array(learning_rates) / max(learning_rates)

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import scipy.signal
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.on_circle import values_on_circle
 
@@ -37,7 +38,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     """
     order = positive_integer("order", order)
     if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise ValueError(f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
+        raise Refusal("out-of-range", f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
     name = f"butterworth:order={order},cutoff={float(cutoff)!r}"
     b, a = scipy.signal.butter(order, float(cutoff))
     # SciPy's gain at frequency zero misses 1 where the cutoff is low.
@@ -51,9 +52,10 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
         )[0]
     )
     if abs(gain - 0.5**0.5) > CUTOFF_GAIN_ATOL:
-        raise ValueError(
+        raise Refusal(
+            "unstable-filter",
             f"The coefficients of {name} must have the gain 0.7071 at the cutoff, got {gain:.4g}: float64 cannot hold its "
-            "poles. Lower the order or raise the cutoff."
+            "poles. Lower the order or raise the cutoff.",
         )
     return low_pass_filter
 
@@ -61,7 +63,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
 def momentum(beta: float) -> LowPassFilter:
     """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t, for a decay β in [0, 1): Adam's β₁."""
     if not (isinstance(beta, Real) and 0 <= beta < 1):
-        raise ValueError(f"beta must be a decay in [0, 1), got {beta}.")
+        raise Refusal("out-of-range", f"beta must be a decay in [0, 1), got {beta}.")
     beta = float(beta)
     return _named(f"momentum:beta={beta!r}", LowPassFilter(b=(1 - beta,), a=(1.0, -beta)))
 
@@ -75,7 +77,7 @@ def moving_average(taps: int) -> LowPassFilter:
 def positive_integer(name: str, value: int) -> int:
     """Return a number that must be one."""
     if not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value}.")
+        raise Refusal("out-of-range", f"{name} must be an integer of at least 1, got {value}.")
     return int(value)
 
 

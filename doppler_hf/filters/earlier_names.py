@@ -6,6 +6,7 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Float, Float64
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.response import step_response
 
@@ -36,7 +37,9 @@ def power_spectral_density(
 ) -> tuple[Float64[np.ndarray, " frequencies"], Float64[np.ndarray, " frequencies"]]:
     """Use scipy.signal.welch(series, fs=2, detrend=False, return_onesided=False, axis=0), and the mean over coordinates."""
     if method != "welch":
-        raise ValueError(f"method must be 'welch', got {method!r}. Transform doppler_hf.filters.autocorrelation(series).")
+        raise Refusal(
+            "earlier-value", f"method must be 'welch', got {method!r}. Transform doppler_hf.filters.autocorrelation(series)."
+        )
     segment = max(2, 2 * len(series) // 9) if segment is None else segment
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)
     frequencies = np.arange(segment // 2 + 1) * 2 / segment

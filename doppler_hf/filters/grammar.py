@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
@@ -42,9 +43,10 @@ def parse_filter(text: str) -> LowPassFilter:
     if compact in PAPER_FILTERS:
         return PAPER_FILTERS[compact]
     if compact == AUTO:
-        raise ValueError(
+        raise Refusal(
+            "not-a-fixed-filter",
             f"{text!r} is not a fixed filter: its coefficients come from a training run. Give a preset, a design or "
-            "coefficients here."
+            "coefficients here.",
         )
     low_pass_filter = _read_coefficients(text) if compact.startswith("b=") else _designed(text, compact)
     # A preset's name is shorter than its coefficients, and says where they are from.
@@ -64,7 +66,7 @@ def _designed(text: str, compact: str) -> LowPassFilter:
     if sorted(given) != sorted(keys):
         form = f"{word}:{','.join(f'{key}=...' for key in keys)}"
         found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
-        raise ValueError(f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
+        raise Refusal("filter-syntax", f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
     return design(**numbers_of(pairs, keys, text=text))
 
 
@@ -78,7 +80,7 @@ def numbers_of(
             numbers[key] = kinds[key](value)
         except ValueError:
             wanted = "a whole number" if kinds[key] is int else "a number"
-            raise ValueError(f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
+            raise Refusal("filter-syntax", f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
     return numbers
 
 
@@ -93,9 +95,10 @@ def _read_coefficients(text: str) -> LowPassFilter:
     return LowPassFilter(b=b, a=a)
 
 
-def _unreadable(text: str) -> ValueError:
+def _unreadable(text: str) -> Refusal:
     near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *DESIGNS, AUTO))
-    return ValueError(
+    return Refusal(
+        "no-such-filter",
         f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design such as butterworth:order=2,cutoff=0.1, or "
-        f"coefficients such as b=0.1,0.1;a=1,-0.8, got {text!r}{near}. All are in docs/method/filters.md."
+        f"coefficients such as b=0.1,0.1;a=1,-0.8, got {text!r}{near}. All are in docs/method/filters.md.",
     )

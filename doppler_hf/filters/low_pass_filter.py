@@ -16,6 +16,8 @@ import numpy as np
 import scipy.signal
 from numpy.typing import NDArray
 
+from doppler_hf.errors import Refusal
+
 DC_GAIN_RTOL: Final = 1e-6
 
 MAX_POLE_MODULUS: Final = 1 - 1e-6  # a slower pole averages over more steps than any run has, and cannot be checked
@@ -55,7 +57,7 @@ class LowPassFilter:
         object.__setattr__(self, "b", _real_coefficients("b", self.b))
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
         if self.a[0] != 1.0:
-            raise ValueError(f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
+            raise Refusal("not-normalized", f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
         # In this order: only a stable filter has a gain at frequency zero, and only with both its step response settles.
         _check_poles(self.a)
         _check_dc_gain(self.b, self.a)
@@ -86,9 +88,10 @@ def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[n
         total_energy += energy
         if not math.isfinite(total_energy):
             # Several poles at one place: a root of multiplicity m is known to the m-th root of the precision only.
-            raise ValueError(
+            raise Refusal(
+                "unstable-filter",
                 f"The response of a={tuple(a)} grows without end, which its poles do not show in float64. Move the poles "
-                "inwards, or put fewer in one place."
+                "inwards, or put fewer in one place.",
             )
         yield kappa
         if energy <= 1e-18 * total_energy:
@@ -103,26 +106,27 @@ def filtered(b: Sequence[float], a: Sequence[float], values: Sequence[float] | N
 def number_of_steps(steps: int) -> int:
     """Return how many steps a response has, which may be 0."""
     if not isinstance(steps, Integral) or steps < 0:
-        raise ValueError(f"steps must be an integer of at least 0, got {steps}.")
+        raise Refusal("out-of-range", f"steps must be an integer of at least 0, got {steps}.")
     return int(steps)
 
 
 def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:
     values = tuple(coefficients)
     if not values:
-        raise ValueError(f"{name} must have at least one coefficient, got none.")
+        raise Refusal("no-coefficients", f"{name} must have at least one coefficient, got none.")
     for index, value in enumerate(values):
         if np.iscomplexobj(value) or not math.isfinite(value):
-            raise ValueError(f"{name}[{index}] must be a finite real number, got {value}.")
+            raise Refusal("not-finite", f"{name}[{index}] must be a finite real number, got {value}.")
     return tuple(map(float, values))
 
 
 def _check_poles(a: Sequence[float]) -> None:
     modulus = max(np.abs(np.roots(a)), default=0.0)
     if modulus > MAX_POLE_MODULUS:
-        raise ValueError(
+        raise Refusal(
+            "unstable-filter",
             f"The poles of a={tuple(a)} must lie strictly inside the unit circle (at most {MAX_POLE_MODULUS} from 0), got "
-            f"{modulus:.9g}. Shrink a[1:], lower the order or raise the cutoff."
+            f"{modulus:.9g}. Shrink a[1:], lower the order or raise the cutoff.",
         )
 
 
@@ -130,7 +134,7 @@ def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if abs(gain - 1) > DC_GAIN_RTOL:
         fix = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
-        raise ValueError(f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {fix}.")
+        raise Refusal("wrong-gain", f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {fix}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
@@ -139,8 +143,9 @@ def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
         responses = response + np.cumsum(kappa)
         if np.any(responses <= 0):
             index = int(np.argmax(responses <= 0))
-            raise ValueError(
+            raise Refusal(
+                "step-response-not-positive",
                 f"The step response must be positive, since the bias correction divides by it, got {responses[index]:.9g} "
-                f"at step {first_step + index} (from 0). Choose b and a whose step response stays positive."
+                f"at step {first_step + index} (from 0). Choose b and a whose step response stays positive.",
             )
         response, first_step = float(responses[-1]), first_step + len(kappa)

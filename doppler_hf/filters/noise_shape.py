@@ -23,6 +23,7 @@ from typing import Final, final
 import numpy as np
 from jaxtyping import Float64
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS, filtered, impulse_blocks, number_of_steps
 
@@ -42,27 +43,32 @@ class NoiseShape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "c", tuple(map(float, self.c)))
         if not self.c or self.c[0] != 1.0:
-            raise ValueError(
-                f"The strategy c of a noise shape must begin with 1, got {self.c}. Divide it by its first entry."
+            raise Refusal(
+                "not-normalized",
+                f"The strategy c of a noise shape must begin with 1, got {self.c}. Divide it by its first entry.",
             )
         if not all(map(math.isfinite, self.c)):
-            raise ValueError(f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not.")
+            raise Refusal(
+                "not-finite", f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not."
+            )
         if self.c[-1] == 0.0:
-            raise ValueError(
-                f"The strategy c of a noise shape must not end with 0, which costs ε, got {self.c}. Leave it out."
+            raise Refusal(
+                "ends-with-zero",
+                f"The strategy c of a noise shape must not end with 0, which costs ε, got {self.c}. Leave it out.",
             )
         modulus = max(np.abs(np.roots(self.c)), default=0.0)
         if modulus > MAX_POLE_MODULUS:
-            raise ValueError(
+            raise Refusal(
+                "noise-grows",
                 f"The noise of the strategy c={self.c} must not grow with the steps, got a pole of modulus {modulus:.9g}. "
-                "Let the coefficients fall."
+                "Let the coefficients fall.",
             )
 
     @classmethod
     def banded(cls, bands: int) -> "NoiseShape":
         """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ..."""
         if bands < 1:
-            raise ValueError(f"bands must be at least 1, got {bands}. 1 is white noise.")
+            raise Refusal("out-of-range", f"bands must be at least 1, got {bands}. 1 is white noise.")
         # c_k = (2k choose k) / 4^k
         return cls(tuple(itertools.accumulate(((2 * k - 1) / (2 * k) for k in range(1, bands)), operator.mul, initial=1.0)))
 
@@ -78,10 +84,12 @@ class NoiseShape:
             if found := re.fullmatch(r"banded:c=(.+)", compact):
                 return cls(tuple(map(float, found[1].split(","))))
         except ValueError as error:
-            raise ValueError(f"noise_shape={text!r} is not a shape of noise: {error}") from error
+            raise Refusal("not-a-noise-shape", f"noise_shape={text!r} is not a shape of noise: {error}") from error
         hint = did_you_mean(text.partition(":")[0], ("white", "banded", "auto"))
         forms = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
-        raise ValueError(f"noise_shape must be one of {forms}, or for a training 'auto', got {text!r}{hint}.")
+        raise Refusal(
+            "not-a-noise-shape", f"noise_shape must be one of {forms}, or for a training 'auto', got {text!r}{hint}."
+        )
 
     @property
     def bands(self) -> int:

@@ -13,6 +13,7 @@ import scipy.optimize
 from jaxtyping import Complex128, Float64
 from numpy.typing import NDArray
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.low_pass_filter import LowPassFilter, filtered, impulse_blocks, number_of_steps
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.on_circle import delays_on_circle, values_on_circle
@@ -58,7 +59,9 @@ def frequency_response(
     """Return H = Σ_τ κ_τ e^{-iωτ} at fractions of Nyquist, ω = π · frequency, in [0, 1], with the precision of float64."""
     outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
     if len(outside):
-        raise ValueError(f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}.")
+        raise Refusal(
+            "out-of-range", f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}."
+        )
     return values_on_circle(filter.b, frequencies) / values_on_circle(filter.a, frequencies)
 
 

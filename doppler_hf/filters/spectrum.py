@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float64
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.response import impulse_response, step_response
 
@@ -70,7 +71,7 @@ def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: f
         noise_std: Standard deviation σ of the white noise per coordinate.
     """
     if not 0 <= noise_std < math.inf:
-        raise ValueError(f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
+        raise Refusal("out-of-range", f"noise_std must be finite and at least 0, got {noise_std}. Give 0 for no noise.")
     steps, dimension = _checked(series).shape
     noise = dimension * noise_std**2
     signal = float(np.sum(series**2)) / steps - noise
@@ -90,8 +91,9 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
         LowPassFilter(b=(0.5, 0.3, 0.2), a=(1.0,))
     """
     if not autocorrelation.sum() > 0:  # NaN neither
-        raise ValueError(
-            f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}."
+        raise Refusal(
+            "sum-not-positive",
+            f"autocorrelation must have a positive sum, by which b is divided, got {autocorrelation.sum():.6g}.",
         )
     return LowPassFilter(b=tuple(autocorrelation / autocorrelation.sum()))
 
@@ -100,7 +102,9 @@ def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray
     """Return a series in float64, and refuse anything but a series of finite numbers."""
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
-        raise ValueError(f"series must have shape (steps, dimension), neither of them 0, got {series.shape}.")
+        raise Refusal("wrong-shape", f"series must have shape (steps, dimension), neither of them 0, got {series.shape}.")
     if not np.isfinite(series).all():
-        raise ValueError(f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.")
+        raise Refusal(
+            "not-finite", f"series must be finite, got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}."
+        )
     return series

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.update import BASES, Base
 from doppler_hf.shards import rows_here
@@ -42,8 +43,9 @@ def refuse_other_optimizer(
     for saved_group, group in zip(saved["param_groups"], own, strict=False):
         # Before torch loads anything: what it has loaded of another optimizer cannot be taken back.
         if "rank" not in saved_group:
-            raise ValueError(
-                f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint."
+            raise Refusal(
+                "foreign-optimizer-state",
+                f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint.",
             )
         _refuse_other("rank", saved_group["rank"], group["rank"])
         was_muon = saved_group.get("orthogonal", False)  # older checkpoints do not name it
@@ -60,9 +62,10 @@ def refuse_other_optimizer(
         # By the order, without which there would be too few states, or some that nothing reads.
         order = len(state["filter_states"])
         if order != low_pass_filter.order:
-            raise ValueError(
+            raise Refusal(
+                "another-filter",
                 f"The checkpoint is of a filter of order {order}, this optimizer's {low_pass_filter} is of order "
-                f"{low_pass_filter.order}. Set low_pass_filter={filter_name_of(saved)!r}."
+                f"{low_pass_filter.order}. Set low_pass_filter={filter_name_of(saved)!r}.",
             )
 
 
@@ -74,14 +77,16 @@ def _base_of(base: Base, groups: Sequence[Mapping[str, Any]]) -> Base:
 def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
     """Refuse a checkpoint in which other parameters were trained, by their numbers in each group, or the shape of one."""
     if saved != own:
-        raise ValueError(
+        raise Refusal(
+            "other-parameters-trained",
             f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze the "
-            "same parameters as then, or start a new training from its weights (from_pretrained)."
+            "same parameters as then, or start a new training from its weights (from_pretrained).",
         )
 
 
 def _refuse_other(name: str, saved: object, own: object, *, of_trainer: str = "") -> None:
     if saved != own:
-        raise ValueError(
-            f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}{of_trainer}."
+        raise Refusal(
+            "another-optimizer-setting",
+            f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}{of_trainer}.",
         )

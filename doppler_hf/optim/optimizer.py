@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from doppler_hf import triton_support
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter
 from doppler_hf.optim.checkpoint import loaded, refuse_other_optimizer
 from doppler_hf.optim.galore import add_lifted, is_projected, is_wide, project, renew_basis
@@ -118,15 +119,17 @@ class DopplerOptimizer(Optimizer):
 
     def _check_constants(self) -> None:
         if self.base not in BASES:
-            raise ValueError(f"base must be one of {', '.join(BASES)}, got {self.base!r}.")
+            raise Refusal("unknown-value", f"base must be one of {', '.join(BASES)}, got {self.base!r}.")
         if not 0 <= self.beta2 < 1:
-            raise ValueError(f"beta2 must lie in [0, 1), got {self.beta2}.")
+            raise Refusal("out-of-range", f"beta2 must lie in [0, 1), got {self.beta2}.")
         _check_finite("eps", self.eps, above_0=True)
         _check_finite("noise_std", self.noise_std)
         if self._floor is None:
             return
         if self.base not in CORRECTED:
-            raise ValueError(f"floor must be None for base {self.base!r}, which has none, got {self._floor}. Leave it out.")
+            raise Refusal(
+                "no-effect", f"floor must be None for base {self.base!r}, which has none, got {self._floor}. Leave it out."
+            )
         _check_finite("floor", self._floor, above_0=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ class DopplerOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient (in place); a closure, whose gradient has no noise, is refused."""
         if closure is not None:
-            raise ValueError(f"closure must be None, got {closure!r}. Compute the gradient before step().")
+            raise Refusal("closure-given", f"closure must be None, got {closure!r}. Compute the gradient before step().")
         # Of a parameter in shards the rows that are here: each coordinate is updated by itself.
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         weights, gradients = [p for p, _ in stepped], [_dense(p.grad) for p, _ in stepped]
@@ -243,8 +246,9 @@ def update_all(steps: Sequence[Step]) -> None:
 def _dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return the gradient itself, and refuse a sparse one."""
     if grad.layout != torch.strided:
-        raise ValueError(
-            f"A gradient must be dense, as the noise in it is, got {grad.layout}. Build the embedding with sparse=False."
+        raise Refusal(
+            "sparse-gradient",
+            f"A gradient must be dense, as the noise in it is, got {grad.layout}. Build the embedding with sparse=False.",
         )
     return grad
 
@@ -255,23 +259,33 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
         _check_finite(name, group[name], above_0=name == "scale")
     rank = group["rank"]
     if rank is not None and not (isinstance(rank, int) and rank >= 1):
-        raise ValueError(f"rank must be a whole number of at least 1, got {rank}. Leave it out for no projection.")
+        raise Refusal(
+            "out-of-range", f"rank must be a whole number of at least 1, got {rank}. Leave it out for no projection."
+        )
     if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
-        raise ValueError(f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}.")
+        raise Refusal(
+            "out-of-range", f"update_proj_gap must be a whole number of at least 1, got {group['update_proj_gap']}."
+        )
     # A scheduler that was there before the group has put its own mark on the others.
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
-        raise ValueError(f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
+        raise Refusal("no-effect", f"A group has {name}={group[name]!r}, which has no effect here. Leave it out.")
     if group["orthogonal"] and rank is not None:
-        raise ValueError(f"A group with rank={rank} must have orthogonal=False, got True. Leave one of them out.")
+        raise Refusal(
+            "projected-and-orthogonal",
+            f"A group with rank={rank} must have orthogonal=False, got True. Leave one of them out.",
+        )
     if group["orthogonal"] and any(isinstance(p, DTensor) for p in group["params"]):
-        raise ValueError(
+        raise Refusal(
+            "orthogonal-shards",
             "Parameters in shards must have orthogonal=False, since no process has a whole matrix, got True. Leave "
-            "base_optimizer='muon' out of a trainer's arguments, or orthogonal out of a group."
+            "base_optimizer='muon' out of a trainer's arguments, or orthogonal out of a group.",
         )
     if rank is not None and not any(is_projected(p, group) for p in group["params"]):
-        raise ValueError(f"rank must be below the shorter side of some matrix, got {rank} and no such matrix. Lower it.")
+        raise Refusal(
+            "rank-too-large", f"rank must be below the shorter side of some matrix, got {rank} and no such matrix. Lower it."
+        )
 
 
 def _check_finite(name: str, value: float, *, above_0: bool = False) -> None:
     if not (value > 0 if above_0 else value >= 0) or value == math.inf:
-        raise ValueError(f"{name} must be a finite number {'> 0' if above_0 else '≥ 0'}, got {value}.")
+        raise Refusal("out-of-range", f"{name} must be a finite number {'> 0' if above_0 else '≥ 0'}, got {value}.")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers.trainer_utils import has_length
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -27,40 +28,47 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
         found = next((value for value in (*attributes, *inner) if isinstance(value, _GENERATORS)), None)
         # Sensitivity: its numbers follow the order of the draw, so that one example more changes those of the others.
         if found is not None and found is not torch.default_generator:
-            raise ValueError(
+            raise Refusal(
+                "generator-of-its-own",
                 f"{name} must draw all random numbers from the global generators of torch, NumPy or Python, got a "
-                f"{type(found).__name__} of its own. Draw from the global ones, which are secret, and delete this one."
+                f"{type(found).__name__} of its own. Draw from the global ones, which are secret, and delete this one.",
             )
     if getattr(collator, "seed", None) is not None:
-        raise ValueError(
+        raise Refusal(
+            "public-seed",
             f"The seed of {type(collator).__name__} must be None in a private run, got {collator.seed}: its random numbers "
-            "would follow a public seed. Leave it out."
+            "would follow a public seed. Leave it out.",
         )
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     """Refuse a training set without one example per row."""
     if train_dataset is None:
-        raise ValueError("train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer.")
+        raise Refusal(
+            "no-training-set", "train_dataset must be a data set with a length, got None. Pass one to DopplerTrainer."
+        )
     refuse_stream(train_dataset)
     if hasattr(train_dataset, "iloc"):  # pandas, whose rows have no numbers
-        raise ValueError(
+        raise Refusal(
+            "rows-not-numbered",
             f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__} of pandas. Pass "
-            "datasets.Dataset.from_pandas(train_dataset)."
+            "datasets.Dataset.from_pandas(train_dataset).",
         )
     if isinstance(train_dataset, Mapping) and 0 not in train_dataset:
         # Not its keys, which may name people: messages end in logs.
-        raise ValueError(
+        raise Refusal(
+            "rows-not-numbered",
             f"train_dataset must have rows 0, 1, 2, …, got a {type(train_dataset).__name__}. Of several data sets pass one, "
-            "such as train_dataset['train']. Of columns pass datasets.Dataset.from_dict(train_dataset)."
+            "such as train_dataset['train']. Of columns pass datasets.Dataset.from_dict(train_dataset).",
         )
     if len(train_dataset) == 0:
-        raise ValueError("train_dataset must have examples, got none. Check what has filtered them out.")
+        raise Refusal("no-examples", "train_dataset must have examples, got none. Check what has filtered them out.")
     # Sensitivity: which texts share a row depends on all of them, so that one text more changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
-        raise ValueError(
+        raise Refusal(
+            "packed-rows",
             f"train_dataset must have one text in each row, got a column {_PACKED!r} of packed rows. Do without packing, or "
-            "pack each person's texts by themselves and set privacy_unit_column."
+            "pack each person's texts by themselves and set privacy_unit_column.",
         )
     refuse_repeats(args, train_dataset)
 
@@ -68,9 +76,10 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
 def refuse_stream(train_dataset: Any) -> None:
     """Refuse a data set without a length."""
     if train_dataset is not None and not has_length(train_dataset):
-        raise ValueError(
+        raise Refusal(
+            "streamed-data",
             f"{type(train_dataset).__name__} has no length, so it cannot be sampled at random. Load it without "
-            "streaming=True, or make a table of it: datasets.Dataset.from_list(list(train_dataset))."
+            "streaming=True, or make a table of it: datasets.Dataset.from_list(list(train_dataset)).",
         )
 
 
@@ -78,9 +87,10 @@ def refuse_another_dataset(run: PrivateRun, trainer: Any) -> None:
     """Refuse, in a training, a data set that replaces the run's, whose rows are accounted for."""
     # Sensitivity: nobody has looked for repeated rows in this one.
     if trainer.is_in_train and trainer.train_dataset is not run.train_dataset:
-        raise ValueError(
+        raise Refusal(
+            "another-training-set",
             "train_dataset must stay the same while a training lasts, got another one in get_train_dataloader. Set it "
-            "before train()."
+            "before train().",
         )
 
 
@@ -88,9 +98,10 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
     """Refuse a data set in which rows stand more than once, unless they share a unit of privacy."""
     # Sensitivity: a record that stands in k rows contributes k times C.
     if args.privacy_unit_column is None and has_length(train_dataset) and has_repeats(train_dataset):
-        raise ValueError(
+        raise Refusal(
+            "repeated-rows",
             "train_dataset must have each row once, got repeated rows, as by select, repeat or Subset: ε protects one row, "
-            "not several copies of it. Leave out the repeats, or set privacy_unit_column to a column that they share."
+            "not several copies of it. Leave out the repeats, or set privacy_unit_column to a column that they share.",
         )
 
 

@@ -160,9 +160,10 @@ class _Comparison:
     def _compared(self, losses: Tensor, place: str | None) -> set[str]:
         probe, model, losses_of = self.probe, self.model, self.losses_of
         if not losses.isfinite().any():
-            raise ValueError(
+            raise Refusal(
+                "no-finite-loss",
                 "The loss of an example must be finite, got none that is: nothing would be learnt. Look for NaN and "
-                "infinities in the weights and the data, and for a division by zero in the loss."
+                "infinities in the weights and the data, and for a division by zero in the loss.",
             )
         if place is not None:
             with self.clipped.unwatched():
@@ -195,17 +196,18 @@ class _Comparison:
             if reason is None and (is_cheap or not is_seen):
                 reason = batches.why_losses_change()
         if reason is not None:
-            raise ValueError(reason)
+            raise Refusal("depends-on-others", reason)
         if self.has_users_loss and not is_random:
             self._refuse_weights_of_others(batches)
         if self.has_users_loss:
             with self.clipped.unwatched():
                 is_dropped = batches._replace(norms_by=None).changes_with_nan()
             if is_dropped:
-                raise ValueError(
+                raise Refusal(
+                    "nan-spreads",
                     "The loss of one example changes if that of another is NaN, so that one record would move what all "
                     "others contribute. Return losses as they are, without isfinite().all() or a choice among them: an "
-                    "example whose gradient is not finite counts as zero by itself."
+                    "example whose gradient is not finite counts as zero by itself.",
                 )
 
     def _refuse_weights_of_others(self, batches: Batches) -> None:
@@ -234,9 +236,10 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     yield
     replaced = [name for name, module in model.named_modules() if layers.get(name) is not module]
     if replaced:
-        raise ValueError(
+        raise Refusal(
+            "layers-replaced",
             f"A forward pass must leave the layers of a model in place, got one that replaces {replaced[0]!r} for all later "
-            "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full')."
+            "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full').",
         )
     written = [
         name
@@ -251,9 +254,10 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
         again()
         written += [name for name in changed if name in saved] + _changed(model, first)
     if written:
-        raise ValueError(
+        raise Refusal(
+            "buffers-written",
             f"The forward pass writes {written[0]!r}, which would keep statistics of the data that are neither clipped nor "
-            "noised. Replace the layer by one that keeps none."
+            "noised. Replace the layer by one that keeps none.",
         )
 
 
@@ -282,10 +286,11 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
     if never:
         tops = sorted({_top_of(model, name, never) for name in never})
         lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
-        raise ValueError(
+        raise Refusal(
+            "unreached-parameters",
             f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
             f"noise alone would move them. Freeze them before trainer.train(): {lines}. Or set "
-            "train_unreached_parameters=True."
+            "train_unreached_parameters=True.",
         )
 
 

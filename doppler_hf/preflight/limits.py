@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy import losses
 from doppler_hf.privacy.batching.columns import LABELS
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
@@ -55,7 +56,7 @@ class Limit(NamedTuple):
             )
         return self.is_exceeded(found)
 
-    def refusal(self, name: str, hint: str) -> ValueError:
+    def refusal(self, name: str, hint: str) -> Refusal:
         """Return the error of the data set `name`, without any number or position of an example: messages end in logs."""
         words, got = {
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
@@ -66,7 +67,10 @@ class Limit(NamedTuple):
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
         }[self.kind]
         fix = self.fix.replace("train_dataset", name)
-        return ValueError(f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}." + hint)
+        return Refusal(
+            "values-out-of-range",
+            f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}." + hint,
+        )
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:

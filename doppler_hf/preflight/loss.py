@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import row_norms
 from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
@@ -101,10 +102,11 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
         if "device" in str(error):  # a tensor that was left on another one is torch's to name
             raise
-        raise ValueError(
+        raise Refusal(
+            "forward-without-labels",
             # Not the error's words, which may hold the sizes of examples: messages end in logs.
             f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "
-            "Override compute_per_sample_loss, and call the model without them."
+            "Override compute_per_sample_loss, and call the model without them.",
         ) from error
     own = outputs.get("loss") if isinstance(outputs, dict) else None
     if own is None or not own.isfinite().all():
@@ -123,9 +125,10 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
         labelled = labels != IGNORED_LABEL  # Transformers' mean leaves out what has no class
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
-        raise ValueError(
+        raise Refusal(
+            "another-loss",
             f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
-            "Override compute_per_sample_loss to return it for each example."
+            "Override compute_per_sample_loss to return it for each example.",
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.without_randomness import owners_of_options
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.layers import listed
@@ -33,16 +34,18 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
-        raise ValueError(
+        raise Refusal(
+            "expert-capacity",
             f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
             "experts would drop tokens depending on the other examples. Load the model with from_pretrained(..., "
-            f"expert_capacity={ENOUGH_TOKENS})."
+            f"expert_capacity={ENOUGH_TOKENS}).",
         )
     # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
     if any(vars(module).get("init_option") == "original" for module in model.modules()):
-        raise ValueError(
+        raise Refusal(
+            "maximum-over-batch",
             "The init_option of Nyströmformer's attention must not be 'original' in a private run, which divides by a "
-            "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'."
+            "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'.",
         )
     _refuse_shared_coins(model)
 
@@ -50,16 +53,18 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
 def _refuse_adapters(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
         if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
-            raise ValueError(
+            raise Refusal(
+                "penalty-on-weights",
                 f"The adapters must not be of {type(config).__name__}, whose loss has a penalty on weights that is no "
-                "example's. Use LoraConfig."
+                "example's. Use LoraConfig.",
             )
         # Privacy: such weights move with each record, before a step is counted.
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
-            raise ValueError(
+            raise Refusal(
+                "adapters-of-data",
                 f"The init_lora_weights must not make the adapters' first weights of training data, which ε does not cover, "
                 f"got {kind!r}. Leave it out. Only if the data were public, say so before train(): "
-                f"model.peft_config[{name!r}].init_lora_weights = True."
+                f"model.peft_config[{name!r}].init_lora_weights = True.",
             )
 
 
@@ -75,18 +80,20 @@ def _refuse_shared_coins(model: nn.Module) -> None:
                 shared.add(name)
     if shared:
         names = ", ".join(map(repr, sorted(shared)))
-        raise ValueError(
+        raise Refusal(
+            "shared-random-numbers",
             f"{names} must be 0 in a private run: all rows of a micro-batch share these random numbers. Set them in the "
             "model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, 'config', m)) "
-            f"for n in ({names},) if hasattr(o, n)]."
+            f"for n in ({names},) if hasattr(o, n)].",
         )
     # DeBERTa's and Funnel's, on tables of positions that have no batch.
     of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]
     if of_tables:
-        raise ValueError(
+        raise Refusal(
+            "shared-random-numbers",
             f"{listed(of_tables)} must have p = 0 in a private run: all rows of a micro-batch share this dropout. Set it: "
             "[setattr(m, 'p', 0.0) for n, m in model.named_modules() "
-            "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))]."
+            "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))].",
         )
 
 
@@ -100,20 +107,22 @@ def _refuse_quantized(model: nn.Module) -> None:
         module for module in modules.values() if isinstance(module, quantized.nn.Linear8bitLt) and module.state.threshold
     ]
     if mixing:
-        raise ValueError(
+        raise Refusal(
+            "int8-outliers",
             f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
             "example changes how those of others are rounded. Load the model with "
-            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0).",
         )
     # On some CPUs an evaluation stores such weights anew, with other scales, and no gradient passes them from then on.
     for name, module in modules.items():
         if isinstance(module, quantized.nn.Linear4bit) and module.weight.device.type == "cpu":
             is_packed = bool(vars(module.weight.quant_state).get("packing_format_for_cpu"))
             if is_packed or module.support_avx512bf16_for_cpu:
-                raise ValueError(
+                raise Refusal(
+                    "weights-rewritten",
                     f"The 4-bit weights of {name!r} must stay as they were loaded, got a layer that rewrites them in "
                     "evaluations on this CPU. Load the model again, and set before it is used: for module in "
-                    "model.modules(): module.support_avx512bf16_for_cpu = False."
+                    "model.modules(): module.support_avx512bf16_for_cpu = False.",
                 )
 
 
@@ -124,10 +133,11 @@ def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
         return
     known = probe.longest_length
     if known is None or known > min(limits):
-        raise ValueError(
+        raise Refusal(
+            "positions-of-the-batch",
             f"Examples must have at most {min(limits)} tokens with dynamic or long rotary embeddings, whose positions "
             f"depend on the longest of a batch, got {'unknown lengths' if known is None else 'longer ones'}. Tokenize with "
-            f"max_length={min(limits)} beforehand, pad all to one length, or take another rope_type."
+            f"max_length={min(limits)} beforehand, pad all to one length, or take another rope_type.",
         )
 
 
@@ -145,16 +155,18 @@ def _limits_of(module: nn.Module) -> list[int]:
 def _refuse_trainable(model: nn.Module) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
-        raise ValueError("The model must have a trainable parameter, got none. Set requires_grad for some.")
+        raise Refusal("nothing-trained", "The model must have a trainable parameter, got none. Set requires_grad for some.")
     for name, dtype in trainable.items():
         if dtype == torch.float16:
-            raise ValueError(
+            raise Refusal(
+                "float16-parameters",
                 f"Trained parameters must not be in float16, got {name!r}: gradients of single examples leave its range. "
-                "Load the model with dtype=torch.float32, or torch.bfloat16."
+                "Load the model with dtype=torch.float32, or torch.bfloat16.",
             )
         # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
         if dtype.is_complex:
-            raise ValueError(
+            raise Refusal(
+                "not-real",
                 f"Trained parameters must be real numbers, got {name!r} of type {dtype}. Keep its real and its imaginary "
-                "part in the last dimension of a real one, and use torch.view_as_complex in the forward."
+                "part in the last dimension of a real one, and use torch.view_as_complex in the forward.",
             )

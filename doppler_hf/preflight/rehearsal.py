@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import has_length
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.private_run import PrivateRun
@@ -53,17 +54,19 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
     key = f"eval_{name.removeprefix('eval_')}"
     best = metrics.get(key)
     if key in metrics and not isinstance(best, int | float | np.number):
-        raise ValueError(
+        raise Refusal(
+            "metric-not-a-number",
             f"metric_for_best_model={name!r} must be a number, got {type(best).__name__} on the first rows. Let "
-            "compute_metrics return one for it, or set another metric."
+            "compute_metrics return one for it, or set another metric.",
         )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
         which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
         default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
         mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
-        raise ValueError(
-            f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}"
+        raise Refusal(
+            "no-such-metric",
+            f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}",
         )
     if isinstance(best, float) and math.isnan(best):
         warnings.warn(f"metric_for_best_model={name!r} is NaN on the first rows, and NaN is never the best.", stacklevel=3)
@@ -90,9 +93,10 @@ def _told_as_refusal(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         said = str(error).rstrip(".")
-        raise ValueError(
+        raise Refusal(
+            "rehearsal-failed",
             f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
-            "rehearse=False to skip the rehearsal."
+            "rehearse=False to skip the rehearsal.",
         ) from error
 
 
@@ -126,14 +130,16 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
     saves = args.save_strategy != "no"  # during the training; a model is saved after most
     is_pretrained = isinstance(model, PreTrainedModel)
     if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:
-        raise ValueError(
+        raise Refusal(
+            "adapters-not-loadable",
             "load_best_model_at_end must be False with adapters of model.add_adapter, which Transformers cannot load "
-            "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config)."
+            "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config).",
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if saves and (free := shutil.disk_usage(args.output_dir).free) < size:
-        raise ValueError(
-            f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir."
+        raise Refusal(
+            "disk-full",
+            f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir.",
         )
     if saves:
         with _told_as_refusal("a checkpoint with what compute_metrics returns"):

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from transformers import TrainingArguments
 
+from doppler_hf.errors import Refusal
+
 # Columns that Transformers' default collator calls `labels`.
 _RENAMED: Final = ("label", "label_ids")
 
@@ -23,21 +25,24 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
         if columns is None:
             columns = dataset[0] if isinstance(dataset[0], Mapping) else ()
         if name in _RENAMED and name in columns:
-            raise ValueError(
+            raise Refusal(
+                "labels-renamed",
                 f"A loss must take inputs['labels'], got a KeyError for {name!r}: Transformers' default collator renames "
-                "it. Or give a data_collator of your own."
+                "it. Or give a data_collator of your own.",
             ) from error
         if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
-            raise ValueError(
+            raise Refusal(
+                "no-labels-column",
                 f"train_dataset must have a column 'labels' or 'label', or one that label_names names, got "
-                f"{', '.join(map(str, columns))}. Rename the column of the labels."
+                f"{', '.join(map(str, columns))}. Rename the column of the labels.",
             ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
-        raise ValueError(
+        raise Refusal(
+            "label-not-named",
             f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
             f"the forward does not name. Set label_names=[{name!r}], or remove_unused_columns=False for inputs, and for "
-            "what a transform reads."
+            "what a transform reads.",
         ) from error
 
 
@@ -50,7 +55,8 @@ def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Itera
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if getattr(inspect.unwrap(own), "__code__", None) not in codes or ours.__code__ in codes:
             raise
-        raise ValueError(
+        raise Refusal(
+            "training-step-of-your-own",
             f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, got a "
-            f"{type(error).__name__} from it. Override compute_per_sample_loss instead."
+            f"{type(error).__name__} from it. Override compute_per_sample_loss instead.",
         ) from error

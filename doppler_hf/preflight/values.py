@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.limits import Limit, limits_of
 from doppler_hf.privacy.batching.columns import (
     LABELS,
@@ -82,9 +83,10 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
         example = fetch_one(examples, row)  # behind a transform it may have one
         if any(example[key] is None for key in LABELS if key in example):
             # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
-            raise ValueError(
+            raise Refusal(
+                "missing-labels",
                 f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
-                f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint
+                f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint,
             )
 
 
@@ -96,7 +98,10 @@ def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], A
         if has_gaps is None or examples.data.column(column).null_count:
             continue
         if has_gaps:
-            raise ValueError(f"The column {column!r} of {name} must have a number for each token, got None for some. {fix}")
+            raise Refusal(
+                "missing-token-labels",
+                f"The column {column!r} of {name} must have a number for each token, got None for some. {fix}",
+            )
         other = np.flatnonzero(lengths_of(examples, column=column) != lengths_of(examples))
         if not len(other):
             continue
@@ -108,8 +113,9 @@ def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], A
         # A collator of the user's own may make labels of tokens out of those of words; others fill them up.
         padding = [IGNORED_LABEL] * (len(collated) - len(own))
         if not collated or len(collated) != len(ids) or (padding and collated in (own + padding, padding + own)):
-            raise ValueError(
-                f"The column {column!r} of {name} must have a label for each token, got more or fewer in some rows. {fix}"
+            raise Refusal(
+                "labels-of-other-length",
+                f"The column {column!r} of {name} must have a label for each token, got more or fewer in some rows. {fix}",
             )
 
 

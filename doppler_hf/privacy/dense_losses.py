@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies, no_class
 
 _NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
@@ -39,10 +40,11 @@ def pixel_losses(
         tensor([0.6931])
     """
     if logits.ndim != 4 or labels.ndim != 3 or len(labels) != len(logits):
-        raise ValueError(
+        raise Refusal(
+            "wrong-shape",
             "logits must have shape (batch, classes, height, width) and labels (batch, height, width) for semantic "
             f"segmentation, got {logits.ndim} and {labels.ndim} dimensions or other sizes. For another task override "
-            "compute_per_sample_loss."
+            "compute_per_sample_loss.",
         )
     # Sensitivity: interpolation, mean and number of pixels are an example's own.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators, states_of_generators
@@ -93,11 +94,12 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module, path, generator in held_generators(*names, in_functions=True):
         # Sensitivity: its numbers follow the order of the rows in the batch.
-        raise ValueError(
+        raise Refusal(
+            "generator-of-its-own",
             f"The layer {names[module]!r} ({type(module).__name__}) holds a {type(generator).__name__} of its own, at "
             f"{path.removeprefix('.') or 'itself'}: one record more would shift the numbers of all others, and anybody may "
             "know its seed. Let it draw from the global generators, which are secret here: leave out a seed such as "
-            "generator_seed, or set the attribute to None."
+            "generator_seed, or set the attribute to None.",
         )
 
 
@@ -114,16 +116,18 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
     seeded = [name for name, state in states[0].items() if state == states[1][name]]
     if seeded:
         # Sensitivity: from there on, the numbers of a row are known, and depend on its place in the batch.
-        raise ValueError(
+        raise Refusal(
+            "public-seed",
             f"{what} seeds the global generator of {' and '.join(seeded)}, so that its random numbers are the same every "
             "time. Anybody may know them, and one record more would shift those of all others. Remove the call of "
-            "manual_seed, random.seed, np.random.seed or set_seed: the trainer fills these generators with secret words."
+            "manual_seed, random.seed, np.random.seed or set_seed: the trainer fills these generators with secret words.",
         )
     if not is_same(found[0], found[2]):
-        raise ValueError(
+        raise Refusal(
+            "not-repeatable",
             f"{what} gives something else for the same batch, although the global generators of torch, NumPy and Python "
             "were filled alike. It draws from a generator of its own, or keeps something from one batch to the next. Draw "
-            "from the global generators, which are secret in a private run, and keep nothing."
+            "from the global generators, which are secret in a private run, and keep nothing.",
         )
     return found[0]
 

@@ -161,9 +161,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     task = task_of(base_model)
     labels, answer = inputs.get("labels"), [inputs[name] for name in ANSWER if name in inputs]
     if not isinstance(base_model, PreTrainedModel) and not answer:
-        raise ValueError(
+        raise Refusal(
+            "not-of-transformers",
             f"A model must be of Transformers to have a known loss, got {type(base_model).__name__}, whose own loss covers "
-            f"the whole batch. {OWN_LOSS}."
+            f"the whole batch. {OWN_LOSS}.",
         )
     if "return_loss" in inputs:  # which CLIP asks whether it is True, and a collator makes a tensor of it
         raise _without_labels(base_model, {"logits_per_image": None})
@@ -188,9 +189,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
             raise
-        raise ValueError(
+        raise Refusal(
+            "forward-without-labels",
             f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
-            f"own loss covers the whole batch. {OWN_LOSS}."
+            f"own loss covers the whole batch. {OWN_LOSS}.",
         ) from error
     outputs = outputs if isinstance(outputs, dict) else {}
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
@@ -204,9 +206,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if logits is None:
         raise _no_rule(base_model)
     if any(name.endswith("router_logits") for name in outputs):
-        raise ValueError(
+        raise Refusal(
+            "loss-of-the-batch",
             f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
-            "batch. Set output_router_logits=False in its config."
+            "batch. Set output_router_logits=False in its config.",
         )
     if has_tokens:
         return token_losses(logits, labels, found=found)
@@ -214,9 +217,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         return classification_losses(logits, labels, problem_type="single_label_classification")
     if task == "semantic_segmentation":
         if getattr(base_model, "auxiliary_head", None) is not None:
-            raise ValueError(
+            raise Refusal(
+                "logits-not-returned",
                 f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "
-                "use_auxiliary_head=False in its config."
+                "use_auxiliary_head=False in its config.",
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -224,31 +228,35 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
 
 
-def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> ValueError:
+def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refusal:
     name = type(model).__name__
     if any(output.startswith("logits_per_") for output in outputs):
-        return ValueError(
+        return Refusal(
+            "loss-of-the-batch",
             f"The loss of {name} compares the examples of a batch, so none has its own loss, and clipping bounds nothing. "
             "Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
-            "vision_model.post_layernorm frozen."
+            "vision_model.post_layernorm frozen.",
         )
     if outputs.get("loss") is not None:
-        return ValueError(
+        return Refusal(
+            "loss-of-the-batch",
             f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
-            "example, as in docs/guides/own-loss.md."
+            "example, as in docs/guides/own-loss.md.",
         )
-    return ValueError(
+    return Refusal(
+        "no-labels",
         f"There is no per-example loss for {name} without `labels`. Name a column of numbers so, as by "
         "train_dataset.rename_column(NAME, 'labels'), take a collator that makes them, or override compute_per_sample_loss: "
-        "docs/start/troubleshooting.md#data."
+        "docs/start/troubleshooting.md#data.",
     )
 
 
-def _no_rule(model: PreTrainedModel) -> ValueError:
-    return ValueError(
+def _no_rule(model: PreTrainedModel) -> Refusal:
+    return Refusal(
+        "no-loss-rule",
         f"There is no per-example loss for {type(model).__name__}: logits must be of shape (batch, num_labels) for classes, "
         "(batch, length, classes) for tokens, or (batch, classes, height, width) for pixels. Override "
-        "compute_per_sample_loss for another task."
+        "compute_per_sample_loss for another task.",
     )
 
 
@@ -273,17 +281,20 @@ def classification_losses(
         else:
             problem_type = "single_label_classification"
     if problem_type not in get_args(ProblemType):
-        raise ValueError(f"problem_type must be one of {', '.join(get_args(ProblemType))}, got {problem_type!r}.")
+        raise Refusal(
+            "unknown-value", f"problem_type must be one of {', '.join(get_args(ProblemType))}, got {problem_type!r}."
+        )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     expected = (len(logits),) if problem_type == "single_label_classification" else tuple(logits.shape)
     if problem_type == "regression" and labels.ndim == 1:
         labels = labels.unsqueeze(-1)
     if tuple(labels.shape) != expected:
-        raise ValueError(
+        raise Refusal(
+            "wrong-shape",
             # Not their sizes, which are of a draw or of an example: messages end in logs.
             f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
             f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}, got {logits.ndim} and {labels.ndim} dimensions "
-            f"or other sizes. {_fix_of_labels(logits, labels)}, of each data set."
+            f"or other sizes. {_fix_of_labels(logits, labels)}, of each data set.",
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
@@ -323,9 +334,11 @@ def answer_losses(
     """
     shape, total = logits[0].shape, torch.zeros((), device=logits[0].device)
     if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
-        raise ValueError(
+        raise Refusal(
+            "wrong-shape",
             "The start_positions and end_positions must be one index for each example, with logits of shape (batch, "
-            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. Override compute_per_sample_loss."
+            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. Override "
+            "compute_per_sample_loss.",
         )
     is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
     if mask is not None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies
 
 IGNORED_LABEL: Final = -100  # of transformers' collators and losses, and of torch's cross_entropy
@@ -66,13 +67,17 @@ def summed_token_losses(
     if len(found) == 1 and logits.shape[1] == 1:
         return found[0].sum(dim=1)
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
-        raise ValueError(
+        raise Refusal(
+            "wrong-shape",
             "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
             f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
-            f"with {IGNORED_LABEL}."
+            f"with {IGNORED_LABEL}.",
         )
     if labels.is_floating_point():
-        raise ValueError(f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.")
+        raise Refusal(
+            "labels-not-indices",
+            f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.",
+        )
     return _of_each(logits, labels).sum(dim=1)
 
 

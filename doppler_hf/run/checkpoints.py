@@ -16,6 +16,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.checkpoint import filter_name_of
 
@@ -59,17 +60,19 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         checkpoints = [path for path in sort_checkpoints(output_dir) if _NAME.fullmatch(Path(path).name)]
         whole = [checkpoint for checkpoint in checkpoints if is_whole(Path(checkpoint))]
         if checkpoints and not whole:
-            raise ValueError(
+            raise Refusal(
+                "interrupted-checkpoint",
                 f"resume_from_checkpoint=True must find a whole checkpoint in {output_dir}, got {len(checkpoints)} whose "
-                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. The ε of both runs add up."
+                f"writing was interrupted ({_INTERRUPTED}). Remove them to begin anew. The ε of both runs add up.",
             )
         return whole[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
         # A folder of another name may hold a model alone, to begin from.
         if _NAME.fullmatch(checkpoint.name) and checkpoint.is_dir() and not is_whole(checkpoint):
-            raise ValueError(
+            raise Refusal(
+                "interrupted-checkpoint",
                 f"resume_from_checkpoint must be a whole checkpoint, got {checkpoint}, whose writing was interrupted "
-                f"({_INTERRUPTED}). Give an earlier one, or True for the last that is whole."
+                f"({_INTERRUPTED}). Give an earlier one, or True for the last that is whole.",
             )
     return resume_from_checkpoint

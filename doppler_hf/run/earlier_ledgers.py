@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, ledgers_in
 from doppler_hf.run.digests import parameters_digest, whole_digest
@@ -15,9 +16,10 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
     own = PrivacyLedger.load(checkpoint)
     unknown = own.unknown_weights(checkpoint)
     if unknown:
-        raise ValueError(
+        raise Refusal(
+            "weights-without-account",
             f"The weights in {checkpoint} must match its ledger, got others in {', '.join(unknown)}, whose training is not "
-            "accounted for. Put back the saved weights, or load these with from_pretrained and train from the start."
+            "accounted for. Put back the saved weights, or load these with from_pretrained and train from the start.",
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]

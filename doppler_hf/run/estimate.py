@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.update import Base
@@ -46,11 +47,14 @@ class Setting:
     def __post_init__(self) -> None:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
             numbers = f"{self.batch_size}, {self.micro_batch} and {self.processes}"
-            raise ValueError(f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones.")
+            raise Refusal(
+                "out-of-range", f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones."
+            )
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
-            raise ValueError(
+            raise Refusal(
+                "no-bandwidth",
                 f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: it is not measured here. "
-                "Give the bytes per second between them, as --bandwidth 1e10."
+                "Give the bytes per second between them, as --bandwidth 1e10.",
             )
 
     @property

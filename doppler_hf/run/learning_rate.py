@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.linalg import norm
 from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
@@ -70,7 +71,9 @@ def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyState
     far = f"{rule / given:,.0f} times below" if given < rule else f"{given / rule:,.0f} times above"
     told = f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose"
     if args.rehearse and not rule / VERY_FAR < given < VERY_FAR * rule:
-        raise ValueError(f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it.")
+        raise Refusal(
+            "rate-far-off", f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it."
+        )
     return f"{told}: leave it out"
 
 

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 
 _ROUNDINGS: Final = 2.0
@@ -34,9 +35,10 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
     config = AutoConfig.from_pretrained(merged)
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None:
-        raise ValueError(
+        raise Refusal(
+            "no-class-of-model",
             f"{merged / 'config.json'} names no class of Transformers, so the merge cannot be computed again. Save the "
-            "merged model with save_pretrained."
+            "merged model with save_pretrained.",
         )
     published, names = _loaded(kind, merged, dtype=config.dtype)
     model, _ = _loaded(kind, base, dtype=config.dtype, num_labels=config.num_labels)

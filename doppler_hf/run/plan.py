@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import (
@@ -52,7 +53,9 @@ def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *,
     """
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
-        raise ValueError(f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps.")
+        raise Refusal(
+            "out-of-range", f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps."
+        )
     if args.max_steps > 0:
         return steps
     return steps_of_whole_turns(steps, sample_rate=sampler.sample_rate, groups=groups)
@@ -62,17 +65,19 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     """Return δ, given or the default."""
     units = sampler.num_units
     if units < 2:
-        raise ValueError(
+        raise Refusal(
+            "too-few-records",
             f"train_dataset must have at least 2 records (or users), got {units}: noise hides one among others. Give a "
-            "thousand or more to learn anything."
+            "thousand or more to learn anything.",
         )
     delta = default_delta(units) if args.target_delta is None else args.target_delta
     # A mechanism that publishes one of the N units at random satisfies DP with a larger δ.
     if delta * units >= 1.0 and not args.allow_large_delta:
-        raise ValueError(
+        raise Refusal(
+            "delta-too-large",
             f"target_delta must be less than 1/N to protect each of {units:,} units, got {delta:g}, which would allow "
             "publishing one of them. Leave it out for N^-1.1. To study such a run, which is not private, set "
-            "allow_large_delta=True."
+            "allow_large_delta=True.",
         )
     return delta
 
@@ -200,11 +205,12 @@ def mechanisms_of(
     return of_gradient, PrivateLoss(of_loss, device=args.device)
 
 
-def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> ValueError:
+def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> Refusal:
     """Return the error of a run for which too little of its budget is left, with what makes its plan another one."""
-    return ValueError(
+    return Refusal(
+        "budget-spent",
         f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
         f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. "
         + ("Resume with the arguments of the earlier run" if changed else "With the same arguments that run is over")
-        + ", raise target_epsilon to continue, or add another ε: an untrained model and a new trainer."
+        + ", raise target_epsilon to continue, or add another ε: an untrained model and a new trainer.",
     )

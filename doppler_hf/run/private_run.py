@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger
@@ -168,9 +169,10 @@ class PrivateRun:
     def refuse_another_loader(self, loader: Any) -> None:
         """Refuse a loader that is not this run's."""
         if self._loader is None or loader is not self._loader:
-            raise ValueError(
+            raise Refusal(
+                "another-loader",
                 "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
-                "Return super().get_train_dataloader(), made anew for each training, and change batches in data_collator."
+                "Return super().get_train_dataloader(), made anew for each training, and change batches in data_collator.",
             )
 
     def bring_processes_together(self, model: nn.Module) -> None:
@@ -305,17 +307,19 @@ class PrivateRun:
         """Begin the sum of a batch's pieces, none at the end of the loader. An unfinished sum is dropped, never released."""
         # Sensitivity: part of another draw would let an example count twice.
         if len(pieces) not in (0, self.sampler.pieces):
-            raise ValueError(
+            raise Refusal(
+                "accumulation-changed",
                 f"gradient_accumulation_steps must stay {self.sampler.pieces} during a private run, got "
-                f"{len(pieces)} pieces of a batch. Set it before train()."
+                f"{len(pieces)} pieces of a batch. Set it before train().",
             )
         # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
         # next.
         other = next((piece.step for piece in pieces if piece.step != step), step)
         if other != step:
-            raise RuntimeError(
+            raise Failure(
+                "steps-out-of-order",
                 f"A batch for step {other} was taken at step {step}, so a record could take part more often than is "
-                "accounted for. Leave the order of steps to the trainer."
+                "accounted for. Leave the order of steps to the trainer.",
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
@@ -340,9 +344,10 @@ class PrivateRun:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of the next piece, add it to the sum of the draw, and return the losses."""
         if self.is_complete:
-            raise ValueError(
+            raise Refusal(
+                "piece-added-twice",
                 "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
-                "override compute_per_sample_loss instead."
+                "override compute_per_sample_loss instead.",
             )
         self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
         self._fill_generators()
@@ -356,10 +361,11 @@ class PrivateRun:
         # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # Not their numbers: the size of a draw is private, and messages end in logs.
-            raise ValueError(
+            raise Refusal(
+                "other-number-of-losses",
                 "The losses of a micro-batch must be one for each of its examples, got "
                 f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
-                "example, and compute_per_sample_loss one loss."
+                "example, and compute_per_sample_loss one loss.",
             )
         size, weights = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
@@ -402,9 +408,10 @@ class PrivateRun:
     def count_release(self) -> None:
         """Count one step as released, if its gradient is the mechanism's."""
         if self.ledger is None or not self.is_released:
-            raise RuntimeError(
+            raise Failure(
+                "gradient-without-noise",
                 "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
-                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead."
+                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead.",
             )
         # Read here, where Transformers reads the loss: within a step nothing waits for the device.
         if self.reports_raw_loss and not self._is_warned and self.num_non_finite:

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run.digests import replicas_digest
@@ -37,15 +38,16 @@ _Outcome = TypeVar("_Outcome")
 _OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
 
 
-class SharedError(RuntimeError):
+class SharedError(Failure):
     """An error that the other processes have too, or cannot be told of."""
 
 
 def another_has_ended() -> SharedError:
     """Return the error of a process that cannot go on without another one."""
     return SharedError(
+        "another-process-ended",
         "Another process of this training has ended, so this one ends too. Its output says why. Start all processes again "
-        "with resume_from_checkpoint=True."
+        "with resume_from_checkpoint=True.",
     )
 
 
@@ -90,10 +92,11 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
-        raise ValueError(
+        raise Refusal(
+            "processes-sample-alone",
             f"The process group must match the arguments, got {processes} and {world_size} processes: each would sample "
             "alone. Start with `accelerate launch` or `torchrun`, or call torch.distributed.destroy_process_group() before "
-            "train()."
+            "train().",
         )
 
 
@@ -127,9 +130,10 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             # beneath other noise would be in the same sum.
             # Not what is computed of the examples: messages end in logs.
             ours, theirs = ("one", "another") if name == OF_EXAMPLES else (repr(first), repr(other))
-            raise ValueError(
+            raise Refusal(
+                "processes-differ",
                 f"{name} must be the same on all processes, got {ours} on process 0 and {theirs} on process {rank}. "
-                "Start all with the same arguments, model, checkpoint and data in the same order."
+                "Start all with the same arguments, model, checkpoint and data in the same order.",
             )
 
 
@@ -146,8 +150,9 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
-        raise RuntimeError(
+        raise Failure(
+            "replicas-differ",
             f"The weights must be the same on all processes, got different ones on process {', '.join(others)} than on "
             f"process 0 after step {step}, as by a callback on one process alone. Let all do the same, and resume from an "
-            "earlier checkpoint."
+            "earlier checkpoint.",
         )

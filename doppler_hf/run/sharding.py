@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.processes import give_all_the_weights_of_process_0
@@ -81,22 +82,25 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         value = getattr(plugin, name)
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
         if not is_fit:
-            raise ValueError(f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {fix}.")
+            raise Refusal("fsdp-option", f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {fix}.")
     if args.world_size == 1:
-        raise ValueError(
+        raise Refusal(
+            "fsdp-in-one-process",
             "FSDP must have several processes, got one, which would have all weights. Start several with `accelerate "
-            "launch --num_processes`, or leave fsdp out."
+            "launch --num_processes`, or leave fsdp out.",
         )
     if args.optim_target_modules is not None:
-        raise ValueError(
+        raise Refusal(
+            "fsdp-option",
             f"optim_target_modules={args.optim_target_modules!r} cannot be used with FSDP: GaLore trains the weights that "
-            f"FSDP cuts, and computes its basis from whole gradients. Train adapters, or {_DDP}."
+            f"FSDP cuts, and computes its basis from whole gradients. Train adapters, or {_DDP}.",
         )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
-            raise ValueError(
+            raise Refusal(
+                "fsdp-option",
                 f"{name}=True cannot be used with FSDP: weights in shards are not converted. Leave it out, or load the "
-                "model with dtype=torch.bfloat16."
+                "model with dtype=torch.bfloat16.",
             )
 
 
@@ -121,9 +125,10 @@ class Sharding:
         trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         thawed = [name for name, value in trained.items() if isinstance(value, DTensor) and name not in self._trained]
         if thawed:
-            raise ValueError(
+            raise Refusal(
+                "unfrozen-shards",
                 f"Under FSDP, parameters must be trainable before the first training or evaluation, got {thawed[0]!r} "
-                "unfrozen since, when each process has only a part. Set requires_grad before, or make a new trainer."
+                "unfrozen since, when each process has only a part. Set requires_grad before, or make a new trainer.",
             )
         if isinstance(model, FSDPModule):
             return
@@ -137,9 +142,10 @@ class Sharding:
             uncut |= {*trained.values()}
         types = {str(value.dtype) for value in trained.values() if value not in uncut}
         if len(types) > 1:
-            raise ValueError(
+            raise Refusal(
+                "types-of-shards",
                 f"Trained weights must be of one type under FSDP, which gathers several of them together, got "
-                f"{' and '.join(sorted(types))}. Load the model in one dtype, or {_DDP}."
+                f"{' and '.join(sorted(types))}. Load the model in one dtype, or {_DDP}.",
             )
         for parameter in uncut:
             parameter.data = parameter.data.to(self._device)

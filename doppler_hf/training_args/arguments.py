@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.deprecated import with_earlier_arguments
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy.accounting.accounting import Sampling
@@ -202,10 +203,11 @@ class DopplerTrainingArguments(TrainingArguments):
         `Trainer` reads this property when it is made, and nothing else does: it is there to be overridden.
         """
         if not self.disable_dp and _BEING_USED.get() is not self:
-            raise ValueError(
+            raise Refusal(
+                "stock-trainer",
                 f"{type(self).__name__} was passed to a trainer that trains without privacy, such as Trainer or SFTTrainer. "
                 "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy set disable_dp=True, "
-                "and leave out target_epsilon and noise_multiplier."
+                "and leave out target_epsilon and noise_multiplier.",
             )
         return super().place_model_on_device
 

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
@@ -115,23 +116,26 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
-                raise ValueError(
+                raise Refusal(
+                    "unknown-value",
                     f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}"
-                    f"{did_you_mean(str(value), get_args(hint))}."
+                    f"{did_you_mean(str(value), get_args(hint))}.",
                 )
             continue
         kind, *none = get_args(hint) or (hint,)
         allowed, words, fix = _KINDS[kind]
         is_bool = isinstance(value, bool)  # which Python takes for a number
         if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
-            raise ValueError(f"{field.name} must be {words}, got {value!r}. {fix}, or leave it out for {field.default!r}.")
+            raise Refusal(
+                "wrong-type", f"{field.name} must be {words}, got {value!r}. {fix}, or leave it out for {field.default!r}."
+            )
 
 
-class NoEffectError(ValueError):
+class NoEffectError(Refusal):
     """An argument has no effect because of another one."""
 
     def __init__(self, name: str, value: Any, *, beside: str, because: str, fix: str) -> None:
-        super().__init__(f"{name}={value!r} has no effect with {beside}={because}. {fix}.")
+        super().__init__("no-effect", f"{name}={value!r} has no effect with {beside}={because}. {fix}.")
         self.name, self.beside = name, beside
 
 
@@ -149,18 +153,20 @@ def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArg
 def check_ranges(args: TrainingArguments) -> None:
     """Refuse numbers out of range, and both or neither of `target_epsilon` and `noise_multiplier`."""
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
-        raise ValueError(
+        raise Refusal(
+            "one-of-two",
             f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
-            f"{args.noise_multiplier}. Set target_epsilon=3, for example, or disable_dp=True to train without privacy."
+            f"{args.noise_multiplier}. Set target_epsilon=3, for example, or disable_dp=True to train without privacy.",
         )
     for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)
         if value is not None and not holds(value):
-            raise ValueError(f"{name} must {words}, got {value}. {fix}")
+            raise Refusal("out-of-range", f"{name} must {words}, got {value}. {fix}")
     if args.max_grad_norm:
-        raise ValueError(
+        raise Refusal(
+            "gradient-rescaled",
             f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise. Leave it unset: "
-            "per_sample_max_grad_norm is the norm that privacy needs."
+            "per_sample_max_grad_norm is the norm that privacy needs.",
         )
 
 
@@ -175,8 +181,9 @@ def refuse_no_learning_rate(args: TrainingArguments) -> None:
     """Refuse to leave the learning rate out where there is no default."""
     what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
     if args.learning_rate is None and what is not None:
-        raise ValueError(
-            f"learning_rate must be set with {what}, got None: Adam and Muon have a default. Set it, or leave {what} out."
+        raise Refusal(
+            "no-learning-rate",
+            f"learning_rate must be set with {what}, got None: Adam and Muon have a default. Set it, or leave {what} out.",
         )
 
 
@@ -213,13 +220,15 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
         value = getattr(owner, name)
         if value != default_of(owner, name) and not has_effect:
-            raise ValueError(
-                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}."
+            raise Refusal(
+                "no-effect",
+                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}.",
             )
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
-        raise ValueError(
+        raise Refusal(
+            "poisson-with-shaped-noise",
             f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}: shaped noise protects records that "
-            "rest for some steps, and Poisson sampling may draw one at every step. Leave one of them out."
+            "rest for some steps, and Poisson sampling may draw one at every step. Leave one of them out.",
         )
 
 
@@ -228,34 +237,39 @@ def refuse_optim(args: TrainingArguments) -> None:
     name = OptimizerNames(args.optim).value
     if name != default_of(args, "optim"):
         galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
-        raise ValueError(
+        raise Refusal(
+            "no-effect",
             f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. "
-            f"Leave optim out{galore}."
+            f"Leave optim out{galore}.",
         )
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse Transformers' arguments that would void the guarantee, with the reason."""
     if args.n_gpu > 1:
-        raise ValueError(
+        raise Refusal(
+            "several-gpus",
             f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
-            "it. Start the script with `accelerate launch`, or with CUDA_VISIBLE_DEVICES=0."
+            "it. Start the script with `accelerate launch`, or with CUDA_VISIBLE_DEVICES=0.",
         )
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise ValueError(
-            f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_FIXES['deepspeed']}."
+        raise Refusal(
+            "breaks-privacy",
+            f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_FIXES['deepspeed']}.",
         )
     if args.world_size == 1 != int(launched):
         # As Transformers does where it finds no accelerator.
-        raise ValueError(
+        raise Refusal(
+            "processes-sample-alone",
             f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) that would each train alone, on "
-            "all data and with its own ε. On a CPU set use_cpu=True."
+            "all data and with its own ε. On a CPU set use_cpu=True.",
         )
     if not args.skip_memory_metrics:
-        raise ValueError(
+        raise Refusal(
+            "memory-is-logged",
             "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
-            "its batch, and would be logged and saved without noise. Leave it out."
+            "its batch, and would be logged and saved without noise. Leave it out.",
         )
     refuse_each(args, _BREAKS_PRIVACY)
 
@@ -267,4 +281,4 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
         # Transformers takes an empty value and False for no as well.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
             fix = _FIXES.get(name, "Leave it out")
-            raise ValueError(f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")
+            raise Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

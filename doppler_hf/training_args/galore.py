@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
+from doppler_hf.errors import Refusal
 from doppler_hf.filters.grammar import did_you_mean, numbers_of
 
 
@@ -34,9 +35,9 @@ class GaloreArguments:
         """Refuse values out of range."""
         for name in ("rank", "update_proj_gap"):
             if (value := vars(self)[name]) < 1:
-                raise ValueError(f"optim_args: {name} must be at least 1, got {value}.")
+                raise Refusal("out-of-range", f"optim_args: {name} must be at least 1, got {value}.")
         if not 0.0 < self.scale < math.inf:
-            raise ValueError(f"optim_args: scale must be a finite number > 0, got {self.scale}.")
+            raise Refusal("out-of-range", f"optim_args: scale must be a finite number > 0, got {self.scale}.")
 
     @classmethod
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
@@ -48,9 +49,10 @@ class GaloreArguments:
         pairs = [word.partition("=") for word in words if word != "proj_type=std"]
         for key, equals, value in pairs:
             if not equals or key not in kinds:
-                raise ValueError(
+                raise Refusal(
+                    "unknown-option",
                     f"optim_args must be key=value separated by commas, got {key + equals + value!r}"
-                    f"{did_you_mean(key, kinds)} in {text!r}. The keys are {', '.join(kinds)}."
+                    f"{did_you_mean(key, kinds)} in {text!r}. The keys are {', '.join(kinds)}.",
                 )
         return cls(**numbers_of(pairs, kinds, text=text))
 
@@ -59,14 +61,16 @@ def check_galore(args: TrainingArguments) -> None:
     """Refuse GaLore's arguments where they would have no effect."""
     if args.optim_target_modules is None:
         if args.optim_args:
-            raise ValueError(
+            raise Refusal(
+                "no-effect",
                 f"optim_args={args.optim_args!r} has no effect without GaLore. Switch GaLore on with optim_target_modules, "
-                "for instance 'all-linear', or leave optim_args out."
+                "for instance 'all-linear', or leave optim_args out.",
             )
         return
     if args.base_optimizer == "muon":
-        raise ValueError(
-            "optim_target_modules has no effect with base_optimizer='muon', which takes whole matrices. Leave one out."
+        raise Refusal(
+            "no-effect",
+            "optim_target_modules has no effect with base_optimizer='muon', which takes whole matrices. Leave one out.",
         )
     GaloreArguments.parse(args.optim_args)
 
@@ -93,10 +97,11 @@ def target_parameters(model: nn.Module, optim_target_modules: str | list[str]) -
         matched = [name for name in matrices if check_target_module_exists(optim_target_modules, name)]
     if not matched:
         shown = ", ".join(linear[:5]) + (", …" if len(linear) > 5 else "") if linear else "none"
-        raise ValueError(
+        raise Refusal(
+            "no-galore-target",
             f"optim_target_modules={optim_target_modules!r} matches no module with a trainable matrix. Linear layers with "
             f"one are: {shown}. Give a list of names or parts of names (a string alone must match a whole name), or "
-            "'all-linear', or leave it out."
+            "'all-linear', or leave it out.",
         )
     # A matrix that modules share has one name here, which may be the other module's.
     weights = {matrices[name] for name in matched}

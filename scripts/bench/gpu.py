@@ -36,6 +36,7 @@ import transformers
 from datasets import Dataset
 from transformers import default_data_collator
 
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.filters import PAPER_FILTERS
 from scripts.bench import engine, gpu_page, noise, optimizer, training
 from scripts.bench.measure import (
@@ -98,9 +99,10 @@ def refuse_no_device(args: GpuArguments) -> None:
         else f"none that torch {torch.__version__} can use. Look whether nvidia-smi lists one, with a driver for CUDA "
         f"{torch.version.cuda}"
     )
-    raise ValueError(
+    raise Refusal(
+        "no-gpu",
         f"The machine must have a CUDA device, got {missing}. To try the script without one: python -m scripts.bench.gpu "
-        "--device cpu --scale tiny."
+        "--device cpu --scale tiny.",
     )
 
 
@@ -257,7 +259,7 @@ def outcome_of_tests(paths: Sequence[str], marks: str, *, device: str = "cpu") -
                     tests.kill()  # or it would take the device from the next row
         if tests.returncode not in (0, 1, 2) or not report.exists():  # 1: some have failed; 2: interrupted
             last = said.strip().rpartition("\n")[2]
-            raise RuntimeError(f"The tests must end with status 0 or 1, got {tests.returncode}: {last}.")
+            raise Failure("tests-did-not-run", f"The tests must end with status 0 or 1, got {tests.returncode}: {last}.")
         cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]

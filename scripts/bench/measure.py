@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Float
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
+from doppler_hf.errors import Refusal
+
 # Nothing of doppler_hf: the tests' conftest imports this before the checks of arrays are in place, which it would pass by.
 MIB = 2**20
 WARM_UP = 3  # steps of each kind before anything is timed
@@ -105,7 +107,7 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL("libc.so.6")
     if not (libc.mallopt(-1, 2**31 - 1) and libc.mallopt(-4, 0)):
-        raise ValueError("--heap keep needs glibc, which this system does not have. Use --heap return.")
+        raise Refusal("no-glibc", "--heap keep needs glibc, which this system does not have. Use --heap return.")
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> Any:
@@ -134,7 +136,7 @@ def chosen(flag: str, names: str, known: Collection[str]) -> list[str]:
     """Return the names in a flag's value, separated by commas, and refuse one that is not known."""
     for name in names.split(","):
         if name not in known:
-            raise ValueError(f"{flag} must be of {', '.join(known)}, got {name!r}.")
+            raise Refusal("unknown-value", f"{flag} must be of {', '.join(known)}, got {name!r}.")
     return names.split(",")
 
 

@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy import GaussianMechanism
 from scripts.bench.measure import (
     MIB,
@@ -195,9 +196,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         size = args.batch_size * args.accumulation * (args.steps + 1)
         if size * args.pairs > len(data):
-            raise ValueError(
+            raise Refusal(
+                "too-many-pairs",
                 f"--pairs must be at most {len(data) // size}, since a pair needs {size} of {len(data)} examples, got "
-                f"{args.pairs}."
+                f"{args.pairs}.",
             )
     torch.set_num_threads(args.threads)
     data = data.shuffle(seed=0).select(range(size * args.pairs))

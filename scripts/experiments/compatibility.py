@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.errors import Refusal
 from scripts.experiments.tiny_models import examples_of, padded, tiny_model
 from scripts.training.arguments import one_line_errors, parse_args
 
@@ -301,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for flag, names, known in (("--models", args.models, MODELS), ("--ways", args.ways, WAYS)):
             for name in names:
                 if name not in known:
-                    raise ValueError(f"{flag} must be of {', '.join(known)}, got {name!r}.")
+                    raise Refusal("unknown-value", f"{flag} must be of {', '.join(known)}, got {name!r}.")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

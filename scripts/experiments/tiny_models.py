@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import task_of
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
@@ -117,9 +118,10 @@ def tiny_model(name: str, **settings: Any) -> PreTrainedModel:
         sizes = {key: parameter.numel() for key, parameter in kind(config).named_parameters()}
     if sum(sizes.values()) > LARGEST:
         largest = max(sizes, key=lambda key: sizes[key])
-        raise ValueError(
+        raise Refusal(
+            "model-too-large",
             f"A model must have {LARGEST:,} parameters at most, got {sum(sizes.values()):,}, of which {largest} has "
-            f"{sizes[largest]:,}. Give FIELDS its size."
+            f"{sizes[largest]:,}. Give FIELDS its size.",
         )
     torch.manual_seed(0)
     model: PreTrainedModel = kind(config)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from doppler_hf.errors import Refusal
 from scripts.regime.cells import train_cell
 from scripts.regime.page import write_page
 from scripts.regime.results import Results
@@ -53,22 +54,27 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Train what is missing for as long as there is time, and write the page."""
     args = parsed(argv)
     if (args.minutes is not None and not args.minutes > 0) or (args.jobs is not None and args.jobs < 1):
-        raise ValueError(
-            f"--minutes and --jobs must be positive, got {args.minutes} and {args.jobs}. Leave them out for all."
+        raise Refusal(
+            "out-of-range",
+            f"--minutes and --jobs must be positive, got {args.minutes} and {args.jobs}. Leave them out for all.",
         )
     if args.page:
         write_page(Results(args.results), args.results.with_suffix(".md"))
         return 0
     for name in args.tasks if args.data_dir is not None else ():
         if not Path(args.data_dir, TASKS[name].source).is_dir():
-            raise ValueError(f"--data-dir must have {TASKS[name].source}, got {args.data_dir} without it. Add it.")
+            raise Refusal(
+                "data-missing", f"--data-dir must have {TASKS[name].source}, got {args.data_dir} without it. Add it."
+            )
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(args.out / "regime.lock", timeout=0):
             fill(args)
     except Timeout:
-        raise ValueError(f"{args.out} is in use by another process. Give another --out and --results, or wait.") from None
+        raise Refusal(
+            "results-in-use", f"{args.out} is in use by another process. Give another --out and --results, or wait."
+        ) from None
     return 0
 
 

@@ -20,6 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from doppler_hf.errors import Refusal
+
 DIRECTIONS: Final = 8
 STRIDE: Final = 4
 PATHS: Final = 1 + 2 * DIRECTIONS + DIRECTIONS**2
@@ -49,7 +51,7 @@ class Scattering(nn.Module):
         super().__init__()
         if side % STRIDE or side < 2 * STRIDE:
             sides = f"that is a multiple of {STRIDE} and at least {2 * STRIDE}"
-            raise ValueError(f"Images to scatter must have a side {sides}, got {side}. Resize them.")
+            raise Refusal("wrong-shape", f"Images to scatter must have a side {sides}, got {side}. Resize them.")
         padded = side + 2 * STRIDE
         angles = [(DIRECTIONS // 2 - 1 - index) * math.pi / DIRECTIONS for index in range(DIRECTIONS)]
         for name, scale in (("fine", 1), ("coarse", 2)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from doppler_hf.errors import Refusal
 from scripts.studies.data import Loader
 from scripts.studies.images import images, images_of_users, scattered_images
 from scripts.studies.networks import (
@@ -111,5 +112,5 @@ def small_task(name: str) -> Task:
         ValueError: If there is no such task.
     """
     if name not in SMALL:
-        raise ValueError(f"--tasks must be of {', '.join(SMALL)}, got {name!r}.")
+        raise Refusal("unknown-value", f"--tasks must be of {', '.join(SMALL)}, got {name!r}.")
     return SMALL[name]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from doppler_hf.errors import Refusal
 from doppler_hf.run.digests import parameters_digest
 from scripts.studies.data import Data, Loader, Sources, apart, digest_of, in_parts, kept
 from scripts.studies.networks import HASHED_WORDS, TopLayers
@@ -124,9 +125,10 @@ def sentences(task_name: str, *, layers: int, held_out: int) -> Loader:
         with hub_or_folder(sources.encoder, "--encoder"):
             tokenizer, encoder = AutoTokenizer.from_pretrained(sources.encoder), AutoModel.from_pretrained(sources.encoder)
         if not isinstance(getattr(getattr(encoder, "encoder", None), "layer", None), nn.ModuleList):
-            raise ValueError(
+            raise Refusal(
+                "no-list-of-layers",
                 f"--encoder must be a BERT-like model with a list of layers, got a {type(encoder).__name__}. Give one such "
-                "as sentence-transformers/all-MiniLM-L6-v2."
+                "as sentence-transformers/all-MiniLM-L6-v2.",
             )
         above = encoder.encoder.layer[-layers:]
         encoder.encoder.layer = encoder.encoder.layer[:-layers]

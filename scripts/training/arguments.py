@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from doppler_hf.errors import Refusal
 from doppler_hf.extras import MissingExtraError
 from doppler_hf.training_args.checks import NoEffectError
 
@@ -91,7 +92,7 @@ def parse_args(*dataclass_types: type, argv: Sequence[str] | None = None) -> tup
             value = of_recipe.pop(error.name)
             logger.warning("%s=%s of the recipe is left out: it has no effect with --%s.", error.name, value, error.beside)
     if any(getattr(args, "do_predict", False) for args in found):
-        raise ValueError("do_predict=True has no effect: only labelled examples are read. Leave it out.")
+        raise Refusal("no-effect", "do_predict=True has no effect: only labelled examples are read. Leave it out.")
     return found
 
 
@@ -100,24 +101,32 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"The recipe must be a YAML file, got {path}. Give a path that exists, or begin a flag with --.")
+        raise Refusal(
+            "recipe-not-yaml",
+            f"The recipe must be a YAML file, got {path}. Give a path that exists, or begin a flag with --.",
+        )
     text = path.read_text(encoding="utf-8")
     try:
         # The base loader resolves nothing: 5e-4, no and 1_000 stay strings, as they would be on the command line.
         as_written, resolved = yaml.load(text, Loader=yaml.BaseLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"The recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line."
+        raise Refusal(
+            "recipe-not-yaml",
+            f"The recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line.",
         ) from error
     if resolved is None:
         return {}, {}
     if not isinstance(resolved, dict):
         kind = type(resolved).__name__
-        raise ValueError(f"The recipe {path} must be a mapping, got {kind}. Write one 'name: value' on each line.")
+        raise Refusal(
+            "recipe-not-yaml", f"The recipe {path} must be a mapping, got {kind}. Write one 'name: value' on each line."
+        )
     for key, value in resolved.items():
         # A parser would take the word for a string, and Transformers compare no value with a number.
         if value in (None, "None", "null"):
-            raise ValueError(f"{key} in the recipe {path} must have a value, got {value!r}. Leave it out.")
+            raise Refusal(
+                "recipe-without-value", f"{key} in the recipe {path} must have a value, got {value!r}. Leave it out."
+            )
     structured = {str(key): value for key, value in resolved.items() if isinstance(value, dict | list)}
     return {key: value for key, value in as_written.items() if key not in structured}, structured
 
@@ -126,4 +135,6 @@ def _refuse(unknown: Sequence[str], fields: Sequence[str], *, where: str) -> Non
     close = {name: difflib.get_close_matches(name.replace("-", "_"), fields, n=3) for name in unknown}
     if close:
         told = (f"{name!r}" + (f" (did you mean {', '.join(near)}?)" if near else "") for name, near in close.items())
-        raise ValueError(f"{where} has unknown arguments: {', '.join(told)}. Run with --help for a list of all.")
+        raise Refusal(
+            "unknown-arguments", f"{where} has unknown arguments: {', '.join(told)}. Run with --help for a list of all."
+        )

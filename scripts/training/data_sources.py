@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 from scripts.training.hub import hub_or_folder
 
@@ -58,7 +59,7 @@ _IMAGE_COLUMNS = {"img": "image", "fine_label": "label"}
 def glue_task(task_name: str) -> GlueTask:
     """Look up a GLUE task, or refuse its name."""
     if task_name not in GLUE_TASKS:
-        raise ValueError(f"task_name must be one of {', '.join(GLUE_TASKS)}, got {task_name!r}.")
+        raise Refusal("unknown-value", f"task_name must be one of {', '.join(GLUE_TASKS)}, got {task_name!r}.")
     return GLUE_TASKS[task_name]
 
 
@@ -87,9 +88,10 @@ def load_images(
     if dataset_dir is None and dataset_name == "digits":
         return _as_images(_load_digits(), unit_column)
     if dataset_dir is None and dataset_name not in IMAGE_HUB_NAMES:
-        raise ValueError(
+        raise Refusal(
+            "unknown-value",
             f"dataset_name must be one of {', '.join(IMAGE_HUB_NAMES)}, digits, got {dataset_name!r}. For other images give "
-            "a local folder with --dataset_dir."
+            "a local folder with --dataset_dir.",
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
     names = {"train": "train", "test": "test"}
@@ -112,7 +114,7 @@ def load_splits(
 
 def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[str]]:
     if not folder.is_dir():
-        raise ValueError(f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
+        raise Refusal("no-such-folder", f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
     files = {}
     for split in ("train", *evaluation_splits):
         # A split in one file, or in the shards of a download from the hub.
@@ -120,13 +122,15 @@ def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[
         # Sensitivity: of both, every record would stand in two rows.
         if whole and shards:
             both = f"{whole[0].name} and {shards[0].name}"
-            raise ValueError(f"--dataset_dir {folder} must have each split once, got {both}. Remove one of them.")
+            raise Refusal(
+                "split-twice", f"--dataset_dir {folder} must have each split once, got {both}. Remove one of them."
+            )
         if whole or shards:
             files[split] = [str(path) for path in whole or shards]
     for wanted in (("train",), evaluation_splits):
         if not files.keys() & set(wanted):
             names = " or ".join(f"{split}.parquet" for split in wanted)
-            raise ValueError(f"--dataset_dir {folder} has no {names}. Add the file.")
+            raise Refusal("split-missing", f"--dataset_dir {folder} has no {names}. Add the file.")
     return files
 
 
@@ -135,7 +139,9 @@ def _require_columns(splits: Mapping[str, Any], columns: Sequence[str]) -> None:
         for column in columns:
             if column not in split.column_names:
                 found = ", ".join(split.column_names)
-                raise ValueError(f"The split {name!r} must have a column {column!r}, got {found}. Rename a column.")
+                raise Refusal(
+                    "column-missing", f"The split {name!r} must have a column {column!r}, got {found}. Rename a column."
+                )
 
 
 def selected(splits: "DatasetDict", columns: Sequence[str], unit_column: str | None) -> "DatasetDict":
@@ -157,9 +163,10 @@ def _as_images(splits: "DatasetDict", unit_column: str | None) -> "DatasetDict":
     _require_columns(splits, ("image", "label"))
     if not isinstance(splits["train"].features["label"], ClassLabel):
         # The number of classes must be public. Counted in the training labels it would be a function of private records.
-        raise ValueError(
+        raise Refusal(
+            "no-class-names",
             f"The column 'label' must have class names, got {splits['train'].features['label']}. Save the data after "
-            "dataset.cast_column('label', datasets.ClassLabel(names=[...]))."
+            "dataset.cast_column('label', datasets.ClassLabel(names=[...])).",
         )
     return selected(splits, ("image", "label"), unit_column).cast_column("image", Image())
 

@@ -22,6 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from doppler_hf.errors import Refusal
+
 if TYPE_CHECKING:
     from datasets import Dataset
 
@@ -58,7 +60,7 @@ def freeze_lowest(
     stack = getattr(getattr(encoder, "encoder", None), "layer", ())
     if not 0 < layers < len(stack):
         got = f"{layers} for a {type(encoder).__name__} with {len(stack)}"
-        raise ValueError(f"--frozen_layers must be less than a BERT-like model's number of layers, got {got}.")
+        raise Refusal("out-of-range", f"--frozen_layers must be less than a BERT-like model's number of layers, got {got}.")
     encoder.encoder.layer = stack[:layers]
     columns = [name for name in tokenizer.model_input_names if name in next(iter(splits.values())).column_names]
     texts = [row for part in splits.values() for row in part.select_columns(columns)]

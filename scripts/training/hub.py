@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from doppler_hf.errors import Refusal
+
 
 @contextmanager
 def hub_or_folder(source: str, flag: str) -> Iterator[None]:
@@ -13,11 +15,14 @@ def hub_or_folder(source: str, flag: str) -> Iterator[None]:
     block loads, and `flag` the argument that takes a local folder instead.
     """
     if Path(source).is_absolute() and not Path(source).exists():
-        raise ValueError(f"{flag} must be an existing folder or a name on the hub, got {source!r}. Check its path.")
+        raise Refusal(
+            "no-such-source", f"{flag} must be an existing folder or a name on the hub, got {source!r}. Check its path."
+        )
     try:
         yield
     except OSError as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
-        raise ValueError(
-            f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}."
+        raise Refusal(
+            "source-not-loaded",
+            f"Cannot load {source!r} ({reason}). Without network access give a local folder with {flag}.",
         ) from error

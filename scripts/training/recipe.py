@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from doppler_hf.errors import Refusal
 from doppler_hf.training_args import DopplerTrainingArguments
 from scripts import causal_lm, glue, image_classification
 from scripts.training.arguments import read_recipe
@@ -35,7 +36,7 @@ def command_of(argv: Sequence[str]) -> list[str]:
     chosen, flags = parser.parse_known_args(argv)
     kind = _kind_of(flags) if chosen.workload is None else chosen.workload
     if kind not in KINDS:
-        raise ValueError(f"--workload must be one of {', '.join(KINDS)}, got {kind!r}.")
+        raise Refusal("unknown-value", f"--workload must be one of {', '.join(KINDS)}, got {kind!r}.")
     script, _ = KINDS[kind]
     return [str(script.__file__), *flags]
 
@@ -55,5 +56,7 @@ def _kind_of(argv: Sequence[str]) -> str:
     # A guess between several could train another model than was meant.
     if len(fitting) != 1:
         found = f"several workloads: {', '.join(fitting)}" if fitting else "no workload"
-        raise ValueError(f"Recipe and flags fit {found}. Choose one of {', '.join(KINDS)} with --workload.")
+        raise Refusal(
+            "workload-not-clear", f"Recipe and flags fit {found}. Choose one of {', '.join(KINDS)} with --workload."
+        )
     return fitting[0]

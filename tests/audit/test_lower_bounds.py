@@ -11,6 +11,7 @@ from scipy.special import expit
 from scipy.stats import binom, binomtest, norm
 
 from doppler_hf.audit.lower_bounds import _p_value, clopper_pearson_epsilon, one_run_epsilon
+from tests.support.refusals import refused
 from tests.support.tiers import combined, thorough
 
 BOUNDS = [one_run_epsilon, clopper_pearson_epsilon]
@@ -180,18 +181,18 @@ def test_scores_that_say_nothing_show_nothing(bound):
 @pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code"),
     [
-        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "finite, got nan for canary 2"),
-        (dict(scores=np.zeros(3)), "got 3 and 4"),
-        (dict(included=np.ones(4, bool)), "got 4 in and 0 out"),
-        (dict(included=np.array([0, 1, 1, 0])), r"got int64. Use included.astype\(bool\)"),
-        (dict(delta=1.0), r"delta must lie in \[0, 1\), got 1.0"),
-        (dict(confidence=1.0), r"confidence must lie in \(0, 1\), got 1.0"),
+        (dict(scores=np.array([0.0, 1.0, np.nan, 2.0])), "not-finite"),
+        (dict(scores=np.zeros(3)), "other-lengths"),
+        (dict(included=np.ones(4, bool)), "one-sided-coins"),
+        (dict(included=np.array([0, 1, 1, 0])), "not-booleans"),
+        (dict(delta=1.0), "out-of-range"),
+        (dict(confidence=1.0), "out-of-range"),
     ],
 )
-def test_bad_input(bound, change, message):
+def test_bad_input(bound, change, code):
     good = dict(scores=np.arange(4.0), included=np.array([True, False, True, False]), delta=0.0)
     bound(**good)
-    with pytest.raises(ValueError, match=message):
+    with refused(code):
         bound(**good | change)

@@ -11,7 +11,7 @@ from doppler_hf.audit.neighbours import neighbouring_draws
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
-from tests.preflight.test_beside import (
+from tests.support.beside import (
     LAYERS,
     OF_ITSELF,
     OF_OTHERS,
@@ -20,6 +20,7 @@ from tests.preflight.test_beside import (
     with_gate,
     with_layer,
 )
+from tests.support.refusals import refused
 from tests.support.tiers import further
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
@@ -104,7 +105,7 @@ def test_a_loss_that_looks_at_others_is_seen(tmp_path):
 
 
 def test_a_loss_that_keeps_something_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="keeps something from one batch to the next"):
+    with refused("not-repeatable"):
         neighbour_distances(trainer_of(tmp_path, cls=Carried), pairs=2)
 
 
@@ -192,16 +193,16 @@ def drawing(examples):
 
 def test_what_cannot_be_tested_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
-    with pytest.raises(ValueError, match="pairs must be at least 1, got 0"):
+    with refused("out-of-range", match="pairs"):
         neighbour_distances(trainer, pairs=0)
     for size in (0, 24):
-        with pytest.raises(ValueError, match=rf"draw_size must lie in \[1, 23\], below the number of units, got {size}"):
+        with refused("out-of-range", match="draw_size"):
             neighbour_distances(trainer, draw_size=size)
     trainer.data_collator = drawing
-    with pytest.raises(ValueError, match="data_collator must not be random in a neighbour test"):
+    with refused("random-collator"):
         neighbour_distances(trainer)
     trainer.data_collator, trainer.train_dataset = pad, OwnGenerator()
-    with pytest.raises(ValueError, match="train_dataset must draw all random numbers from the global generators"):
+    with refused("generator-of-its-own"):
         neighbour_distances(trainer)
-    with pytest.raises(ValueError, match="disable_dp must be False for a neighbour test, got True"):
+    with refused("no-privacy-to-test", match="disable_dp"):
         neighbour_distances(trainer_of(tmp_path, disable_dp=True, noise_multiplier=None))

@@ -16,8 +16,7 @@ from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.record import LedgerRecord
 from doppler_hf.privacy.ledger.weights import hashes
-from tests.privacy.ledger.test_ledger import rehashed
-from tests.support.ledgers import MODEL, after, all_events, said, statement, write
+from tests.support.ledgers import MODEL, after, all_events, rehashed, said, statement, write
 from tests.support.tiers import further
 
 

@@ -6,6 +6,7 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf.privacy import PrivacyLedger
 from tests.support.ledgers import said
+from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import head_alone, pad, text_data, tiny_bert
 from tests.support.trainers import OF_ORDER, On, Recorder, at, interrupt, trained, trainer_of
@@ -92,7 +93,7 @@ def test_a_rate_that_was_chosen_is_chosen_again(tmp_path):
 def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_path):
     trainer = trained(trainer_of(tmp_path))
     trainer.train_dataset = text_data(48, seed=3)
-    with pytest.raises(ValueError, match="num_units must be 24"):
+    with refused("other-terms-than-resumed", match="num_units .*24"):
         trainer.train()
     assert trainer.privacy.ledger.steps_run == 4
     seen = []
@@ -149,7 +150,7 @@ def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, model=head_alone())
     trainer.create_optimizer()
     trainer.model.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"must have each parameter that is trained, got one without 'bert\..* 22 others"):
+    with refused("forgotten-parameters", match=r"'bert\..* 22 others"):
         trainer.train()
     trainer.optimizer = None  # and the fix
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=4)

@@ -14,6 +14,7 @@ from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
 from doppler_hf.preflight.trainer import refuse_model_in_parts
 from doppler_hf.privacy import LEDGER_NAME, AllocationSampler, PrivacyLedger
+from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import NoSignal, On, Recorder, assert_trained_alike, changing, trained, trainer_of, weights
 
@@ -200,19 +201,19 @@ def test_a_layer_without_a_batch_dimension_is_refused_whatever_the_length(tmp_pa
     # With draws of 6 and 9 examples alone, which chance makes now and then, all passes have three rows.
     options = dict(grad_sample_engine=engine, grad_sample_self_check=self_check, noise_seed=0)
     trainer = trainer_of(tmp_path, model=TokensFirst(tiny_bert().config), data=Dataset.from_list(rows), **options)
-    with pytest.raises(ValueError, match="mixer"):
+    with refused("no-per-sample-gradient", match="mixer"):
         trainer.train()
 
 
 def test_a_model_in_parts_on_several_processes_is_refused(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
     monkeypatch.setattr(type(trainer.model), "tp_size", 2)  # which Transformers' accelerator would not have on a CPU
-    with pytest.raises(ValueError, match=r"whole on each process, got one in parts on 2 \(tensor parallelism\)"):
+    with refused("model-in-parts"):
         refuse_model_in_parts(trainer)
 
 
 def test_arguments_of_transformers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="args must be DopplerTrainingArguments, got TrainingArguments"):
+    with refused("not-our-arguments", match="TrainingArguments"):
         DopplerTrainer(model=tiny_bert(), args=TrainingArguments(str(tmp_path)), train_dataset=text_data())
 
 

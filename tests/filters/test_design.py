@@ -1,11 +1,10 @@
 """Designs have the shape that was asked for and unit gain; what has not is refused."""
 
-import re
-
 import pytest
 import scipy.signal
 
 from doppler_hf.filters import PAPER_FILTERS, butterworth, momentum, moving_average
+from tests.support.refusals import refused
 
 # The rows of the paper's two tables, copied in the paper's own form: (b, a without the leading one, denominator).
 PAPER_ROWS = {
@@ -34,26 +33,26 @@ def test_coefficients_that_lost_the_shape_of_their_design_are_refused():
     b, a = scipy.signal.butter(10, 0.02)
     gain = abs(scipy.signal.freqz(b, a, worN=[0.02], fs=2)[1][0] / scipy.signal.freqz(b, a, worN=[0.0], fs=2)[1][0])
     assert abs(gain - 0.5**0.5) > 1e-3
-    with pytest.raises(ValueError, match=r"gain 0\.7071 at the cutoff, got 0\.\d+: float64 cannot hold its poles"):
+    with refused("unstable-filter", match=r"0\.\d+"):
         butterworth(10, 0.02)
 
 
 def test_a_cutoff_too_low_for_its_order_is_refused():
-    with pytest.raises(ValueError, match="raise the cutoff"):
+    with refused("unstable-filter", match="cutoff"):
         butterworth(10, 0.005)
 
 
 @pytest.mark.parametrize(
-    ("design", "message"),
+    ("design", "value"),
     [
-        (lambda: butterworth(0, 0.5), "order must be an integer of at least 1, got 0"),
-        (lambda: butterworth(1.5, 0.5), "order must be an integer of at least 1, got 1.5"),
-        (lambda: butterworth(2, 1.0), "cutoff must be a fraction of Nyquist inside (0, 1), got 1.0."),
-        (lambda: butterworth(2, 0.5j), "cutoff must be a fraction of Nyquist inside (0, 1), got 0.5j."),
-        (lambda: moving_average(0), "taps must be an integer of at least 1, got 0"),
-        (lambda: momentum(1.0), "beta must be a decay in [0, 1), got 1.0."),
+        (lambda: butterworth(0, 0.5), "order .*0"),
+        (lambda: butterworth(1.5, 0.5), "order .*1.5"),
+        (lambda: butterworth(2, 1.0), "cutoff .*1.0"),
+        (lambda: butterworth(2, 0.5j), "cutoff .*0.5j"),
+        (lambda: moving_average(0), "taps .*0"),
+        (lambda: momentum(1.0), "beta .*1.0"),
     ],
 )
-def test_bad_designs_are_refused_with_the_value(design, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_bad_designs_are_refused_with_the_value(design, value):
+    with refused("out-of-range", match=value):
         design()

@@ -30,6 +30,7 @@ from doppler_hf.filters import (
     optimal_fir,
     step_response,
 )
+from tests.support.refusals import refused
 from tests.support.tiers import further
 
 mpmath.mp.dps = 50
@@ -88,7 +89,7 @@ def test_frequencies_that_are_removed_have_no_delay():
 
 @pytest.mark.parametrize("frequency", [-0.1, 1.1, np.nan])
 def test_frequencies_outside_the_band_are_refused(frequency):
-    with pytest.raises(ValueError, match=rf"frequencies must be fractions of Nyquist .* in \[0, 1\], got {frequency}\."):
+    with refused("out-of-range", match=str(frequency)):
         group_delay(PAPER_FILTERS["f1"], np.array([0.5, frequency]))
 
 
@@ -209,7 +210,7 @@ def test_a_response_that_grows_where_its_poles_do_not_show_it_is_refused():
     c = (*c, 0.9998914650652495)
     assert max(abs(np.roots(c))) < 1 - 1e-6
     assert max(map(abs, mpmath.polyroots([*map(mpmath.mpf, c)], maxsteps=500, extraprec=300))) > 1
-    with pytest.raises(ValueError, match=r"grows without end, .* put fewer in one place"):
+    with refused("unstable-filter"):
         noise_gain(PAPER_FILTERS["none"], NoiseShape(c))
 
 
@@ -225,7 +226,7 @@ def test_a_response_of_no_steps_is_empty_for_every_filter(low_pass_filter):
         found = response(low_pass_filter, 0)
         assert (found.shape, found.dtype) == ((0,), np.float64)
         for steps in (-1, 1.5):
-            with pytest.raises(ValueError, match=f"steps must be an integer of at least 0, got {steps}"):
+            with refused("out-of-range", match="steps"):
                 response(low_pass_filter, steps)
     assert frequency_response(low_pass_filter, np.zeros(0)).shape == (0,)
     assert group_delay(low_pass_filter, np.zeros(0)).shape == (0,)
@@ -236,17 +237,24 @@ def test_a_sum_of_noise_over_no_steps_is_0_for_every_shape(shape):
     assert shape.std_of_sum([]) == 0.0
     assert shape.response(0).shape == (0,)
     for ask in (shape.response, shape.std):
-        with pytest.raises(ValueError, match="steps must be an integer of at least 0, got -1"):
+        with refused("out-of-range", match="steps"):
             ask(-1)
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("refuse", [
-    lambda: autocorrelation(np.zeros((0, 3))), lambda: moving_average(0), lambda: NoiseShape.banded(0),
-    lambda: NoiseShape(()), lambda: LowPassFilter(b=()), lambda: ClosedLoop(np.zeros(0)), lambda: ClosedLoop.of_run(0),
-    lambda: auto_filter(0), lambda: optimal_fir(np.zeros(0)), lambda: estimate_power(np.zeros((0, 2)), noise_std=1.0),
-    lambda: auto_noise_shape(lambda bands: 1.0, 0),
+@pytest.mark.parametrize(("code", "refuse"), [
+    ("wrong-shape", lambda: autocorrelation(np.zeros((0, 3)))),
+    ("out-of-range", lambda: moving_average(0)),
+    ("out-of-range", lambda: NoiseShape.banded(0)),
+    ("not-normalized", lambda: NoiseShape(())),
+    ("no-coefficients", lambda: LowPassFilter(b=())),
+    ("out-of-range", lambda: ClosedLoop(np.zeros(0))),
+    ("out-of-range", lambda: ClosedLoop.of_run(0)),
+    ("out-of-range", lambda: auto_filter(0)),
+    ("sum-not-positive", lambda: optimal_fir(np.zeros(0))),
+    ("wrong-shape", lambda: estimate_power(np.zeros((0, 2)), noise_std=1.0)),
+    ("out-of-range", lambda: auto_noise_shape(lambda bands: 1.0, 0)),
 ])  # fmt: skip
-def test_means_designs_and_choices_of_nothing_are_refused(refuse):
-    with pytest.raises(ValueError, match=r"at least|must|one or more|neither of them 0"):
+def test_means_designs_and_choices_of_nothing_are_refused(code, refuse):
+    with refused(code):
         refuse()

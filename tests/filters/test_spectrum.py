@@ -15,6 +15,7 @@ from doppler_hf.filters import (
     noise_gain,
     optimal_fir,
 )
+from tests.support.refusals import refused
 
 SERIES = np.random.default_rng(0).normal(size=(45, 3)) + 1.5
 
@@ -28,13 +29,13 @@ def test_autocorrelation_is_its_double_sum():
 
 @pytest.mark.usefixtures("unchecked_arrays")
 def test_what_is_no_series_is_refused():
-    with pytest.raises(ValueError, match=r"series must have shape .* got \(45,\)"):
+    with refused("wrong-shape", match=r"\(45,\)"):
         autocorrelation(SERIES[:, 0])
-    with pytest.raises(ValueError, match=r"series must have shape .* got \(45, 0\)"):
+    with refused("wrong-shape", match=r"\(45, 0\)"):
         autocorrelation(SERIES[:, :0])
     broken = SERIES.copy()
     broken[7, 1] = np.nan
-    with pytest.raises(ValueError, match="got NaN or infinity at step 7"):
+    with refused("not-finite", match="step 7"):
         autocorrelation(broken)
 
 
@@ -58,7 +59,7 @@ def test_the_noise_gain_is_corrected_for_the_start(name):
 def test_without_noise_all_is_signal():
     assert estimate_power(np.array([[0.0, 2.0], [1.0, 1.0]]), noise_std=0.0) == PowerEstimate(3.0, 0.0, 0.0)
     assert estimate_power(np.array([[2.0]]), noise_std=0.0).snr == math.inf
-    with pytest.raises(ValueError, match=r"noise_std must be finite and at least 0, got -0\.1"):
+    with refused("out-of-range", match="noise_std"):
         estimate_power(np.ones((3, 2)), noise_std=-0.1)
 
 
@@ -81,5 +82,5 @@ def test_optimal_fir_is_proportional():
 
 def test_an_autocorrelation_without_a_positive_sum_is_refused():
     for lags, found in (([0.5, -0.5], "0"), ([0.5, np.nan], "nan")):
-        with pytest.raises(ValueError, match=f"must have a positive sum, by which b is divided, got {found}"):
+        with refused("sum-not-positive", match=found):
             optimal_fir(np.array(lags))

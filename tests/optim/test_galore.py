@@ -9,6 +9,7 @@ import torch
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim.galore import add_lifted, find_basis, rotated
 from tests.support.optimizers import doppler_optimizer, normal, parameters
+from tests.support.refusals import refused
 
 BASES = ["sgd", "adam", "adam_bc"]
 SHAPES = [(5, 9), (9, 5), (6, 6)]
@@ -166,22 +167,22 @@ def test_groups_have_their_own_rank_gap_and_scale():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "value"),
     [
-        ({"rank": 0}, "rank must be a whole number of at least 1, got 0"),
-        ({"update_proj_gap": 0}, "update_proj_gap must be a whole number of at least 1, got 0"),
-        ({"scale": 0.0}, r"scale must be a finite number > 0, got 0\.0"),
-        ({"scale": math.inf}, "scale must be a finite number > 0, got inf"),
-        ({"rank": 5}, "rank must be below the shorter side of some matrix, got 5"),
+        ({"rank": 0}, "out-of-range", "^rank .*0"),
+        ({"update_proj_gap": 0}, "out-of-range", "^update_proj_gap .*0"),
+        ({"scale": 0.0}, "out-of-range", r"^scale .*0\.0"),
+        ({"scale": math.inf}, "out-of-range", "^scale .*inf"),
+        ({"rank": 5}, "rank-too-large", "5"),
     ],
     ids=str,
 )
-def test_group_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_group_options_out_of_range_are_refused(options, code, value):
+    with refused(code, match=value):
         optimizer_of(parameters((5, 9), (20,), (20, 20, 20)), **options)
-    with pytest.raises(ValueError, match=message):
+    with refused(code, match=value):
         optimizer_of([{"params": parameters((5, 9))} | options])
     optimizer = optimizer_of(parameters((5, 9)))
-    with pytest.raises(ValueError, match=message):
+    with refused(code, match=value):
         optimizer.add_param_group({"params": parameters((5, 9), (20,))} | options)
     assert len(optimizer.param_groups) == 1

@@ -10,6 +10,7 @@ from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from tests.support.optimizers import doppler_optimizer, gradients, saved_and_loaded, trajectory
 from tests.support.pairwise import pairwise
 from tests.support.reference import doppler_trajectory, top_directions
+from tests.support.refusals import refused
 from tests.support.tiers import further
 
 BASES = ["sgd", "adam", "adam_bc"]
@@ -119,30 +120,30 @@ def test_a_parameter_without_gradient_is_skipped():
 
 
 def test_options_of_groups_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"lr must be a finite number ≥ 0, got -0\.1"):
+    with refused("out-of-range", match="^lr"):
         DopplerOptimizer([parameter()], 0.5).add_param_group({"params": [parameter()], "lr": -0.1})
-    with pytest.raises(ValueError, match=r"weight_decay must be a finite number ≥ 0, got -0\.1"):
+    with refused("out-of-range", match="^weight_decay"):
         DopplerOptimizer([{"params": [parameter()], "weight_decay": -0.1}], 0.1)
 
 
 def test_a_closure_is_refused():
-    with pytest.raises(ValueError, match="closure must be None"):
+    with refused("closure-given"):
         DopplerOptimizer([parameter()], 0.1).step(lambda: 0.0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "value"),
     [
-        ({"lr": -1.0}, "lr must be a finite number ≥ 0, got -1.0"),
-        ({"weight_decay": math.nan}, "weight_decay must be a finite number ≥ 0, got nan"),
-        ({"base": "lion"}, "base must be one of sgd, adam, adam_bc, muon, got 'lion'"),
-        ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\), got 1.0"),
-        ({"eps": 0.0}, "eps must be a finite number > 0, got 0.0"),
-        ({"noise_std": -1.0}, "noise_std must be a finite number ≥ 0, got -1.0"),
-        ({"base": "adam_bc", "floor": 0.0}, "floor must be a finite number > 0, got 0.0"),
-        ({"base": "sgd", "floor": 0.1}, "floor must be None for base 'sgd', which has none, got 0.1"),
+        ({"lr": -1.0}, "out-of-range", "^lr .*-1.0"),
+        ({"weight_decay": math.nan}, "out-of-range", "^weight_decay .*nan"),
+        ({"base": "lion"}, "unknown-value", "sgd, adam, adam_bc, muon, .*'lion'"),
+        ({"beta2": 1.0}, "out-of-range", "^beta2 .*1.0"),
+        ({"eps": 0.0}, "out-of-range", "^eps .*0.0"),
+        ({"noise_std": -1.0}, "out-of-range", "^noise_std .*-1.0"),
+        ({"base": "adam_bc", "floor": 0.0}, "out-of-range", "^floor .*0.0"),
+        ({"base": "sgd", "floor": 0.1}, "no-effect", "^floor .*0.1"),
     ],
 )
-def test_bad_arguments_are_refused_with_the_value(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused_with_the_value(arguments, code, value):
+    with refused(code, match=value):
         DopplerOptimizer([parameter()], **{"lr": 0.1, **arguments})

@@ -9,6 +9,7 @@ from doppler_hf.filters import PAPER_FILTERS
 from tests.support.optimizers import assert_same as assert_same_numbers
 from tests.support.optimizers import doppler_optimizer, normal, parameters, saved_and_loaded
 from tests.support.pairwise import pairwise
+from tests.support.refusals import refused
 from tests.support.tolerances import of_optimizer_steps
 
 BASES = ["sgd", "adam", "adam_bc"]
@@ -59,24 +60,21 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype, base, name, galore):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "mend"),
     [
-        ({"rank": 3}, r"^The checkpoint is of rank 2, this optimizer of 3\. Set rank=2\.$"),
-        (
-            {"base": "adam"},
-            "The checkpoint is of base 'adam_bc', this optimizer of 'adam'. Set base='adam_bc', in .* base_optimizer",
-        ),
-        ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "filter of order 2, this optimizer's momentum is of order 1"),
+        ({"rank": 3}, "another-optimizer-setting", r"rank=2\."),
+        ({"base": "adam"}, "another-optimizer-setting", "base='adam_bc', .* base_optimizer"),
+        ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "another-filter", "low_pass_filter="),
     ],
     ids=str,
 )
-def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, message):
+def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, code, mend):
     saving_params, params = parameters(*SHAPES), parameters(*SHAPES)
     saving, loading = optimizer_of(saving_params, **GALORE), optimizer_of(params, **GALORE | change, lr=0.2)
     run(saving, saving_params, range(4))
     run(loading, params, range(5))
     params_before, before = copy.deepcopy((params, loading))
-    with pytest.raises(ValueError, match=message):
+    with refused(code, match=mend):
         loading.load_state_dict(saving.state_dict())
     assert_same(params, loading, params_before, before)
     for group, group_before in zip(loading.param_groups, before.param_groups, strict=True):
@@ -85,7 +83,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_changes(change, 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_even_before_its_first_step():
     params = parameters(*SHAPES)
-    with pytest.raises(ValueError, match="not written by DopplerOptimizer"):
+    with refused("foreign-optimizer-state"):
         optimizer_of(params).load_state_dict(torch.optim.AdamW(params).state_dict())
 
 
@@ -144,7 +142,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     run(optimizer, params[:2], range(2))
     others, before = copy.deepcopy((params, optimizer))
     params[2].grad = normal(4, 3).to_sparse()
-    with pytest.raises(ValueError, match=r"must be dense, as the noise in it is, got torch\.sparse_coo.*sparse=False"):
+    with refused("sparse-gradient", match="sparse=False"):
         optimizer.step()
     assert params[2] not in optimizer.state
     assert torch.equal(params[2], others[2])

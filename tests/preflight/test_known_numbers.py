@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
+from tests.support.refusals import refused
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
-from tests.support.trainers import trained
+from tests.support.trainers import refused_training, trained
 
 
 class Noisy(nn.Module):
@@ -74,37 +75,28 @@ def pvera(**options):
 
 
 HELD = {
-    "torch's, as an attribute": (lambda: noisy(from_global_generator, generator=seeded()), r"Generator .* at generator"),
+    "torch's, as an attribute": (lambda: noisy(from_global_generator, generator=seeded()), "at generator"),
     "NumPy's, in a dictionary": (
         lambda: noisy(from_global_generator, rngs={"noise": np.random.default_rng(0)}), r"at rngs\['noise'\]"
     ),
     "NumPy's old one, in a list": (lambda: noisy(from_global_generator, rngs=[np.random.RandomState(0)]), r"at rngs\[0\]"),
-    "Python's": (lambda: noisy(from_global_generator, rng=random.Random(0)), "holds a Random of its own, at rng"),
+    "Python's": (lambda: noisy(from_global_generator, rng=random.Random(0)), "at rng"),
     "of a plain object's list": (lambda: noisy(Holder(seeded()).draw), r"at draw\.generators\['noise'\]\[0\]"),
     "of a layer that is in a list": (
         lambda: noisy(from_global_generator, others=[WithoutRegistration()]), r"others\[0\]\.rng"
     ),
     "of a method": (lambda: noisy(np.random.default_rng(0).standard_normal), "at draw"),
     "of a partial function": (lambda: noisy(functools.partial(torch.randn, generator=seeded())), "at draw"),
-    "of a hook": (hooked, r"layer 'bert.embeddings' \(BertEmbeddings\) holds"),
-    "PEFT's PVeRA": (lambda: pvera(generator_seed=0), r"q_proj' \(Linear\) holds .* at pvera_generator\['default'\]"),
+    "of a hook": (hooked, r"'bert.embeddings' \(BertEmbeddings\)"),
+    "PEFT's PVeRA": (lambda: pvera(generator_seed=0), r"q_proj' \(Linear\) .* at pvera_generator\['default'\]"),
 }  # fmt: skip
-
-
-def refused(tmp_path, match, **options):
-    trainer = trainer_of(tmp_path, **options)
-    with pytest.raises(ValueError, match=match) as refusal:
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert not (tmp_path / "out" / "privacy_ledger.json").exists()
-    return str(refusal.value)
 
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("name", HELD)
 def test_a_generator_that_a_layer_holds_is_refused_by_name(tmp_path, name, checked):
     make, match = HELD[name]
-    refused(tmp_path, match, model=make(), grad_sample_self_check=checked)
+    refused_training(tmp_path, "generator-of-its-own", match=match, model=make(), grad_sample_self_check=checked)
 
 
 def test_what_the_refusal_names_mends_it(tmp_path):
@@ -172,7 +164,7 @@ def test_a_seed_in_a_pass_is_refused_and_trains_without(tmp_path, monkeypatch, n
     else:
         what = "data_collator"
         options["collator"] = lambda rows: (seed(), pad(rows))[1]
-    refused(tmp_path, f"^{what} seeds the global generator of {name}, .*fills these generators with secret words", **options)
+    refused_training(tmp_path, "public-seed", match=f"^{what} .*{name}", **options)
     trained(trainer_of(tmp_path / "mended", max_steps=1))
 
 
@@ -188,7 +180,7 @@ class SeededDropout(nn.Dropout):
 def test_a_seed_that_is_set_only_with_dropout_is_refused(tmp_path):
     model = tiny_bert()
     model.dropout = SeededDropout(0.1)
-    refused(tmp_path, "seeds the global generator of torch", model=model)
+    refused_training(tmp_path, "public-seed", match="torch", model=model)
 
 
 HIDDEN = np.random.default_rng(0)
@@ -226,7 +218,7 @@ class Averaging(DopplerTrainer):
 )
 def test_a_hidden_generator_or_what_is_kept_from_batch_to_batch_is_refused(tmp_path, options):
     options = options | ({"model": options["model"]()} if "model" in options else {})
-    refused(tmp_path, "gives something else for the same batch, although .* were filled alike", **options)
+    refused_training(tmp_path, "not-repeatable", **options)
 
 
 def in_a_fork(shape):
@@ -236,7 +228,7 @@ def in_a_fork(shape):
 
 
 def test_a_seed_in_a_fork_is_refused_since_numbers_follow_the_place_of_a_row(tmp_path):
-    refused(tmp_path, "changes with the examples beside it", model=noisy(in_a_fork))
+    refused_training(tmp_path, "depends-on-others", model=noisy(in_a_fork))
 
 
 def masked_by_a_seed(rows):
@@ -246,7 +238,7 @@ def masked_by_a_seed(rows):
 
 
 def test_a_collator_that_masks_by_a_seed_is_refused(tmp_path):
-    refused(tmp_path, "^data_collator seeds the global generator of torch", collator=masked_by_a_seed)
+    refused_training(tmp_path, "public-seed", match="^data_collator .*torch", collator=masked_by_a_seed)
 
 
 def test_a_collator_with_a_hidden_generator_is_refused(tmp_path):
@@ -255,19 +247,23 @@ def test_a_collator_with_a_hidden_generator_is_refused(tmp_path):
         is_masked = torch.as_tensor(HIDDEN.random(batch["input_ids"].shape) < 0.2)
         return batch | {"input_ids": batch["input_ids"].masked_fill(is_masked, 1)}
 
-    refused(tmp_path, "^data_collator gives something else for the same batch", collator=collate)
+    refused_training(tmp_path, "not-repeatable", match="^data_collator", collator=collate)
 
 
 # --- doppler-hf check -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(model=lambda: pvera(generator_seed=0)), dict(model=lambda: noisy(after(SEEDS["NumPy"]))), dict(cls=HiddenLoss)],
+    ("code", "options"),
+    [
+        ("generator-of-its-own", dict(model=lambda: pvera(generator_seed=0))),
+        ("public-seed", dict(model=lambda: noisy(after(SEEDS["NumPy"])))),
+        ("not-repeatable", dict(cls=HiddenLoss)),
+    ],
     ids=["held", "seeded", "hidden"],
 )
-def test_the_neighbour_test_refuses_them_without_the_start_check(tmp_path, options):
+def test_the_neighbour_test_refuses_them_without_the_start_check(tmp_path, code, options):
     options = options | ({"model": options["model"]()} if "model" in options else {})
     trainer = trainer_of(tmp_path, grad_sample_self_check=False, **options)
-    with pytest.raises(ValueError, match=r"holds a Generator|seeds the global generator|gives something else"):
+    with refused(code):
         neighbour_distances(trainer, pairs=2)

@@ -18,6 +18,7 @@ from doppler_hf.preflight import rehearsal
 from doppler_hf.preflight.rehearsal import few_rows
 from doppler_hf.privacy import LEDGER_NAME
 from scripts.training.metrics import accuracy_from_logits
+from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, text_data, tiny_bert
 from tests.support.trainers import OfLogits, On, on_cpu, trained, trainer_of, weights
@@ -63,63 +64,69 @@ TWO_SETS = dict(a=text_data(8, seed=1), b=text_data(8, seed=2))
 FAILS = {
     "a metric that raises": (
         dict(compute_metrics=missing("found"), **EVALUATES),
-        r"compute_metrics, on up to 64 rows,.*AttributeError",
+        ("rehearsal-failed", "compute_metrics.*AttributeError"),
     ),
     "a metric that raises in an evaluation after the training": (
         dict(compute_metrics=missing("found")),
-        r"compute_metrics, on up to 64 rows,.*AttributeError",
+        ("rehearsal-failed", "compute_metrics.*AttributeError"),
     ),
     "a metric that returns nothing": (
         dict(compute_metrics=lambda prediction: None, **EVALUATES),
-        "compute_metrics,.*'NoneType'",
+        ("rehearsal-failed", "compute_metrics.*'NoneType'"),
     ),
     "an unknown metric": (
         dict(compute_metrics=accuracy_from_logits, metric_for_best_model="acuracy", **BEST),
-        r"must be one that .* of eval_loss, eval_accuracy, eval_majority_class_accuracy, got 'acuracy'",
+        ("no-such-metric", "eval_loss, eval_accuracy, eval_majority_class_accuracy, .*'acuracy'"),
     ),
     "a best metric that is None": (
         dict(compute_metrics=lambda prediction: {"f1": None}, metric_for_best_model="f1", **BEST),
-        r"metric_for_best_model='f1' must be a number, got NoneType on the first rows",
+        ("metric-not-a-number", "'f1' .*NoneType"),
     ),
     "a best metric of each class": (
         dict(compute_metrics=lambda prediction: {"f1": {"name": 0.1}}, metric_for_best_model="eval_f1", **BEST),
-        r"metric_for_best_model='eval_f1' must be a number, got dict on the first rows",
+        ("metric-not-a-number", "'eval_f1' .*dict"),
     ),
     "several sets, and the best by the loss": (
         dict(evaluated=TWO_SETS, **BEST),
-        r"must be one that .* of eval_a_loss, eval_b_loss, got 'loss'",
+        ("no-such-metric", "eval_a_loss, eval_b_loss, .*'loss'"),
     ),
     "a schedule by the loss of several sets": (
         dict(evaluated=TWO_SETS, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATES),
-        r"of eval_a_loss, eval_b_loss, got 'loss'",
+        ("no-such-metric", "eval_a_loss, eval_b_loss, .*'loss'"),
     ),
     "a metric that is no number": (
         dict(compute_metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
-        r"rehearsal of a checkpoint with what compute_metrics returns failed with TypeError: .*ndarray",
+        ("rehearsal-failed", "compute_metrics .*TypeError: .*ndarray"),
     ),
-    "adapters that cannot be loaded": (lambda: dict(model=with_adapter(), **BEST), "add_adapter.*get_peft_model"),
-    "a tokenizer that cannot be saved": (dict(processing_class=Unsaveable(), **SAVES), "OSError: Not found"),
+    "adapters that cannot be loaded": (
+        lambda: dict(model=with_adapter(), **BEST),
+        ("adapters-not-loadable", "get_peft_model"),
+    ),
+    "a tokenizer that cannot be saved": (
+        dict(processing_class=Unsaveable(), **SAVES),
+        ("rehearsal-failed", "OSError: Not found"),
+    ),
     "a tokenizer that save_model() cannot save": (
         dict(processing_class=Unsaveable()),
-        r"rehearsal of save_model\(\) .*OSError: Not",
+        ("rehearsal-failed", r"save_model\(\) .*OSError: Not"),
     ),
     "a generation config that cannot be saved": (
         lambda: dict(model=generating(temperature=0.5), cls=OfGenerating),
-        r"save_model\(\) .*GenerationConfig is invalid",
+        ("rehearsal-failed", r"save_model\(\) .*GenerationConfig is invalid"),
     ),
 }
 
 
 def options_of(case):
-    options, message = FAILS[case]
-    return (options() if callable(options) else dict(options)), message
+    options, refusal = FAILS[case]
+    return (options() if callable(options) else dict(options)), refusal
 
 
 @pytest.mark.parametrize("case", FAILS)
 def test_what_would_fail_later_is_refused_before_anything_is_spent(tmp_path, case):
-    options, message = options_of(case)
+    options, (code, said) = options_of(case)
     trainer = trainer_of(tmp_path, **options)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with refused(code, match=f"(?s){said}"):
         trainer.train()
     assert trainer.privacy.ledger is None
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
@@ -128,7 +135,7 @@ def test_what_would_fail_later_is_refused_before_anything_is_spent(tmp_path, cas
 
 def test_a_disk_without_space_for_the_weights_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(1000))
-    with pytest.raises(ValueError, match=r"must have 12\d\d\d bytes free for a checkpoint, got 1000"):
+    with refused("disk-full", match=r"12\d\d\d bytes.* 1000"):
         trainer_of(tmp_path, **SAVES).train()
     trainer_of(tmp_path).train()  # which saves nothing
 

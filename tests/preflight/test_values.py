@@ -16,6 +16,7 @@ from doppler_hf.preflight.limits import limits_of
 from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy import LEDGER_NAME
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
+from tests.support.refusals import refused
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of
 
@@ -122,55 +123,55 @@ def resized(model, data):
 
 
 CASES = {
-    "id": (lambda: with_one(BEYOND), "'input_ids'.* from 0 to 49, got others .*resize_token_embeddings", resized),
+    "id": (lambda: with_one(BEYOND), "'input_ids'.* 49, .*resize_token_embeddings", resized),
     "negative id": (
-        lambda: with_one(-BEYOND), "'input_ids' .* from 0 to 49, got others .*or tokenize with",
+        lambda: with_one(-BEYOND), "'input_ids' .* 49, ",
         lambda model, data: (model, text_data(300)),
     ),
     "type": (
-        lambda: with_one(BEYOND, column="token_type_ids"), "'token_type_ids' .* from 0 to 1, .*remove_columns",
+        lambda: with_one(BEYOND, column="token_type_ids"), "'token_type_ids' .*remove_columns",
         lambda model, data: (model, data.remove_columns("token_type_ids")),
     ),
     "length": (
         lambda: with_tokens([7] * 40),
-        "'input_ids' .* at most 16 tokens in a row, as many as .*truncation=True and max_length=16",
+        "'input_ids' .* 16 .*truncation=True and max_length=16",
         lambda model, data: (model, data.map(truncated)),
     ),
     "class": (
-        lambda: with_one(7, column="labels"), "'labels' .* from 0 to 1, or -100, .*Set num_labels to the number of classes",
+        lambda: with_one(7, column="labels"), "'labels' .*-100, .*num_labels",
         lambda model, data: (tiny_bert(num_labels=8), data),
     ),
     "negative class": (
         lambda: with_one(-1, column="labels"),
-        r"'labels' .* from 0 to 1, or -100, .*leave out: train_dataset\.filter\(lambda row: row\['labels'\] >= 0\)\.",
+        r"'labels' .*train_dataset\.filter\(lambda row: row\['labels'\] >= 0\)\.",
         lambda model, data: (model, data.filter(lambda row: row["labels"] >= 0)),
     ),
     "boolean": (
         lambda: text_data(300).cast_column("labels", datasets.Value("bool")),
-        r"'labels' .* numbers of classes, got True .*cast_column\('labels', datasets.Value\('int64'\)\)",
+        r"'labels' .*True .*cast_column\('labels', datasets.Value\('int64'\)\)",
         lambda model, data: (model, data.cast_column("labels", datasets.Value("int64"))),
     ),
     "booleans in lists": (
         lambda: text_data(300).map(lambda row: {"labels": [row["labels"] == 1, True]}),
-        r"'labels' .* got True .*, or of lists datasets.Sequence\(datasets.Value\('float32'\)\)",
+        r"'labels' .*True .*datasets.Sequence\(datasets.Value\('float32'\)\)",
         lambda model, data: (model, data.cast_column("labels", datasets.Sequence(datasets.Value("float32")))),
     ),
     "empty text": (
         lambda: with_tokens([]),
-        r"'input_ids' .* a token in each row, got none .*filter\(lambda row: len\(row\['input_ids'\]\) > 0\)",
+        r"'input_ids' .*filter\(lambda row: len\(row\['input_ids'\]\) > 0\)",
         lambda model, data: (model, data.filter(lambda row: len(row["input_ids"]) > 0)),
     ),
     "words": (
         lambda: text_data(300).cast_column("labels", datasets.Value("string")),
-        r"'labels' .* numbers of classes, got words .*train_dataset\.class_encode_column\('labels'\)",
+        r"'labels' .*train_dataset\.class_encode_column\('labels'\)",
         lambda model, data: (model, data.class_encode_column("labels")),
     ),
     "an id of torch's data set": (
-        lambda: Rows(with_one(BEYOND)), "'input_ids' of train_dataset .* from 0 to 49, got others.* Or change what",
+        lambda: Rows(with_one(BEYOND)), "'input_ids' .* 49, ",
         resized,
     ),
     "amounts": (
-        lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .* from 0 to 1.* 1 for amounts",
+        lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .*num_labels",
         lambda model, data: (tiny_bert(num_labels=1), data),
     ),
 }  # fmt: skip
@@ -178,13 +179,13 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_path, case):
-    made, message, fix = CASES[case]
+    made, mend, fix = CASES[case]
     trainer = trainer_of(tmp_path, data=made(), collator=pad_all)
-    with pytest.raises(ValueError, match=message) as refused:
+    with refused("values-out-of-range", match=mend) as refusal:
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     # Neither the number nor its place: messages end in logs.
-    assert not re.search(rf"{BEYOND}|{BEYOND:,}|\b{ROW}\b|\b40\b|\b7\b", str(refused.value))
+    assert not re.search(rf"{BEYOND}|{BEYOND:,}|\b{ROW}\b|\b40\b|\b7\b", str(refusal.value))
     model, data = fix(tiny_bert(), made())
     trainer_of(tmp_path, model=model, data=data, collator=pad_all, max_steps=1).train()
 
@@ -192,15 +193,11 @@ def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_pat
 def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
     evaluated = {"one": text_data(), "two": with_one(-1, column="labels")}
     trainer = trainer_of(tmp_path, evaluated=evaluated, eval_strategy="steps", eval_steps=1, max_steps=1)
-    with pytest.raises(
-        ValueError, match=r"'labels' of eval_dataset .* out: eval_dataset\.filter\(lambda row: row\['labels'\]"
-    ):
+    with refused("values-out-of-range", match=r"eval_dataset\.filter\(lambda row: row\['labels'\]"):
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     evaluated["two"] = evaluated["two"].map(lambda row: {"labels": None if row["labels"] < 0 else row["labels"]})
-    with pytest.raises(
-        ValueError, match=r"'labels' of eval_dataset must have a label .*eval_dataset\.filter\(lambda row: .* not None"
-    ):
+    with refused("missing-labels", match=r"eval_dataset\.filter\(lambda row: .* not None"):
         trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     evaluated["two"] = evaluated["two"].filter(lambda row: row["labels"] is not None)
@@ -210,10 +207,7 @@ def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
 def test_a_label_that_is_missing_behind_a_transform_is_refused_unless_the_transform_has_one(tmp_path):
     data = text_data(300).map(lambda row, index: {"labels": None if index == ROW else row["labels"]}, with_indices=True)
     for lacking in (data, data.map(lambda row: {"labels": None})):  # one label, and all
-        with pytest.raises(
-            ValueError,
-            match=r"'labels' of train_dataset must have a label .* not None\)\. Change rows ahead of with_transform",
-        ):
+        with refused("missing-labels", match="with_transform"):
             trainer_of(tmp_path, data=lacking.with_transform(lambda rows: rows), max_steps=1).train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     mended = data.filter(lambda row: row["labels"] is not None).with_transform(lambda rows: rows)
@@ -230,7 +224,7 @@ def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_th
         model = tiny_bert(problem_type="multi_label_classification")
         trainer = trainer_of(tmp_path, data=train, evaluated=evaluated, collator=labelled, model=model, **options)
         mend = re.escape(f"{name}.cast_column('labels', datasets.Sequence(datasets.Value('float32')))")
-        with pytest.raises(ValueError, match=f"'labels' of {name} must have 0.0 or 1.0 .* got whole numbers .*{mend}"):
+        with refused("values-out-of-range", match=mend):
             trainer.train()
         assert not (tmp_path / "out" / LEDGER_NAME).exists()
         trainer.train_dataset = trainer.eval_dataset = floats
@@ -299,7 +293,7 @@ def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
     )
     # The default collator leaves them out, or fails.
     for named in (words, words.rename_column("labels", "label")):
-        with pytest.raises(ValueError, match=r"got words in some rows.*class_encode_column\('label"):
+        with refused("values-out-of-range", match=r"class_encode_column\('label"):
             refuse_out_of_range(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
     assert not is_beyond(tiny_bert(), words.class_encode_column("labels"))
 
@@ -327,22 +321,22 @@ def of_tokens(tmp_path, data, collator=None):
 
 
 @pytest.mark.parametrize(
-    ("labels", "got"),
+    ("labels", "code"),
     [
-        ([0, 1], "a label for each token, got more or fewer"),
-        ([], "a label for each token, got more or fewer"),
-        ([0] * 7, "a label for each token, got more or fewer"),
-        ([0, 1, None, 0, 1], "a number for each token, got None for some"),
-        ([-1, 0, 1, 0, 1], "or -100, got others .* A token without a class has the label -100"),
+        ([0, 1], "labels-of-other-length"),
+        ([], "labels-of-other-length"),
+        ([0] * 7, "labels-of-other-length"),
+        ([0, 1, None, 0, 1], "missing-token-labels"),
+        ([-1, 0, 1, 0, 1], "values-out-of-range"),
     ],
     ids=str,
 )
-def test_labels_of_tokens_are_one_number_for_each(tmp_path, labels, got):
+def test_labels_of_tokens_are_one_number_for_each(tmp_path, labels, code):
     for data, name in ((labelled_tokens(labels), "train"), (labelled_tokens([0] * 5), "eval")):
         trainer = of_tokens(tmp_path, data)
         if name == "eval":
             trainer.args.eval_strategy, trainer.eval_dataset = hf.IntervalStrategy.EPOCH, labelled_tokens(labels)
-        with pytest.raises(ValueError, match=f"'labels' of {name}.* must have .*{got}"):
+        with refused(code, match=f"'labels' of {name}"):
             trainer.train()
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
     of_tokens(tmp_path, labelled_tokens([-100, 0, 1, -100, -100])).train()  # the fix
@@ -351,9 +345,9 @@ def test_labels_of_tokens_are_one_number_for_each(tmp_path, labels, got):
 def test_names_of_labels_of_tokens_are_made_numbers_as_the_message_says(tmp_path):
     data = labelled_tokens(["O", "A", "B", "A", "O"])
     trainer = of_tokens(tmp_path, data)
-    with pytest.raises(ValueError, match=r"got words .* train_dataset\.map\(lambda row: .*") as refused:
+    with refused("values-out-of-range", match=r"train_dataset\.map\(lambda row: .*") as refusal:
         trainer.train()
-    fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refused.value))[1]
+    fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refusal.value))[1]
     trainer.model.config.label2id = {"O": 0, "A": 1, "B": 1}
     of_tokens(tmp_path, eval(f"data{fix}", {"data": data, "model": trainer.model})).train()
 

@@ -29,6 +29,7 @@ from doppler_hf.run.learning_rate import (
     walks_of_adapters,
 )
 from doppler_hf.run.plan import planned_statement
+from tests.support.refusals import refused
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 
@@ -161,22 +162,22 @@ def told(tmp_path, capsys, **options):
 
 def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, capsys):
     trainer = trainer_of(tmp_path, max_steps=2, learning_rate=2e-5)
-    with pytest.raises(ValueError, match="for nothing") as refused:
+    with refused("rate-far-off") as refusal:
         trainer.train()
     assert trainer.privacy.ledger is None
     assert not list((tmp_path / "out").rglob("privacy_ledger.json"))
     pattern = r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose"
-    factor, rule = (float(each.replace(",", "")) for each in re.match(pattern, str(refused.value)).groups())
+    factor, rule = (float(each.replace(",", "")) for each in re.match(pattern, str(refusal.value)).groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
     for each in (rule / 101, 101 * rule):
-        with pytest.raises(ValueError, match="for nothing"):
+        with refused("rate-far-off"):
             trained(trainer_of(tmp_path, max_steps=2, learning_rate=each))
     # The fixes: left out, it is that rate, of which nothing is told; and without a rehearsal the given one.
     output = told(tmp_path / "again", capsys, learning_rate=None)
     words = f"{rule:.3g} (auto: by noise, steps and model size)"
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
-    assert refused.value.args[0].partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
+    assert str(refusal.value).partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
     assert "bf16" not in output
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told

@@ -3,10 +3,14 @@
 import pickle
 
 import pytest
+from torch import nn
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run import processes
 from doppler_hf.run.processes import SharedError, one_line_if_a_process_ends
+from tests.support.ledgers import statement
+from tests.support.refusals import refused
+from tests.support.trainers import arguments
 
 
 def refuse():
@@ -42,12 +46,42 @@ def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypa
 
 
 def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_are():
-    with pytest.raises(SharedError, match="Another process of this training has ended"), one_line_if_a_process_ends():
+    with refused("another-process-ended"), one_line_if_a_process_ends():
         raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
         raise RuntimeError("shapes differ")
-    with pytest.raises(SharedError, match="in the same order"), one_line_if_a_process_ends():
-        raise SharedError("gloo: in the same order")
+    with refused("another-process-ended", match="in the same order"), one_line_if_a_process_ends():
+        raise SharedError("another-process-ended", "gloo: in the same order")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("learning_rate", 0.01, 0.02),
+        ("lr_scheduler_type", "linear", "constant"),
+        ("warmup_steps", 0, 2),
+        ("max_steps", 4, 5),
+        ("base_optimizer", "adam_bc", "sgd"),
+        ("weight_decay", 0.0, 0.1),
+        ("low_pass_filter", "momentum", "none"),
+        ("save_strategy", "no", "steps"),
+        ("logging_steps", 1, 2),
+    ],
+)
+def test_processes_with_other_arguments_refuse_all_of_them_alike(tmp_path, monkeypatch, name, value, other):
+    """Each would move its weights otherwise, or wait for the others at another step."""
+    model, data, sent = nn.Linear(2, 1), DataDigest("60 rows", {}), []
+
+    def gathered(own):
+        sent.extend(own)
+        return sent
+
+    monkeypatch.setattr(processes, "gather_object", gathered)
+    first, same, second = (arguments(tmp_path, **{name: each}) for each in (value, value, other))
+    for args in (first, same):
+        processes.compare_terms(statement(), args, model, data=data)
+    with refused("processes-differ", match=f"^{name} "):
+        processes.compare_terms(statement(), second, model, data=data)
 
 
 def test_processes_compare_as_much_of_the_data_as_both_have_read():
@@ -55,7 +89,5 @@ def test_processes_compare_as_much_of_the_data_as_both_have_read():
     whole, part = (DataDigest("60 rows", {"": noted}) for noted in ({1: "a", 2: "b", 3: "c"}, {1: "a", 2: "b"}))
     processes.refuse_different_terms([{processes.OF_EXAMPLES: each} for each in (whole, part, whole)])
     for other in (DataDigest("60 rows", {"": {1: "a", 2: "x"}}), DataDigest("61 rows", whole.fields)):
-        with pytest.raises(
-            ValueError, match="train_dataset must be the same on all processes, got one on process 0 and another"
-        ):
+        with refused("processes-differ", match="train_dataset"):
             processes.refuse_different_terms([{processes.OF_EXAMPLES: each} for each in (whole, other)])

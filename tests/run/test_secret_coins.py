@@ -6,6 +6,7 @@ import torch
 from transformers import set_seed
 
 from doppler_hf import DopplerTrainer
+from tests.support.refusals import refused
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad
 from tests.support.trainers import On, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -68,7 +69,7 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
     ("what", "options"), [("train_dataset", dict(data=OwnGenerator())), ("data_collator", dict(collator=OwnCollator()))]
 )
 def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what, options):
-    with pytest.raises(ValueError, match=f"{what} must draw all random numbers from the global generators"):
+    with refused("generator-of-its-own", match=what):
         trainer_of(tmp_path, **options).train()
 
 

@@ -6,7 +6,6 @@ losses, so that the engine and the loop see the same model, data and loss.
 
 import math
 
-import pytest
 import torch
 
 from doppler_hf.preflight.autograd_check.comparison import compare
@@ -14,6 +13,7 @@ from doppler_hf.preflight.autograd_check.coupling import random_half
 from doppler_hf.preflight.autograd_check.trial import Trial
 from doppler_hf.preflight.autograd_check.without_randomness import away_from_zero, without_dropout
 from doppler_hf.privacy import ClippedGradients
+from tests.support.refusals import refused
 
 TOLERANCE = dict(atol=1e-10, rtol=1e-10)
 NORM_RULES = ["auto", "ghost", "direct"]
@@ -122,8 +122,8 @@ def assert_equals_loop_or_is_refused(model, losses, batch, *, naming, **options)
     assert refusal is None or naming in refusal
 
 
-def assert_refused(model, losses, batch, *, message):
-    with pytest.raises(ValueError, match=message), book_keeping(model) as clipped:
+def assert_refused(code, model, losses, batch, *, match=None):
+    with refused(code, match=match), book_keeping(model) as clipped:
         clipped.backward(losses(slice(0, batch)))
 
 

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
+from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
+from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 
 # DOPPLER_TEST_DEVICE=cuda runs the trainings of `tests/run` and `tests/end_to_end` on a GPU, but for those that need several
@@ -138,6 +140,16 @@ class OfLogits(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         labels = inputs.pop("labels")
         return F.cross_entropy(model(**inputs), labels, reduction="none")
+
+
+def refused_training(tmp_path, code, *, match=None, **options):
+    """Train with all checks, expect this refusal before the first step, and return its message."""
+    trainer = checked_trainer_of(tmp_path, **options)
+    with refused(code, match=match) as refusal:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    return str(refusal.value)
 
 
 def assert_trained_alike(found, expected):

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
 from tests.support.models import MODELS
+from tests.support.refusals import refused
 from tests.support.tiny import tiny_bert
 
 EVERYTHING = "rank=64, update_proj_gap=100, scale=0.10"
@@ -41,21 +42,21 @@ def test_transformers_reads_the_same(line, tmp_path, monkeypatch):
 
 
 REFUSED_LINES = [
-    ("rank=4,lr=1", "separated by commas, got 'lr=1' in 'rank=4,lr=1'. The keys are rank, update_proj_gap, scale"),
-    ("rank", "must be key=value separated by commas, got 'rank' in 'rank'"),
-    ("rank=0", "rank must be at least 1, got 0"),
-    ("rank=4.0", "rank must be a whole number, got '4.0'"),
-    ("update_proj_gap=0", "update_proj_gap must be at least 1, got 0"),
-    ("scale=0", "scale must be a finite number > 0, got 0"),
-    ("scale=nan", "scale must be a finite number > 0, got nan"),
-    ("scale=1/4", "scale must be a number, got '1/4'"),
-    ("proj_type=reverse_std", "got 'proj_type=reverse_std' in 'proj_type=reverse_std'. The keys are rank, update_proj_gap"),
+    ("rank=4,lr=1", "unknown-option"),
+    ("rank", "unknown-option"),
+    ("rank=0", "out-of-range"),
+    ("rank=4.0", "filter-syntax"),
+    ("update_proj_gap=0", "out-of-range"),
+    ("scale=0", "out-of-range"),
+    ("scale=nan", "out-of-range"),
+    ("scale=1/4", "filter-syntax"),
+    ("proj_type=reverse_std", "unknown-option"),
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), REFUSED_LINES, ids=[line for line, _ in REFUSED_LINES])
-def test_refused_lines(line, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("line", "code"), REFUSED_LINES, ids=[line for line, _ in REFUSED_LINES])
+def test_refused_lines(line, code):
+    with refused(code, match=line.split("=")[0]):
         GaloreArguments.parse(line)
 
 
@@ -84,7 +85,7 @@ def test_transformers_chooses_the_same_matrices(name, targets, tmp_path):
     expected = transformers_targets(model, targets, tmp_path)
     if not expected:
         assert name != "bert"
-        with pytest.raises(ValueError, match="matches no module with a trainable matrix"):
+        with refused("no-galore-target"):
             target_parameters(model, targets)
         return
     chosen = target_parameters(model, targets)
@@ -115,6 +116,6 @@ def test_of_adapters_only_what_is_trained():
 
 def test_no_match_says_what_there_is():
     bert = tiny_bert()
-    with pytest.raises(ValueError, match=r"optim_target_modules=\['c_attn'\] matches no module") as refusal:
+    with refused("no-galore-target", match=r"\['c_attn'\]") as refusal:
         target_parameters(bert, ["c_attn"])
     assert "are: bert.encoder.layer.0.attention.self.query, bert.encoder" in str(refusal.value)

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import in_float32
 from doppler_hf.preflight.autograd_check.exact_sums import sums_in_float32
 from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
@@ -94,7 +95,7 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             return reached
         reason = why_gradients_change(trial)
     if reason is not None:
-        raise ValueError(reason)
+        raise Refusal("depends-on-others", reason)
     # Neither norms nor differences: they are about private examples, and messages end in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     of_place, mend = "", ""
@@ -103,9 +104,10 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
         mend = f"Freeze it before train(): trainer.model.get_parameter({place!r}).requires_grad_(False). "
         if trained[place].itemsize == 2:
             mend = "Load the model with dtype=torch.float32, or f" + mend[1:]
-    raise ValueError(
+    raise Refusal(
+        "wrong-gradients",
         f"The per-sample gradients{of_place} are wrong: engine={clipped.engine_name!r} disagrees with autograd, so clipping "
-        f"bounds nothing. {mend}Please report the model's class as a defect of doppler_hf."
+        f"bounds nothing. {mend}Please report the model's class as a defect of doppler_hf.",
     )
 
 

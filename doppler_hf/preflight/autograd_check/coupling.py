@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -54,12 +55,13 @@ def place_of_coupling(
     return losses.detach(), repr(coupled[-1]) if coupled else "the model's inputs" if is_read else None
 
 
-def read_by_others(place: str, reason: str | None = None) -> ValueError:
+def read_by_others(place: str, reason: str | None = None) -> Refusal:
     """Return the refusal of losses that have a gradient in the rows of others, by a reason that is known or the place."""
-    return ValueError(
+    return Refusal(
+        "depends-on-others",
         reason
         or f"The loss of one example has a gradient in the places of others at {place}. Let each loss depend on its example "
-        "alone, and let the inputs of layers begin with the batch: docs/start/troubleshooting.md#losses."
+        "alone, and let the inputs of layers begin with the batch: docs/start/troubleshooting.md#losses.",
     )
 
 

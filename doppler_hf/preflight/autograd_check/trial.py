@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import norm
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.shards import gathered
@@ -32,9 +33,10 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
     """Refuse more or fewer losses than examples, and what has no gradient."""
     if not isinstance(losses, Tensor) or not losses.requires_grad:
         kind = "one without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        raise ValueError(
+        raise Refusal(
+            "loss-without-graph",
             f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
-            "each example, without detach(), item() or torch.no_grad()."
+            "each example, without detach(), item() or torch.no_grad().",
         )
     if losses.shape != (number,):
         # Not their shape, which may hold the length of an example: messages end in logs.
@@ -43,9 +45,10 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             ("more or fewer", "Let the collator return one row for each example (no packing)."),
             ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens."),
         )[min(losses.ndim, 2)]
-        raise ValueError(
+        raise Refusal(
+            "other-number-of-losses",
             f"The losses of {number} collated examples must have shape ({number},), got {got}. {fix} Let "
-            "compute_per_sample_loss return one loss for each example."
+            "compute_per_sample_loss return one loss for each example.",
         )
 
 
@@ -74,7 +77,7 @@ def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise ValueError(why_losses_change(trial))
+    raise Refusal("depends-on-others", why_losses_change(trial))
 
 
 def why_losses_change(trial: Trial, *, further: Sequence[tuple[Inputs, bool]] = ()) -> str:

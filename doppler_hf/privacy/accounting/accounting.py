@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, epsilons_of
 from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
 
@@ -138,14 +139,15 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
     for releases in history:
         noise_multiplier, sample_rate, steps, strategy, sampling = releases
         if not 0.0 <= noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
+            raise Refusal("out-of-range", f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
         if not 0.0 < sample_rate <= 1.0:
-            raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}.")
+            raise Refusal("out-of-range", f"sample_rate must lie in (0, 1], got {sample_rate}.")
         if steps < 0:
-            raise ValueError(f"steps must be at least 0, got {steps}.")
+            raise Refusal("out-of-range", f"steps must be at least 0, got {steps}.")
         if sampling == "poisson" and len(strategy) > 1:
-            raise ValueError(
-                f"Poisson sampling has no groups, got a strategy of {len(strategy)} coefficients. Leave it out."
+            raise Refusal(
+                "groups-with-poisson",
+                f"Poisson sampling has no groups, got a strategy of {len(strategy)} coefficients. Leave it out.",
             )
         for each in releases.rounds():
             counts[each._replace(number=0)] += each.number
@@ -156,7 +158,7 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
 def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False) -> float:
     """Return ε of at least one step, all with noise. A rough one takes a third of the time or less, and is no bound."""
     if not SMALLEST_DELTA <= delta < 1.0:
-        raise ValueError(f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}. Set a little less than 1/N.")
+        raise Refusal("out-of-range", f"delta must lie in [{SMALLEST_DELTA:g}, 1), got {delta}. Set a little less than 1/N.")
     known = epsilons_of(merged_rounds(history), delta=delta, coarsening=4 if is_rough else 1)
     if all(len(releases.strategy) == 1 for releases in history):
         return max(known)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from scipy.optimize import brentq
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
 
 # The largest share of the target that is left, and the spacing of ln σ between values that are tried.
@@ -45,13 +46,14 @@ def get_noise_multiplier(
         True
     """
     if not 0.0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon must be a finite number > 0, got {target_epsilon}.")
+        raise Refusal("out-of-range", f"target_epsilon must be a finite number > 0, got {target_epsilon}.")
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
+        raise Refusal("out-of-range", f"steps must be at least 1, got {steps}.")
     if len(strategy) * sample_rate > 1.0:
-        raise ValueError(
+        raise Refusal(
+            "strategy-too-long",
             f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}, got "
-            f"{sample_rate}. Take a shorter one, or a smaller batch."
+            f"{sample_rate}. Take a shorter one, or a smaller batch.",
         )
     unspent, spacing = _EXACT if len(strategy) == 1 else _OF_GROUPS
     # In the middle of what may be left, so that the search may end a little above it as well as below.
@@ -73,9 +75,10 @@ def get_noise_multiplier(
             noise_multiplier = least(near, start=noise_multiplier) or noise_multiplier
         noise_multiplier = least(functools.partial(excess, is_rough=False), start=noise_multiplier)
     if noise_multiplier is None:
-        raise ValueError(
+        raise Refusal(
+            "epsilon-out-of-reach",
             f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
-            f"sample_rate={sample_rate} and {steps} steps. Raise target_epsilon or target_delta."
+            f"sample_rate={sample_rate} and {steps} steps. Raise target_epsilon or target_delta.",
         )
     return noise_multiplier
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
@@ -21,9 +22,10 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
     rows = [example for example in examples if isinstance(example, Mapping)]
     _refuse_other_columns(rows)
     if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
-        raise ValueError(
+        raise Refusal(
+            "choices-differ",
             "Examples of train_dataset must all have the same number of choices, got different ones. Fill up examples with "
-            "fewer, or give DopplerTrainer a data_collator of your own."
+            "fewer, or give DopplerTrainer a data_collator of your own.",
         )
     try:
         return collator(examples)
@@ -42,30 +44,33 @@ def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]
     for example in examples:
         # Transformers also takes objects with attributes; those of a tensor are none of its values.
         if not isinstance(example, Mapping) and (isinstance(example, Tensor) or not hasattr(example, "__dict__")):
-            raise ValueError(
+            raise Refusal(
+                "not-a-mapping",
                 "Examples of train_dataset must map names to values for the default collator, got one of type "
                 f"{type(example).__name__}. Make a table, such as datasets.Dataset.from_dict({{'pixel_values': images, "
-                "'labels': labels}), or give DopplerTrainer a data_collator."
+                "'labels': labels}), or give DopplerTrainer a data_collator.",
             )
     rows = [collator([example]) for example in examples]
     _refuse_other_columns(rows)
     return {name: _joined([row[name] for row in rows]) for name in rows[0]}
 
 
-def _unequal() -> ValueError:
+def _unequal() -> Refusal:
     # Neither which nor their sizes, which torch's own error names: messages end in logs.
-    return ValueError(
+    return Refusal(
+        "not-padded",
         "Examples must be padded or resized to one size, got a collator that does neither. For texts set "
         "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer), for labels of tokens "
-        "DataCollatorForTokenClassification(tokenizer). Remove columns of text."
+        "DataCollatorForTokenClassification(tokenizer). Remove columns of text.",
     )
 
 
 def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     if len({frozenset(row) for row in rows}) > 1:
-        raise ValueError(
+        raise Refusal(
+            "columns-differ",
             "Examples of train_dataset must all have the same columns, got one without a value in some. Fill it in, or give "
-            "DopplerTrainer a data_collator of your own."
+            "DopplerTrainer a data_collator of your own.",
         )
 
 

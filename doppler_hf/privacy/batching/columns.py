@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 from jaxtyping import Int
 
+from doppler_hf.errors import Refusal
+
 LENGTH_COLUMN: Final = "input_ids"
 LABELS: Final = ("labels", "label", "label_ids")  # as Transformers' collators know them
 _ROWS_AT_ONCE: Final = 1 << 16
@@ -62,10 +64,11 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     """Return the unit of privacy of every example: equal values of a column make one unit."""
     names = _names(dataset)
     if column not in names:
-        raise ValueError(
+        raise Refusal(
+            "no-unit-column",
             f"privacy_unit_column={column!r} must be a column of train_dataset, got "
             + (f"{', '.join(names)}." if names else f"a {type(dataset).__name__}.")
-            + " Give a datasets.Dataset with that column."
+            + " Give a datasets.Dataset with that column.",
         )
     import pyarrow
     from pyarrow import compute
@@ -77,18 +80,20 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     )
     if values.null_count or (is_gap is not None and compute.any(is_gap).as_py()):
         # Neither which nor how many: messages end in logs, and both are about private examples.
-        raise ValueError(
+        raise Refusal(
+            "missing-units",
             f"privacy_unit_column={column!r} has no value for some examples, so their user is unknown. Fill in a value, and "
-            "a different one for each example that stands alone."
+            "a different one for each example that stands alone.",
         )
     try:
         # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.
         equal = compute.add(values, 0.0) if is_float else values
         return equal.dictionary_encode().combine_chunks().indices.to_numpy()
     except pyarrow.ArrowNotImplementedError as error:
-        raise ValueError(
+        raise Refusal(
+            "unit-type",
             f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}). Convert them with "
-            "datasets.Dataset.map."
+            "datasets.Dataset.map.",
         ) from error
 
 

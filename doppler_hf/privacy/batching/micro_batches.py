@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, length_of
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
@@ -62,10 +63,11 @@ def fetch_one(examples: Any, index: int) -> Any:
     rows = list(examples.__getitems__([index]))
     if len(rows) != 1:
         # Not their number: it is about a private example, and messages end in logs.
-        raise ValueError(
+        raise Refusal(
+            "rows-not-examples",
             "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
             "window or piece before training, as datasets.Dataset.map does, and set privacy_unit_column to the column of "
-            "the original record."
+            "the original record.",
         )
     return rows[0]
 
@@ -159,19 +161,21 @@ def check_token_budget(
 ) -> None:
     """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step."""
     if lengths is None:
-        raise ValueError(
+        raise Refusal(
+            "no-lengths",
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
-            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size."
+            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size.",
         )
     if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
         # Neither which example nor how long it is: messages end in logs, and both are about one private example.
-        raise ValueError(
+        raise Refusal(
+            "micro-batch-too-small",
             f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
             + (f" times augmentation_multiplicity={views}" if views > 1 else "")
             + (" times the examples of its unit, with clip_unit_mean=True" if counts is not None else "")
             + ". Truncate the examples to that length when they are tokenized, "
             + ("lower max_examples_per_unit, " if counts is not None else "")
-            + "or raise the budget."
+            + "or raise the budget.",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 from torch import Tensor
 
+from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
@@ -80,7 +81,7 @@ class Probe:
             of_batch = cut_out(first, place, alone, number=len(rows))
             # Sensitivity: a row must be what it is alone, and stand where its example stands.
             if any(has_rows(first[name], len(rows)) and not same(of_batch[name], alone[name]) for name in stable):
-                raise ValueError(_MIXED_ROWS)
+                raise Refusal("rows-mixed", _MIXED_ROWS)
         if self._is_random or self._draws():
             self._refuse_mixing()
 
@@ -89,9 +90,10 @@ class Probe:
         with filled_generators(seed):
             batch = self._collator(copy.deepcopy(list(rows)))  # a collator may write into what it is given
         if not isinstance(batch, Mapping):
-            raise ValueError(
+            raise Refusal(
+                "batch-not-tensors",
                 f"The collator must return a dictionary of tensors, as models of Transformers take them, got a "
-                f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}."
+                f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}.",
             )
         return dict(batch)
 
@@ -123,9 +125,10 @@ class Probe:
             if not _are_ignored(self.collated(rows)):
                 self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
                 return
-        raise ValueError(
+        raise Refusal(
+            "no-labels-count",
             f"The labels of train_dataset must not all be {IGNORED_LABEL}, which no loss counts: noise alone would move the "
-            "weights. Give examples a class, or tokens: train_dataset.map(lambda row: {'labels': row['input_ids']})."
+            "weights. Give examples a class, or tokens: train_dataset.map(lambda row: {'labels': row['input_ids']}).",
         )
 
     def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:
@@ -152,7 +155,7 @@ class Probe:
             rows = [name for name, value in first.items() if has_rows(value, len(self.short))]
             # Sensitivity: the same numbers lie in the same places, so that the row of the first example must be the same.
             if any(first[name].shape == second[name].shape and not same(first[name][0], second[name][0]) for name in rows):
-                raise ValueError(_MIXED_ROWS)
+                raise Refusal("rows-mixed", _MIXED_ROWS)
 
 
 def _are_ignored(batch: Inputs) -> bool:

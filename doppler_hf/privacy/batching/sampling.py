@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
@@ -114,12 +115,16 @@ class AllocationSampler(Sampler[list[int]]):
             warnings.warn("micro_batches of AllocationSampler is now called pieces.", FutureWarning, stacklevel=2)
             pieces = micro_batches
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
+            raise Refusal("out-of-range", f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
         for name, values in (("lengths", lengths), ("units", units)):
             if values is not None and len(values) != num_examples:
-                raise ValueError(f"{name} must have one entry for each of {num_examples} examples, got {len(values)}.")
+                raise Refusal(
+                    "other-lengths", f"{name} must have one entry for each of {num_examples} examples, got {len(values)}."
+                )
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
-            raise ValueError(f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}.")
+            raise Refusal(
+                "out-of-range", f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}."
+            )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
         self.pieces, self._micro_batch_size = pieces, micro_batch_size
@@ -133,17 +138,18 @@ class AllocationSampler(Sampler[list[int]]):
             self.unit_sizes = np.bincount(self.units)
             if not self.unit_sizes.all():
                 gap = np.flatnonzero(self.unit_sizes == 0)[0]
-                raise ValueError(f"units must be numbered from 0 without gaps, got no {gap}.")
+                raise Refusal("units-with-gaps", f"units must be numbered from 0 without gaps, got no {gap}.")
             self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
             self._examples_by_unit = np.argsort(self.units, kind="stable")
             limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
             self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
             what = "training examples" if units is None else "units of privacy"
-            raise ValueError(
+            raise Refusal(
+                "batch-out-of-range",
                 f"The expected batch size must lie between 1 and the number of {what}, {self.num_units}, got "
                 f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
-                "Lower one of these factors."
+                "Lower one of these factors.",
             )
         self._rank, self._world_size = rank, world_size
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
@@ -157,12 +163,16 @@ class AllocationSampler(Sampler[list[int]]):
     def take_turns(self, groups: int) -> None:
         """Put the units into that many groups, before the first draw."""
         if groups * self.expected_batch_size > self.num_units:
-            raise ValueError(
+            raise Refusal(
+                "too-few-units",
                 f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
-                f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch."
+                f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch.",
             )
         if groups > 1 and self.sampling == "poisson":
-            raise ValueError(f"Poisson sampling has one group, got {groups}. Take white noise, or random allocation.")
+            raise Refusal(
+                "groups-with-poisson",
+                f"Poisson sampling has one group, got {groups}. Take white noise, or random allocation.",
+            )
         self.groups, batch = groups, groups * self.expected_batch_size
         self.turns_of_round = 1 if self.sampling == "poisson" else self.num_units // batch
         # Up to which words a unit has one of the first turns, ⌈turn·bB/N·2⁶⁴⌉, in whole numbers: a float has 53 bits.
@@ -219,8 +229,9 @@ class AllocationSampler(Sampler[list[int]]):
         if number < 0:
             return np.zeros(0, dtype=np.int64)
         if number < self._round and self.is_secret:
-            raise RuntimeError(
-                f"Steps must be drawn in order, got step {step} after a later round. Make a new sampler to begin again."
+            raise Failure(
+                "steps-out-of-order",
+                f"Steps must be drawn in order, got step {step} after a later round. Make a new sampler to begin again.",
             )
         if number != self._round:
             self._round, self._places = number, self._drawn_places(number)

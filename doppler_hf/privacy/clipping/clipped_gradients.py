@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from doppler_hf import triton_support
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.linalg import highest_matmul_precision, row_norms
 from doppler_hf.privacy.clipping.engine import BookKeepingEngine
 from doppler_hf.privacy.clipping.gradients import (
@@ -92,7 +93,9 @@ class ClippedGradients:
         rows_per_loss: int = 1,
     ) -> None:
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
-            raise ValueError(f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}.")
+            raise Refusal(
+                "out-of-range", f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}."
+            )
         for name, value, choices in (
             ("clipping", clipping, get_args(Clipping)),
             ("granularity", granularity, get_args(Granularity)),
@@ -100,15 +103,15 @@ class ClippedGradients:
             ("norm_rule", norm_rule, get_args(NormRule)),
         ):
             if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}, got {value!r}.")
         if engine == "opacus" and norm_rule != "auto":
-            raise ValueError(f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
+            raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError("The model has no trainable parameter. Set requires_grad for some.")
+            raise Refusal("nothing-trained", "The model has no trainable parameter. Set requires_grad for some.")
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
         # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
         # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
@@ -186,19 +189,24 @@ class ClippedGradients:
             RuntimeError: If it is called outside the `with` block.
         """
         if self._engine is None:
-            raise RuntimeError("ClippedGradients.backward was called outside its `with` block. Call it inside.")
+            raise Failure(
+                "backward-outside", "ClippedGradients.backward was called outside its `with` block. Call it inside."
+            )
         if losses.ndim != 1:
-            raise ValueError(f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
+            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
         # Sensitivity: an example of which some views stood with another's would contribute to two clipped gradients.
         if views < 1 or len(losses) % views:
-            raise ValueError(
+            raise Refusal(
+                "out-of-range",
                 f"views must be at least 1 and divide the number of losses, got {views}. Let the views of an example stand "
-                "together, all of them in one call of the model."
+                "together, all of them in one call of the model.",
             )
         batch_size = len(losses) // views
         if weights is not None and weights.shape != (batch_size,):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
-            raise ValueError("weights must be one number per example, got another shape. Return the weights of the losses.")
+            raise Refusal(
+                "wrong-shape", "weights must be one number per example, got another shape. Return the weights of the losses."
+            )
         if any(each.requires_grad is not is_trained for each, is_trained in self._as_made):
             self.refuse_other_parameters()
         if len(losses) == 0:
@@ -250,9 +258,10 @@ class ClippedGradients:
         now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         if now != self.parameters.keys():
             name = min(now ^ self.parameters.keys())
-            raise ValueError(
+            raise Refusal(
+                "trained-parameters-changed",
                 f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
-                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train()."
+                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train().",
             )
         for name, parameter in self._model.named_parameters():
             # Sensitivity: a layer that has taken the place of another one is watched by nobody.

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
@@ -122,10 +123,11 @@ class BookKeepingEngine:
     ) -> Iterator[tuple[Notes, dict[str, Tensor]]]:
         if self._num_inputs != len(losses) * self._rows_per_loss:
             # Not their numbers: the size of a draw is private, and messages end in logs.
-            raise ValueError(
+            raise Refusal(
+                "other-number-of-losses",
                 "losses must be as many as the rows with which the model was called"
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
-                + ", got another number. Call the model once with the whole micro-batch, and return one loss per example."
+                + ", got another number. Call the model once with the whole micro-batch, and return one loss per example.",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)
@@ -150,15 +152,16 @@ class BookKeepingEngine:
             error = next(iter(notes.failed.values()))
             # Not its numbers, which may be the lengths of examples: messages end in logs.
             words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
-            raise ValueError(
+            raise Refusal(
+                "layer-without-rule",
                 f"The layers {listed(notes.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
                 f"{type(error).__name__} ({words}). "
                 "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model."
+                "docs/start/troubleshooting.md#model.",
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
-            raise ValueError(self._unexplained(unexplained))
+            raise Refusal("no-per-sample-gradient", self._unexplained(unexplained))
 
     def _unexplained(self, names: Sequence[str]) -> str:
         # All of them: whoever freezes the first would be told of the next.
@@ -193,10 +196,11 @@ class BookKeepingEngine:
             if not self.notes.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
-            raise ValueError(
+            raise Refusal(
+                "output-repeated",
                 f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
                 "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model."
+                "docs/start/troubleshooting.md#model.",
             ) from error
         finally:
             self.notes.is_in_forward = False
@@ -223,9 +227,10 @@ class BookKeepingEngine:
             if not self.notes.is_watching:
                 return original(*args, **kwargs)
             if self.notes.batch_size is None:
-                raise ValueError(
+                raise Refusal(
+                    "layer-called-alone",
                     f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
-                    "model(...) as a whole, once, and let its forward return what the loss needs."
+                    "model(...) as a whole, once, and let its forward return what the loss needs.",
                 )
             return watched(*args, **kwargs)
 

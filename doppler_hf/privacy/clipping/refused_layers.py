@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.clipping.layers import CONTAINERS, listed, modes_kept
 
 _OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
@@ -27,15 +28,17 @@ def refuse_layers(model: nn.Module) -> None:
             # A use in a layer within another one that owns it too would be noted for both.
             if isinstance(child, CONTAINERS) and held and owners.setdefault(child, name) != name:
                 is_token = child_name == "trainable_tokens_delta"
-                raise ValueError(
+                raise Refusal(
+                    "shared-parameters",
                     f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
-                    f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}."
+                    f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
         is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
         if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError(
+            raise Refusal(
+                "compiled-module",
                 f"The module {name or 'itself'!r} is compiled and trained, but torch compiles no layer that notes "
-                "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone."
+                "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone.",
             )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
         # statistics. One that stays in evaluation mode has statistics that no example moves.
@@ -45,14 +48,16 @@ def refuse_layers(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             rewriting[name] = module
     if mixing:
-        raise ValueError(
+        raise Refusal(
+            "layer-mixes-examples",
             f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Keep statistics of "
             "pretraining as they are (docs/guides/images.md#batchnorm), or take GroupNorm or LayerNorm, as `model = "
-            "opacus.validators.ModuleValidator.fix(model)` does."
+            "opacus.validators.ModuleValidator.fix(model)` does.",
         )
     if rewriting:
-        raise ValueError(
-            f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None."
+        raise Refusal(
+            "embedding-max-norm",
+            f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None.",
         )
 
 

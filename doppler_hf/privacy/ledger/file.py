@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from doppler_hf.errors import Refusal
 from doppler_hf.version import VERSION
 
 Entry = dict[str, Any]
@@ -66,9 +67,10 @@ def check_chain(entries: Sequence[Entry]) -> None:
         expected = {"index": index, "previous_hash": entries[index - 1]["hash"] if index else ORIGIN, "hash": digest(entry)}
         for name, value in expected.items():
             if entry[name] != value:
-                raise ValueError(
+                raise Refusal(
+                    "ledger-changed",
                     f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} must be {value!r}, got "
-                    f"{entry[name]!r}. Take the file from an unchanged copy."
+                    f"{entry[name]!r}. Take the file from an unchanged copy.",
                 )
 
 
@@ -94,12 +96,15 @@ def read_entries(path: Path) -> list[Entry]:
         document = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         reason = str(error).rstrip(".")
-        raise ValueError(f"This is not the JSON of a privacy ledger: {reason}. Put back the old file.") from error
+        raise Refusal(
+            "not-a-ledger", f"This is not the JSON of a privacy ledger: {reason}. Put back the old file."
+        ) from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
-        raise ValueError(
+        raise Refusal(
+            "not-a-ledger",
             f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
-            "unchanged file, or move it away to begin a new ledger."
+            "unchanged file, or move it away to begin a new ledger.",
         )
     entries: list[Entry] = document["entries"]
     check_chain(entries)
@@ -148,9 +153,10 @@ class WriterLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise ValueError(
+            raise Refusal(
+                "folder-in-use",
                 f"{self._folder} is the folder of another private run, which is still going on. Use another output_dir, or "
-                "wait until that run has ended."
+                "wait until that run has ended.",
             ) from None
 
     def __exit__(self, *exception: object) -> None:

@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import (
     Plan,
     Releases,
@@ -289,16 +290,17 @@ class PrivacyLedger:
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
             return cls(LedgerRecord(read_entries(path)))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        except Refusal as error:
+            raise Refusal(error.code, f"{path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
         """Write the ledger into `folder`, whole or not at all; refuse to lose the entries of another one there."""
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self.entries):
-            raise ValueError(
+            raise Refusal(
+                "ledger-of-another-run",
                 f"{path} is the ledger of another run, with the last hash {self.load(path).head[:8]}. Two runs write to one "
-                "folder: use another output_dir for one of them."
+                "folder: use another output_dir for one of them.",
             )
         write_entries(path, self.entries)
 
@@ -334,10 +336,11 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
     longest = max(ledgers, key=lambda ledger: len(ledger.entries))
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
-            raise ValueError(
+            raise Refusal(
+                "ledgers-disagree",
                 f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} are of different runs, so the ε "
                 "spent is unknown. Resume from a checkpoint of the run whose ledger lies in the folder above, or put that "
-                "ledger back."
+                "ledger back.",
             )
     return longest
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Account, Releases, Spent, Trainings, all_trainings
 from doppler_hf.privacy.ledger.file import Entry, next_entry
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
@@ -182,16 +183,18 @@ class LedgerRecord:
             ("target_delta", earlier.target_delta, statement.target_delta),
         ):
             if there != here:
-                raise ValueError(
+                raise Refusal(
+                    "other-terms-than-resumed",
                     f"{name} must be {there!r}, as in the run that is resumed, got {here!r}. Resume with the same data, "
-                    "privacy_unit_column and target_delta, or train into a new output_dir."
+                    "privacy_unit_column and target_delta, or train into a new output_dir.",
                 )
         if entry["steps_run"] != counted:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
-            raise ValueError(
+            raise Refusal(
+                "ledger-of-another-checkpoint",
                 f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
-                "another checkpoint. Put back the ledger that was saved with it."
+                "another checkpoint. Put back the ledger that was saved with it.",
             )
         from_step, keeps_rounds = entry["from_step"], entry.get("continues_rounds", False)
         went_on = statement.continues_by_the_rule_before(earlier, from_step=from_step)
@@ -298,7 +301,8 @@ def _rounds(runs: Sequence[Run], last_steps: int) -> list[Releases]:
 
 def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
-    raise ValueError(
+    raise Refusal(
+        "impossible-entry",
         f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from an unchanged "
-        "copy."
+        "copy.",
     )

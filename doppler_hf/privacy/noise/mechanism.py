@@ -47,6 +47,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from doppler_hf import triton_support
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.privacy.randomness import BitStream, bit_stream
 from doppler_hf.shards import added_up, rows_here
@@ -100,11 +101,11 @@ class GaussianMechanism:
         seed: int | None = None,
     ) -> None:
         if not 0.0 <= noise_multiplier < float("inf"):
-            raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
+            raise Refusal("out-of-range", f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise ValueError(f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
         if expected_batch_size < 1:
-            raise ValueError(f"expected_batch_size must be at least 1, got {expected_batch_size}.")
+            raise Refusal("out-of-range", f"expected_batch_size must be at least 1, got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
@@ -149,16 +150,18 @@ class GaussianMechanism:
             RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
         """
         if self._num_past and step != self._next_step:
-            raise RuntimeError(
+            raise Failure(
+                "steps-out-of-order",
                 f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
-                "mechanism for a new run."
+                "mechanism for a new run.",
             )
         # Sensitivity: the noise is of real numbers, and would leave imaginary parts as they are.
         other = next((name for name, total in sums.items() if not total.is_floating_point()), None)
         if other is not None:
-            raise ValueError(
+            raise Refusal(
+                "not-real",
                 f"Sums must be of floating-point numbers, got {other!r} of type {sums[other].dtype}. Keep the real and the "
-                "imaginary part in a real tensor (torch.view_as_real)."
+                "imaginary part in a real tensor (torch.view_as_real).",
             )
         # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂ norm,
         # because each example is on one process only and contributes one clipped gradient.

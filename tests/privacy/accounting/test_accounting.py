@@ -21,6 +21,7 @@ from doppler_hf.privacy.accounting.accounting import (
 from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.composition import Rounds
 from tests.support.ledgers import statement
+from tests.support.refusals import refused
 from tests.support.tiers import thorough
 
 FOUR = (1.0, 0.5, 0.375, 0.3125)
@@ -67,7 +68,7 @@ def test_steps_in_which_only_some_groups_have_a_turn_are_left_out(steps, groups,
 
 
 def test_poisson_sampling_has_no_groups():
-    with pytest.raises(ValueError, match=r"has no groups, got a strategy of 4 coefficients\. Leave it out"):
+    with refused("groups-with-poisson"):
         get_total_epsilon([Releases(1.0, 0.05, 40, FOUR, "poisson")], delta=1e-5)
 
 
@@ -161,15 +162,15 @@ def test_an_account_states_what_is_planned_or_its_target_but_never_less_than_wha
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        (dict(sample_rate=0.0), r"sample_rate must lie in \(0, 1\], got 0"),
-        (dict(steps=-1), "steps must be at least 0, got -1"),
-        (dict(noise_multiplier=-0.1), "got -0.1"),
-        (dict(delta=1.0), r"delta must lie in \[1e-10, 1\), got 1"),
-        (dict(delta=1e-11), r"delta must lie in \[1e-10, 1\), got 1e-11\. Set a little less than 1/N"),
+        (dict(sample_rate=0.0), "^sample_rate .*0"),
+        (dict(steps=-1), "^steps .*-1"),
+        (dict(noise_multiplier=-0.1), "^noise_multiplier .*-0.1"),
+        (dict(delta=1.0), "^delta .*1"),
+        (dict(delta=1e-11), "^delta .*1e-11"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused(arguments, value):
+    with refused("out-of-range", match=value):
         get_epsilon(**(dict(noise_multiplier=1.0, sample_rate=0.1, steps=10, delta=1e-5) | arguments))

@@ -9,6 +9,7 @@ from torch import nn
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.clipped_gradients import clip_factors
 from tests.support.nets import Net
+from tests.support.refusals import refused
 
 
 def test_factors_at_zero_and_at_the_bound():
@@ -110,26 +111,26 @@ def test_a_repeated_output_is_not_blamed_for_a_lack_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "value"),
     [
-        (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number of at least 1e-12, got 0"),
-        (dict(clipping="soft"), "clipping must be one of automatic, vanilla, got 'soft'"),
-        (dict(granularity="layer"), "granularity must be one of flat, per_layer, got 'layer'"),
-        (dict(engine="ghost"), "engine must be one of book_keeping, opacus, got 'ghost'"),
-        (dict(norm_rule="fast"), "norm_rule must be one of .*, got 'fast'"),
-        (dict(engine="opacus", norm_rule="ghost"), "norm_rule='ghost' has no effect with engine='opacus'"),
+        (dict(max_grad_norm=0.0), "out-of-range", "1e-12"),
+        (dict(clipping="soft"), "unknown-value", "automatic, vanilla, .*'soft'"),
+        (dict(granularity="layer"), "unknown-value", "flat, per_layer, .*'layer'"),
+        (dict(engine="ghost"), "unknown-value", "book_keeping, opacus, .*'ghost'"),
+        (dict(norm_rule="fast"), "unknown-value", "^norm_rule .*'fast'"),
+        (dict(engine="opacus", norm_rule="ghost"), "no-effect", "norm_rule='ghost'"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused(arguments, code, value):
+    with refused(code, match=value):
         ClippedGradients(nn.Linear(1, 1), **arguments)
 
 
 def test_a_frozen_model_is_refused():
-    with pytest.raises(ValueError, match="no trainable parameter"):
+    with refused("nothing-trained"):
         ClippedGradients(nn.Linear(1, 1).requires_grad_(False))
 
 
 def test_backward_outside_the_context_is_refused():
-    with pytest.raises(RuntimeError, match="with"):
+    with refused("backward-outside"):
         ClippedGradients(nn.Linear(1, 1)).backward(torch.zeros(1))

@@ -12,6 +12,7 @@ from doppler_hf.privacy import ClippedGradients
 from tests.support.models import BATCH, batch_for, build, losses_of, rows
 from tests.support.pairwise import pairwise
 from tests.support.per_example import assert_refused, assert_same_sums, book_keeping
+from tests.support.refusals import refused
 
 # Whole models, which pass the same arrays again and again; test_clipped_gradients.py and test_layers.py check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -128,7 +129,7 @@ def test_batch_norm_is_refused_even_frozen_and_the_model_is_left_as_it_was(froze
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[1].requires_grad_(not frozen).train(not frozen)  # a training puts it back into training mode
     before, values = snapshot(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\)"), book_keeping(model):
+    with refused("layer-mixes-examples", match=r"'1' \(BatchNorm1d\)"), book_keeping(model):
         pass
     assert_unchanged(model, before, values)
 
@@ -147,11 +148,9 @@ def test_no_losses_change_nothing(name):
 def test_losses_must_be_one_per_example():
     model = build("vit")
     losses = of_model(model)
-    assert_refused(model, lambda index: losses(index)[:, None], BATCH, message="got 2 dimensions")
-    assert_refused(model, lambda index: losses(index).mean(), BATCH, message="got 0 dimensions")
-    assert_refused(
-        model, lambda index: losses(index)[:2], BATCH, message="losses must be as many as the rows .* got another number"
-    )
+    assert_refused("wrong-shape", model, lambda index: losses(index)[:, None], BATCH)
+    assert_refused("wrong-shape", model, lambda index: losses(index).mean(), BATCH)
+    assert_refused("other-number-of-losses", model, lambda index: losses(index)[:2], BATCH)
 
 
 @torch.no_grad()

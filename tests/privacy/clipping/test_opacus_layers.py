@@ -8,7 +8,7 @@ from torch import nn
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.clipping.opacus_layers import opacus_rules
 from doppler_hf.privacy.clipping.torch_layers import RULES
-from tests.privacy.clipping.test_layers import LAYERS
+from tests.support.layers import LAYERS
 from tests.support.nets import BATCH, Net, draw, on, ready, tokens
 from tests.support.per_example import assert_same_sums, clip_and_sum, gradients_of_each, median_norm, norms_of
 from tests.support.tiers import further

@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from doppler_hf.privacy.ledger.file import WriterLock, check_chain, digest, next_entry
+from tests.support.refusals import refused
 
 
 def three():
@@ -52,14 +53,14 @@ def hashed_anew(entries):
 def test_an_edit_is_found_and_named(edit, entry, what):
     entries = three()
     edit(entries)
-    with pytest.raises(ValueError, match=f"Entry {entry} .*: its {what} must be"):
+    with refused("ledger-changed", match=f"Entry {entry} .* {what}"):
         check_chain(entries)
 
 
 def test_one_writer_holds_a_folder(tmp_path):
     one, other = WriterLock(tmp_path / "out"), WriterLock(tmp_path / "out")
     with one, one:
-        with pytest.raises(ValueError, match=r"out is the folder of another private run, .*Use another output_dir"), other:
+        with refused("folder-in-use", match="output_dir"), other:
             pass
         with WriterLock(tmp_path / "elsewhere"):
             pass

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.noise import mechanism as mechanism_module
+from tests.support.refusals import refused
 
 SIGMA, C, B, D = 1.3, 0.7, 50, 100_000
 
@@ -44,22 +45,22 @@ def test_parameters_releases_of_a_step_and_seeds_never_share_their_noise(seed):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_sums_of_other_than_real_numbers_are_refused(dtype):
     sums = {"a": torch.zeros(3), "b": torch.zeros(3, dtype=dtype)}
-    with pytest.raises(ValueError, match=f"floating-point numbers, got 'b' of type {dtype}"):
+    with refused("not-real", match=f"'b' .*{dtype}"):
         gaussian().privatize(sums, step=0)
     assert not any(total.any() for total in sums.values())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        (dict(noise_multiplier=-1.0), "noise_multiplier must be a finite number ≥ 0, got -1"),
-        (dict(noise_multiplier=float("nan")), "got nan"),
-        (dict(max_grad_norm=0.0), "max_grad_norm must be a finite number > 0, got 0"),
-        (dict(expected_batch_size=0), "expected_batch_size must be at least 1, got 0"),
+        (dict(noise_multiplier=-1.0), "noise_multiplier .*-1"),
+        (dict(noise_multiplier=float("nan")), "nan"),
+        (dict(max_grad_norm=0.0), "max_grad_norm .*0"),
+        (dict(expected_batch_size=0), "expected_batch_size .*0"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments_are_refused(arguments, value):
+    with refused("out-of-range", match=value):
         gaussian(**arguments)
 
 

@@ -11,6 +11,7 @@ from scripts import glue
 from scripts.training import frozen_layers
 from scripts.training.frozen_layers import freeze_lowest
 from tests.support.folders import SPECIAL_WORDS, WORDS, write_bert, write_glue
+from tests.support.refusals import refused
 from tests.support.scripts import made_by
 
 VOCAB = {word: row for row, word in enumerate([*SPECIAL_WORDS, *WORDS])}
@@ -121,5 +122,5 @@ def test_what_cannot_be_frozen(folder, tokenizer, tmp_path):
     flags = ["--task_name=sst2", f"--model_name_or_path={folder}", "--use_cpu", "--report_to=none", "--noise_multiplier=1"]
     with pytest.raises(SystemExit, match=r"^error: frozen_layers=1 needs lora_r"):
         glue.main([*flags, f"--output_dir={tmp_path}", "--frozen_layers=1"])
-    with pytest.raises(ValueError, match=r"^--frozen_layers must be less than .*, got 3 for a \w+ with 3\.$"):
+    with refused("out-of-range", match=r"3 for a \w+ with 3"):
         freeze_lowest(loaded(folder), 3, texts(tokenizer, "good"), tokenizer, bf16=False, folder=tmp_path)

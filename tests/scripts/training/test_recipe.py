@@ -1,18 +1,17 @@
 """Which script a recipe is for, and what a flag overrules in it."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 
 from doppler_hf import DopplerTrainingArguments
-from doppler_hf.training_args.checks import NoEffectError
 from scripts.causal_lm import CausalLMArguments
 from scripts.image_classification import ImageArguments
 from scripts.training.arguments import parse_args
 from scripts.training.lora import LoraArguments
 from scripts.training.recipe import KINDS, command_of
+from tests.support.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad_norm", "target_epsilon"]
@@ -21,7 +20,7 @@ OF_PRIVACY = ["clipping", "low_pass_filter", "noise_shape", "per_sample_max_grad
 def test_flags_count_beside_the_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: bert\nmax_seq_length: 8\nlr_scheduler_kwargs: {min_lr: 1}\n")
-    with pytest.raises(ValueError, match=r"fit several workloads: glue, causal_lm\."):
+    with refused("workload-not-clear", match=r"glue, causal_lm\."):
         command_of([str(path), "--use_cpu"])
     words = [str(path), "--use_cpu", "--max_seq_length=4", "--task_name=rte"]
     assert command_of(words) == [str(ROOT / "scripts" / "glue.py"), *words]
@@ -40,14 +39,13 @@ def test_a_recipe_finds_the_script_of_its_launch_line(path):
 def test_what_no_script_has_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
-    message = r"^Recipe and flags fit no workload\. Choose one of glue, causal_lm, images with --workload\.$"
-    with pytest.raises(ValueError, match=message):
+    with refused("workload-not-clear", match="no workload.* glue, causal_lm, images .*--workload"):
         command_of([str(path), "--image_size=8"])
-    with pytest.raises(ValueError, match=r"^--workload must be one of glue, causal_lm, images, got 'audio'\.$"):
+    with refused("unknown-value", match="glue, causal_lm, images, .*'audio'"):
         command_of(["--workload=audio"])
-    with pytest.raises(ValueError, match=r"several workloads: glue, causal_lm, images\. Choose one of"):
+    with refused("workload-not-clear", match="glue, causal_lm, images"):
         command_of([])
-    with pytest.raises(ValueError, match=r"The recipe must be a YAML file, got .*nowhere\.yaml\."):
+    with refused("recipe-not-yaml", match=r"nowhere\.yaml"):
         command_of([str(tmp_path / "nowhere.yaml")])
 
 
@@ -79,26 +77,26 @@ def test_a_flag_overrules_what_it_leaves_without_effect_in_the_recipe(caplog, tm
     # Inside one recipe, or on one command line, it can be fixed, and is refused.
     beside = tmp_path / "recipe.yaml"
     beside.write_text(f"{path.read_text()}\n{flag.replace('=', ': ')}\n")
-    with pytest.raises(NoEffectError, match=f"^({'|'.join(left_out)})=.* has no effect with {flag.split('=')[0]}="):
+    with refused("no-effect", match=f"^({'|'.join(left_out)})=.*{flag.split('=')[0]}="):
         parse_args(*types, argv=[str(beside), *flags])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "options", "names"),
     [
-        (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 has no effect with lora_r=0. Leave lora_alpha out, or change"),
+        (LoraArguments, {"lora_alpha": 32}, "lora_alpha=32 .*lora_r=0"),
         (
             ImageArguments,
             {"num_heads": 4, "model_name_or_path": "vit"},
-            "num_heads=4 has no effect with model_name_or_path='vit'",
+            "num_heads=4 .*model_name_or_path='vit'",
         ),
         (
             CausalLMArguments,
             {"model_name_or_path": "gpt2", "validation_split": "test[:9]", "dataset_dir": "here"},
-            "validation_split='test[:9]' has no effect with dataset_dir='here'",
+            "validation_split=.*dataset_dir='here'",
         ),
     ],
 )
-def test_what_another_argument_overrules_is_refused(arguments, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_another_argument_overrules_is_refused(arguments, options, names):
+    with refused("no-effect", match=names):
         arguments(**options)
