@@ -267,9 +267,10 @@ class ClippedGradients:
             # Sensitivity: a layer that has taken the place of another one is watched by nobody.
             known = self.parameters.get(name)
             if known is not None and parameter is not known and not isinstance(parameter, DTensor):
-                raise ValueError(
+                raise Refusal(
+                    "replaced-parameter",
                     f"{name!r} was replaced by another parameter during the training. Its gradients would not be private. "
-                    "Change layers and adapters before train()."
+                    "Change layers and adapters before train().",
                 )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
