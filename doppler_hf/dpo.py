@@ -189,7 +189,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         return {"weights": weights, "terms": terms}
 
     def _loss_bound(self) -> LossBound:
-        if overrides(type(self), "compute_per_sample_loss"):
+        if overrides(self, "compute_per_sample_loss"):
             return LossBound.guessed()
         vocabulary = without_adapters(self.model).config.get_text_config(decoder=True).vocab_size
         loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)

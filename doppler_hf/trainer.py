@@ -37,6 +37,7 @@ from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.logged_loss import raw_loss_kept_here
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.plan import NOTHING, Previous, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
@@ -132,6 +133,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
         if not self.args.disable_dp:
+            if not self._was_disabled:
+                preflight.before_a_training(self)
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -195,11 +198,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.privacy
+            preflight.of_the_loader(run, dataloader)
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             # Which may be a few less, where only some groups would have a turn in the last ones.
             values = (*values[:-1], run.statement.steps_planned)
-            preflight.before_the_engine(run, self, loader=dataloader)
+            preflight.before_the_engine(run, self)
             run.attach(self.model, self._losses, rows_per_loss=self.rows_per_loss, sharding=self._sharding)
             preflight.with_the_engine(run, self)
         return values
@@ -279,7 +283,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     @property
     def has_own_loss(self) -> bool:
         """Whether code other than the rule for the model's class computes the losses, which may count other labels."""
-        return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
+        is_inherited = type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss
+        return not is_inherited or overrides(self, "compute_per_sample_loss")
 
     def _loss_bound(self) -> LossBound:
         return default_bound(without_adapters(self.model), has_own_loss=self.has_own_loss)

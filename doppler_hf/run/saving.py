@@ -154,7 +154,7 @@ class SavingTrainer(ShardedTrainer):
                 # In the middle of an update, weights and states are of two steps.
                 if 0 < done == self.state.global_step - run.previous.step:
                     with contextlib.suppress(Exception):
-                        self._save_checkpoint(self.model, trial=None)
+                        self._save_checkpoint(self.model, None)
             raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
