@@ -76,6 +76,14 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         super().__post_init__()
         if self.precompute_ref_log_probs is None:
             self.precompute_ref_log_probs = not self.disable_dp
+        self._check_further()
+
+    def check(self) -> None:
+        """Check the arguments again, as `DopplerTrainingArguments` does."""
+        super().check()
+        self._check_further()
+
+    def _check_further(self) -> None:
         if self.disable_dp:
             return
         trl_checks.refuse_arguments(self, _NOT_PRIVATE)

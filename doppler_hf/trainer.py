@@ -324,6 +324,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer))
         return self.optimizer
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Transformers' only method that scales `p.grad`. The private gradient keeps the scale of its noise, whatever
+        # `max_grad_norm` a callback has set since; only its norm is logged.
+        return super()._clip_grad_norm(model) if self.args.disable_dp else self._get_grad_norm(model)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0

@@ -38,6 +38,7 @@ def of_the_trainer(of: Any) -> None:
 
 def before_a_training(of: Any) -> None:
     """Check, when `train` is called, what may have been set since the trainer was made, and what its loop will call."""
+    trainer.refuse_changed_arguments(of.args)
     trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_attributes_without_effect(of)
     trainer.refuse_methods_without_effect(of)

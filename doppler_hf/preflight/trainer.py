@@ -10,7 +10,6 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
@@ -46,10 +45,7 @@ def refuse_other_bases(trainer: type) -> None:
 
 def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:
     """Refuse arguments that have changed since they were made, to what they refuse then."""
-    if args.disable_dp:  # maybe since they were made, with other defaults
-        refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
-    else:
-        refuse_what_breaks_privacy(args)
+    args.check()
 
 
 def refuse_wrapped_model(model: Any) -> None:

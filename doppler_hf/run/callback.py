@@ -36,6 +36,7 @@ class PrivacyCallback(TrainerCallback):
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step, model = self._run, state.global_step, kwargs["model"]
+        run.terms.refuse_changes(args)
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         ledger = run.begin(model, step=step, output_dir=args.output_dir)
@@ -79,6 +80,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
+        self._run.terms.warn_of_changes(args)
         ledger = self._run.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)

@@ -43,6 +43,7 @@ from doppler_hf.privacy.losses import Losses, without_adapters
 from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, filled_generators
 from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
+from doppler_hf.run.fixed_terms import FixedTerms
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.processes import compare_terms, give_all_the_weights_of_process_0, on_process_0
@@ -58,6 +59,7 @@ class PrivateRun:
     """The one owner of a private training: of its sampler, engine, mechanism, ledger and secrets.
 
     Attributes:
+        terms: The arguments with which it was planned.
         statement: Every public number of the run, as in its ledger.
         ledger: The record of what was spent; None before `begin`.
         is_running: Whether the training goes on.
@@ -78,6 +80,7 @@ class PrivateRun:
         loss_bound: LossBound | None = None,
     ) -> None:
         self.loss_bound = loss_bound or LossBound.guessed()
+        self.terms = FixedTerms(args)
         self._args, self.train_dataset, self.previous = args, train_dataset, previous
         self._resources = contextlib.ExitStack()
         self._first_step = previous.step
