@@ -127,8 +127,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         preflight.before_a_run(self)
         num_trained = self.get_num_trainable_parameters()
         return PrivateRun(
-            self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound()
-        )
+            self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound(),
+            mixed_precision=self.accelerator.mixed_precision,
+        )  # fmt: skip
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
@@ -186,12 +187,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _told_of_events(self, run: PrivateRun) -> Iterator[None]:
         """Let Transformers' events reach the run during the block, behind all other callbacks, which may change things."""
         handler = self.callback_handler
-        callback = PrivacyCallback(run, beside=handler.callbacks)
+        callback = self._privacy_callback = PrivacyCallback(run, handler=handler)
         handler.add_callback(callback)
         try:
             yield
         finally:
-            handler.remove_callback(callback)
+            handler.callbacks = [each for each in handler.callbacks if each is not callback]
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
         """Let Transformers count its steps, compare them with the plan, and attach the engine to the model."""
@@ -249,6 +250,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._privacy_callback.refuse_removed()
         return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:

@@ -7,7 +7,19 @@ which the lines of the start show.
 
 from typing import Any
 
-from doppler_hf.preflight import data, examples, loop, loss, model, own_step, rehearsal, signatures, trainer, values
+from doppler_hf.preflight import (
+    data,
+    examples,
+    launcher,
+    loop,
+    loss,
+    model,
+    own_step,
+    rehearsal,
+    signatures,
+    trainer,
+    values,
+)
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import refuse_processes_that_draw_alone
@@ -32,6 +44,7 @@ def of_the_trainer(of: Any) -> None:
     trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_own_optimizer(of)
     trainer.refuse_model_in_parts(of)
+    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
     trainer.refuse_methods_without_effect(of)
     data.warn_of_training_data_in_evaluation(of)
 
@@ -39,6 +52,7 @@ def of_the_trainer(of: Any) -> None:
 def before_a_training(of: Any) -> None:
     """Check, when `train` is called, what may have been set since the trainer was made, and what its loop will call."""
     trainer.refuse_changed_arguments(of.args)
+    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
     trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_attributes_without_effect(of)
     trainer.refuse_methods_without_effect(of)

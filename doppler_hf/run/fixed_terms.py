@@ -34,8 +34,8 @@ class FixedTerms:
         for name in self._changed(args):
             raise Refusal(
                 "arguments-changed",
-                f"{name} was changed from {self._values[name]} to {getattr(args, name)} after the run was planned, and would "
-                "have no effect. Set it before train(). No ε is spent.",
+                f"{name} was changed from {self._values[name]} to {getattr(args, name)} after the run was planned, which "
+                "would have no effect. Set it before train(). No ε is spent.",
             )
 
     def warn_of_changes(self, args: DopplerTrainingArguments) -> None:

@@ -66,7 +66,7 @@ def print_start(
     if args.get_warmup_steps(steps) >= steps:
         watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
     lengths = run.sampler.lengths
-    if computes_in_bf16(model, args) and lengths is not None and lengths.min() < lengths.max():
+    if computes_in_bf16(model, run.mixed_precision) and lengths is not None and lengths.min() < lengths.max():
         watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
         watched += noisy_loss(statement, logging_steps=args.logging_steps)

@@ -47,7 +47,7 @@ def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
 
 
 class LeftOut(float):
-    """A number for an argument that was left out. A copy with other arguments, as of `dataclasses.replace`, chooses again."""
+    """A number for an argument that was left out. A copy, as by `dataclasses.replace`, chooses it again."""
 
 
 @with_earlier_arguments
