@@ -106,7 +106,9 @@ def before_the_first_step(run: PrivateRun, of: Any) -> None:
     """Check what the loop will do: model, optimizer and schedule are final now."""
     loop.refuse_another_optimizer(of.optimizer.optimizer)
     loop.refuse_other_parameters(run, of)
+    loop.refuse_another_schedule(of)
     loop.refuse_another_rate(run, of)
+    loop.refuse_a_rate_that_never_arrives(run, of)
     own_step.refuse_another_step(run, of)
     if of.args.rehearse:
         rehearsal.rehearse(run, of)

@@ -66,7 +66,7 @@ class _Counted:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Tensor:
         """Count a piece."""
         if not all(isinstance(each, MicroBatch) for each in piece):
-            raise TypeError("A piece is a list of micro-batches.")
+            raise TypeError("A piece must be a list of micro-batches, got other things in it.")
         self.pieces += 1
         return torch.zeros(0)
 

@@ -124,8 +124,13 @@ class DopplerTrainingArguments(TrainingArguments):
     rehearse: bool = HfArg(
         default=True,
         help="Before any ε is spent, evaluate two rows of each evaluation set, if the training will or there are "
-        "compute_metrics, and save the model without weights; refuse a learning rate a hundredfold off the rule's. Errors "
-        "then cost no ε. Takes 0.3 s for RoBERTa-base.",
+        "compute_metrics, and save the model without weights. Errors then cost no ε. Takes 0.3 s for RoBERTa-base. Without "
+        "it, any learning rate is allowed, too.",
+    )
+    allow_any_learning_rate: bool = HfArg(
+        default=False,
+        help="Train at a learning rate a hundredfold off the rule's, or with a warmup longer than the run. They are refused "
+        "otherwise, since ε would buy nothing.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,

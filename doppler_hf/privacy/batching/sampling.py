@@ -280,7 +280,8 @@ class AllocationSampler(Sampler[list[int]]):
                 "loader-read",
                 "Something other than the training has read train_dataloader, such as next(iter(train_dataloader)) in a "
                 "callback. Its batches are the draws of the steps, and each belongs to one step alone. To look at a batch, "
-                "make a loader of your own: DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator).",
+                "make a loader of your own: "
+                "DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator).",
             )
         self._may_begin = False
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
