@@ -77,6 +77,14 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         super().__post_init__()
         if self.precompute_ref_log_probs is None:
             self.precompute_ref_log_probs = not self.disable_dp
+        self._check_further()
+
+    def check(self) -> None:
+        """Check the arguments again, as `DopplerTrainingArguments` does."""
+        super().check()
+        self._check_further()
+
+    def _check_further(self) -> None:
         if self.disable_dp:
             return
         trl_checks.refuse_arguments(self, _NOT_PRIVATE)
@@ -194,7 +202,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         return {"weights": weights, "terms": terms}
 
     def _loss_bound(self) -> LossBound:
-        if overrides(type(self), "compute_per_sample_loss"):
+        if overrides(self, "compute_per_sample_loss"):
             return LossBound.guessed()
         vocabulary = without_adapters(self.model).config.get_text_config(decoder=True).vocab_size
         loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)

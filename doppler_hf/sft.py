@@ -36,6 +36,14 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     def __post_init__(self) -> None:
         """Check the arguments, as TRL and `DopplerTrainingArguments` do."""
         super().__post_init__()
+        self._check_further()
+
+    def check(self) -> None:
+        """Check the arguments again, as `DopplerTrainingArguments` does."""
+        super().check()
+        self._check_further()
+
+    def _check_further(self) -> None:
         if not self.disable_dp:
             trl_checks.refuse_arguments(self, _NOT_PRIVATE)
 

@@ -39,6 +39,7 @@ from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import raw_loss_kept_here
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.plan import NOTHING, Previous, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
@@ -129,12 +130,15 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         preflight.before_a_run(self)
         num_trained = self.get_num_trainable_parameters()
         return PrivateRun(
-            self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound()
-        )
+            self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound(),
+            mixed_precision=self.accelerator.mixed_precision,
+        )  # fmt: skip
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
         if not self.args.disable_dp:
+            if not self._was_disabled:
+                preflight.before_a_training(self)
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -190,23 +194,24 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _told_of_events(self, run: PrivateRun) -> Iterator[None]:
         """Let Transformers' events reach the run during the block, behind all other callbacks, which may change things."""
         handler = self.callback_handler
-        callback = PrivacyCallback(run, beside=handler.callbacks)
+        callback = self._privacy_callback = PrivacyCallback(run, handler=handler)
         handler.add_callback(callback)
         try:
             yield
         finally:
-            handler.remove_callback(callback)
+            handler.callbacks = [each for each in handler.callbacks if each is not callback]
 
     def set_initial_training_values(self, args: DopplerTrainingArguments, dataloader: DataLoader[Any]) -> Any:
         """Let Transformers count its steps, compare them with the plan, and attach the engine to the model."""
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.privacy
+            preflight.of_the_loader(run, dataloader)
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
             # Which may be a few less, where only some groups would have a turn in the last ones.
             values = (*values[:-1], run.statement.steps_planned)
-            preflight.before_the_engine(run, self, loader=dataloader)
+            preflight.before_the_engine(run, self)
             run.attach(self.model, self._losses, rows_per_loss=self.rows_per_loss, sharding=self._sharding)
             preflight.with_the_engine(run, self)
         return values
@@ -252,6 +257,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._privacy_callback.refuse_removed()
         return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -289,7 +295,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     @property
     def has_own_loss(self) -> bool:
         """Whether code other than the rule for the model's class computes the losses, which may count other labels."""
-        return type(self).compute_per_sample_loss is not DopplerTrainer.compute_per_sample_loss
+        is_inherited = type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss
+        return not is_inherited or overrides(self, "compute_per_sample_loss")
 
     def _loss_bound(self) -> LossBound:
         return default_bound(without_adapters(self.model), has_own_loss=self.has_own_loss)
@@ -328,6 +335,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self.optimizer.noise_std = run.settled_noise_std
         run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer))
         return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # Transformers' only method that scales `p.grad`. The private gradient keeps the scale of its noise, whatever
+        # `max_grad_norm` a callback has set since; only its norm is logged.
+        return super()._clip_grad_norm(model) if self.args.disable_dp else self._get_grad_norm(model)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""

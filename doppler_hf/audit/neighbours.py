@@ -166,7 +166,9 @@ def neighbour_distances(
         draw_size=size,
         expected_batch_size=trainer.privacy.sampler.expected_batch_size,
         tolerance=tolerance,
-        rounding=max(tolerance, ROUNDING_BF16 if computes_in_bf16(trainer.model, trainer.args) else 0.0),
+        rounding=max(
+            tolerance, ROUNDING_BF16 if computes_in_bf16(trainer.model, trainer.accelerator.mixed_precision) else 0.0
+        ),
     )
 
 

@@ -2,6 +2,9 @@
 
 - order: which checks there are, and when each is made
 - trainer: the trainer's methods, its optimizer, and a checkpoint
+- launcher: settings that come from `accelerate launch` rather than from the arguments
+- signatures: overrides and callbacks that Transformers cannot call
+- own_step: a `training_step` of the user's own, tried once
 - data: the training set and its collator
 - values, limits: numbers of the data that the model cannot take
 - model: models that are refused by their settings

@@ -90,9 +90,9 @@ class _Comparison:
         self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
         self.weights_of = run.weights_of
         self.most_rows = trainer.args.per_device_train_batch_size  # of a micro-batch
-        self.tolerance = rounding_of(trainer.model, trainer.args)
+        self.tolerance = rounding_of(trainer.model, trainer.accelerator.mixed_precision)
         self.has_own_loss = trainer.has_own_loss
-        self.has_users_loss = overrides(type(trainer), "compute_per_sample_loss")
+        self.has_users_loss = overrides(trainer, "compute_per_sample_loss")
         # Short examples, and the same in one batch.
         self.rows, self.whole = self.probe.short, self.probe.collated(self.probe.short)
 

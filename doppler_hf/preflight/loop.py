@@ -1,12 +1,15 @@
 """Checks of the loop: its optimizer and its learning rate."""
 
-from typing import Any
+from typing import Any, Final
 
 from doppler_hf.errors import Refusal
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.run.learning_rate import told_of_another_rate
+from doppler_hf.run.learning_rate import FAR, is_any_rate_allowed, told_of_another_rate
 from doppler_hf.run.optimizer import first_learning_rate
 from doppler_hf.run.private_run import PrivateRun
+
+# So many steps of a schedule are looked at, spread over the run.
+_LOOKED_AT: Final = 1000
 
 
 def refuse_another_optimizer(optimizer: Any) -> None:
@@ -45,3 +48,33 @@ def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
     if first_learning_rate(trainer.optimizer.optimizer) == trainer.args.learning_rate:
         note = told_of_another_rate(trainer.args, run.statement, model=trainer.model)
         run.notes += [note] if note else []
+
+
+def refuse_a_rate_that_never_arrives(run: PrivateRun, trainer: Any) -> None:
+    """Refuse a warmup that is longer than the run, and a schedule that never reaches a tenth of the learning rate."""
+    shares = getattr(trainer.lr_scheduler, "lr_lambdas", None)
+    if not shares or is_any_rate_allowed(trainer.args):  # a schedule of another kind is not known beforehand
+        return
+    steps = run.statement.steps_planned
+    looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), max(0, steps - 1)}
+    largest = max(share(step) for share in shares for step in looked_at)
+    warmup = trainer.args.get_warmup_steps(steps)
+    if largest < 1.0 / FAR or (warmup > steps and largest < 1.0):
+        raise Refusal(
+            "rate-never-arrives",
+            f"The learning rate would never be more than {largest:.2g} of the one that is set, in a run of {steps:,} steps"
+            + (f" with a warmup of {warmup:,}" if warmup > steps else "")
+            + ", and ε would be spent for little. Shorten the warmup, such as to warmup_steps=0.1 (a tenth of the run), or "
+            "set allow_any_learning_rate=True to try it.",
+        )
+
+
+def refuse_another_schedule(trainer: Any) -> None:
+    """Refuse a scheduler that was set on the trainer and moves the rate of another optimizer."""
+    of = getattr(trainer.lr_scheduler, "optimizer", None)
+    if of is not None and of.param_groups is not trainer.optimizer.param_groups:
+        raise Refusal(
+            "another-schedule",
+            f"trainer.lr_scheduler, a {type(trainer.lr_scheduler).__name__}, sets the learning rate of another optimizer, "
+            "so that it would have no effect. Override create_scheduler.",
+        )

@@ -43,7 +43,7 @@ def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
         inputs = trainer._prepare_inputs(run.probe.collated(run.probe.short[:2]))
         with trainer.compute_loss_context_manager():
             base = without_adapters(trainer.model)
-            tolerance = rounding_of(trainer.model, trainer.args) / 10
+            tolerance = rounding_of(trainer.model, trainer.accelerator.mixed_precision) / 10
             compare_losses(trainer.model, inputs, base_model=base, tolerance=tolerance)
 
 

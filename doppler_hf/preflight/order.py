@@ -7,7 +7,19 @@ which the lines of the start show.
 
 from typing import Any
 
-from doppler_hf.preflight import data, examples, loop, loss, model, rehearsal, trainer, values
+from doppler_hf.preflight import (
+    data,
+    examples,
+    launcher,
+    loop,
+    loss,
+    model,
+    own_step,
+    rehearsal,
+    signatures,
+    trainer,
+    values,
+)
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import refuse_processes_that_draw_alone
@@ -29,10 +41,24 @@ def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_data
 
 def of_the_trainer(of: Any) -> None:
     """Check a trainer that was just made."""
+    trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_own_optimizer(of)
     trainer.refuse_model_in_parts(of)
+    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
     trainer.refuse_methods_without_effect(of)
     data.warn_of_training_data_in_evaluation(of)
+
+
+def before_a_training(of: Any) -> None:
+    """Check, when `train` is called, what may have been set since the trainer was made, and what its loop will call."""
+    trainer.refuse_changed_arguments(of.args)
+    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
+    trainer.refuse_own_loss_of_batches(of)
+    trainer.refuse_attributes_without_effect(of)
+    trainer.refuse_methods_without_effect(of)
+    trainer.refuse_missing_callbacks(of)
+    signatures.refuse_other_signatures(of)
+    signatures.refuse_callbacks_of_other_signatures(of)
 
 
 def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
@@ -52,9 +78,13 @@ def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -
     values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
 
 
-def before_the_engine(run: PrivateRun, of: Any, *, loader: Any) -> None:
-    """Check processes and model, before something is attached to it."""
+def of_the_loader(run: PrivateRun, loader: Any) -> None:
+    """Check the loader before Transformers' steps are counted by it."""
     run.refuse_another_loader(loader)
+
+
+def before_the_engine(run: PrivateRun, of: Any) -> None:
+    """Check processes and model, before something is attached to it."""
     refuse_processes_that_draw_alone(of.args.world_size)
     run.bring_processes_together(of.model)
     loss.refuse_ignored_labels(run, of)
@@ -77,6 +107,9 @@ def before_the_first_step(run: PrivateRun, of: Any) -> None:
     """Check what the loop will do: model, optimizer and schedule are final now."""
     loop.refuse_another_optimizer(of.optimizer.optimizer)
     loop.refuse_other_parameters(run, of)
+    loop.refuse_another_schedule(of)
     loop.refuse_another_rate(run, of)
+    loop.refuse_a_rate_that_never_arrives(run, of)
+    own_step.refuse_another_step(run, of)
     if of.args.rehearse:
         rehearsal.rehearse(run, of)

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import Trainer
+from transformers import DefaultFlowCallback
 
 from doppler_hf.errors import Refusal, TypeRefusal
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.run.own_code import overrides
+from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import refuse_privacy_without_dp, refuse_what_breaks_privacy
 
 # A method of Transformers → when an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
@@ -23,6 +22,8 @@ _NOT_CALLED: Final = {
         "Leave it out, set base_optimizer, and override create_scheduler",
     ),
 }  # fmt: skip
+# Methods that `DopplerTrainer` replaces: a private training calls no other one behind it.
+_REPLACED: Final = ("training_step", "get_train_dataloader", "get_batch_samples", "create_optimizer")
 # TRL's trainer → what to take in its place.
 _OF_TRL: Final = {
     "SFTTrainer": "Use DopplerSFTTrainer",
@@ -44,10 +45,7 @@ def refuse_other_bases(trainer: type) -> None:
 
 def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:
     """Refuse arguments that have changed since they were made, to what they refuse then."""
-    if args.disable_dp:  # maybe since they were made, with other defaults
-        refuse_privacy_without_dp(args, base=DopplerTrainingArguments)
-    else:
-        refuse_what_breaks_privacy(args)
+    args.check()
 
 
 def refuse_wrapped_model(model: Any) -> None:
@@ -60,14 +58,18 @@ def refuse_wrapped_model(model: Any) -> None:
         )
 
 
-def refuse_own_optimizer(trainer: Any) -> None:
-    """Refuse an optimizer, a scheduler or a loss of batches that the trainer was given."""
+def refuse_own_loss_of_batches(trainer: Any) -> None:
+    """Refuse a loss of batches, which the trainer was given or got later."""
     if trainer.compute_loss_func is not None:
         raise Refusal(
             "loss-of-the-batch",
             "A compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
             "compute_per_sample_loss, which returns one loss per example.",
         )
+
+
+def refuse_own_optimizer(trainer: Any) -> None:
+    """Refuse an optimizer or a scheduler that the trainer was given."""
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise Refusal(
             "another-optimizer",
@@ -94,16 +96,68 @@ def refuse_model_in_parts(trainer: Any) -> None:
 
 
 def refuse_methods_without_effect(trainer: Any) -> None:
-    """Refuse overrides of methods that a private training does not call."""
-    own = type(trainer)
+    """Refuse methods that a private training does not call, of a class or set later."""
     for name, (reason, fix) in _NOT_CALLED.items():
-        if getattr(own, name) is not getattr(Trainer, name):
-            raise Refusal("method-without-effect", f"{own.__name__}.{name} has no effect{reason}. {fix}.")
-    if overrides(own, "compute_loss") and not overrides(own, "compute_per_sample_loss"):
+        if own := _own_definition(trainer, name):
+            raise Refusal("method-without-effect", f"{own.place} has no effect{reason}. {fix}.")
+    own = _own_definition(trainer, "compute_loss")
+    if own and not overrides(trainer, "compute_per_sample_loss"):
         raise Refusal(
             "method-without-effect",
-            f"{own.__name__}.compute_loss has no effect on a private training, which needs one loss per example. "
-            "Override compute_per_sample_loss. Keep compute_loss only for evaluations.",
+            f"{own.place} has no effect on a private training, which needs one loss per example. Override "
+            "compute_per_sample_loss. Keep compute_loss only for evaluations.",
+        )
+    for name in _REPLACED:
+        if own := _own_definition(trainer, name, behind_ours=True):
+            raise Refusal(
+                "method-without-effect",
+                f"{own.place} has no effect on a private training: DopplerTrainer has a {name} of its own, which comes "
+                "first. Leave it out, or override it in a subclass of DopplerTrainer that calls "
+                f"super().{name}.",
+            )
+
+
+def _own_definition(trainer: Any, name: str, *, behind_ours: bool = False) -> Definition | None:
+    """Return the first definition of the user's, or the first one that a class of ours hides."""
+    is_behind = not behind_ours
+    for each in definitions(trainer, name):
+        if is_behind and each.is_own:
+            return each
+        is_behind |= isinstance(each.owner, type) and each.owner.__module__.startswith(f"{LIBRARIES[0]}.")
+    return None
+
+
+def refuse_attributes_without_effect(trainer: Any) -> None:
+    """Refuse what was set on the trainer after it was made, and would change nothing or change all examples together."""
+    if trainer.optimizer_cls_and_kwargs is not None:
+        raise Refusal(
+            "attribute-without-effect",
+            "trainer.optimizer_cls_and_kwargs has no effect on a private training, whose optimizer is a DopplerOptimizer. "
+            "Set it to None, and set base_optimizer.",
+        )
+    if trainer.label_smoother is not None:
+        raise Refusal(
+            "attribute-without-effect",
+            "trainer.label_smoother has no effect on a private training, and its mean is over the batch's tokens. Leave it "
+            "out, or override compute_per_sample_loss.",
+        )
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:
+        raise Refusal(
+            "attribute-without-effect",
+            "trainer.neftune_noise_alpha cannot be used with differential privacy: it hooks the embeddings of the whole "
+            "batch. Set it to None.",
+        )
+
+
+def refuse_missing_callbacks(trainer: Any) -> None:
+    """Refuse a list of callbacks without the one that logs, evaluates, saves and stops as the arguments say."""
+    if not any(isinstance(each, DefaultFlowCallback) for each in trainer.callback_handler.callbacks):
+        raise Refusal(
+            "callbacks-removed",
+            "The trainer has no DefaultFlowCallback, which logs, evaluates, saves and stops when the arguments say so. "
+            "Something has removed it or replaced trainer.callback_handler.callbacks. Put it back with "
+            "trainer.add_callback(transformers.trainer_callback.DefaultFlowCallback), and take out single callbacks with "
+            "trainer.remove_callback.",
         )
 
 

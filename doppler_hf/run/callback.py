@@ -4,10 +4,10 @@ It also guards the budget: steps are reserved in the ledger before they are comp
 would exceed the target. Only process 0 writes ledgers.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
@@ -15,7 +15,7 @@ from doppler_hf.run.digests import note_shards
 from doppler_hf.run.lineage import adapters_trained_by_others
 from doppler_hf.run.logged_loss import BoundWatch, forget_losses
 from doppler_hf.run.optimizer import learning_rate_in_words
-from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.private_run import PrivateRun, callbacks_removed
 from doppler_hf.run.processes import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import print_end, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -26,16 +26,18 @@ class PrivacyCallback(TrainerCallback):
 
     Args:
         run: The run.
-        beside: All callbacks of the trainer, some of which show what is logged.
+        handler: The trainer's, with all callbacks, some of which show what is logged.
     """
 
-    def __init__(self, run: PrivateRun, *, beside: Sequence[TrainerCallback]) -> None:
-        self._run, self._beside = run, beside
+    def __init__(self, run: PrivateRun, *, handler: CallbackHandler) -> None:
+        self._run, self._handler = run, handler
         self._bound_watch: BoundWatch | None = None  # of a private training loss
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the ledger, or continue that of an earlier run, and print the summary."""
         run, step, model = self._run, state.global_step, kwargs["model"]
+        run.terms.refuse_changes(args)
+        self.refuse_removed()
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         ledger = run.begin(model, step=step, output_dir=args.output_dir)
@@ -71,7 +73,13 @@ class PrivacyCallback(TrainerCallback):
                 "Training will stop there.": run.affordable < remaining,
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
-            print_start(run, args, model=model, notes=due, callbacks=self._beside)
+            print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
+
+    def refuse_removed(self) -> None:
+        """Stop if this callback, or the one by which Transformers logs, saves and stops, is no longer in the list."""
+        there = self._handler.callbacks
+        if self not in there or not any(isinstance(each, DefaultFlowCallback) for each in there):
+            raise callbacks_removed()
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler at which step its next draw is."""
@@ -79,6 +87,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
+        self._run.terms.warn_of_changes(args)
         ledger = self._run.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
@@ -91,6 +100,7 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
+        self._run.sampler.is_reserved &= not control.should_training_stop
         if self._run.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
             # As Transformers does after the last step of its plan.

@@ -31,7 +31,7 @@ class EvaluatingTrainer(ShardedTrainer):
 
         It is called in evaluations, and with `disable_dp` in the training, too.
         """
-        if not overrides(type(self), "compute_per_sample_loss"):
+        if not overrides(self, "compute_per_sample_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
@@ -51,7 +51,7 @@ class EvaluatingTrainer(ShardedTrainer):
         with spoken_for_when_converted(run, self.args, model=self.model):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self.args.disable_dp:
-            is_own_loss = overrides(type(self), "compute_per_sample_loss")
+            is_own_loss = overrides(self, "compute_per_sample_loss")
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
         return output
 

@@ -59,7 +59,7 @@ VERY_FAR: Final = 100.0
 
 
 def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return a warning about a given rate far from the rule's; refuse one that is very far, unless `rehearse` is off."""
+    """Return a warning about a given rate far from the rule's; refuse one that is very far, unless any is allowed."""
     given = args.learning_rate
     if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
@@ -70,11 +70,17 @@ def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyState
         return ""
     far = f"{rule / given:,.0f} times below" if given < rule else f"{given / rule:,.0f} times above"
     told = f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose"
-    if args.rehearse and not rule / VERY_FAR < given < VERY_FAR * rule:
+    if not is_any_rate_allowed(args) and not rule / VERY_FAR < given < VERY_FAR * rule:
         raise Refusal(
-            "rate-far-off", f"{told}, and would spend its ε for nothing. Leave it out, or set rehearse=False to try it."
+            "rate-far-off",
+            f"{told}, and would spend its ε for nothing. Leave it out, or set allow_any_learning_rate=True to try it.",
         )
     return f"{told}: leave it out"
+
+
+def is_any_rate_allowed(args: DopplerTrainingArguments) -> bool:
+    """Return whether a learning rate is trained at which, by all experience, nothing is learnt."""
+    return args.allow_any_learning_rate or not args.rehearse
 
 
 def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:

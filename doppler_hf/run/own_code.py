@@ -1,12 +1,50 @@
 """Whether a method of a trainer is the user's own, or one of the libraries that a private run rests on."""
 
-from typing import Final
+import functools
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
-_LIBRARIES: Final = ("doppler_hf", "transformers", "trl")
+LIBRARIES: Final = ("doppler_hf", "transformers", "trl")
+# Libraries whose decorators and wrappers may surround a library's own method.
+_WRAPPING: Final = (*LIBRARIES, "torch", "accelerate", "contextlib", "functools", "jaxtyping")
 
 
-def overrides(trainer: type, method: str) -> bool:
-    """Return whether a user's class defines this method of a class of trainers.
+class Definition(NamedTuple):
+    """A definition of a method: on the trainer itself, or in a class."""
+
+    owner: Any  # the trainer or the class
+    name: str
+    value: Any
+
+    @property
+    def place(self) -> str:
+        """Return its name as a user knows it, such as `trainer.log` or `Mine.log`."""
+        return f"{self.owner.__name__ if isinstance(self.owner, type) else 'trainer'}.{self.name}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user has written it: in a class, or to replace a library's method from outside."""
+        if isinstance(self.owner, type) and _root(self.owner.__module__) not in LIBRARIES:
+            return True
+        return any(_root(module) not in _WRAPPING for module in _modules_of(self.value))
+
+
+def definitions(trainer: Any, method: str) -> Iterator[Definition]:
+    """Yield all definitions of a method, in the order in which Python looks for them.
+
+    Args:
+        trainer: A trainer, whose own attributes come first, or a class of trainers.
+        method: The method's name.
+    """
+    if not isinstance(trainer, type) and method in vars(trainer):
+        yield Definition(trainer, method, vars(trainer)[method])
+    for cls in (trainer if isinstance(trainer, type) else type(trainer)).__mro__:
+        if method in vars(cls):
+            yield Definition(cls, method, vars(cls)[method])
+
+
+def overrides(trainer: Any, method: str) -> bool:
+    """Return whether this method of a trainer, or of a class of trainers, is the user's own.
 
     Example:
         >>> from doppler_hf import DopplerTrainer
@@ -15,5 +53,22 @@ def overrides(trainer: type, method: str) -> bool:
         >>> overrides(Mine, "log"), overrides(Mine, "train")
         (True, False)
     """
-    owner = next(cls for cls in trainer.__mro__ if method in vars(cls))
-    return owner.__module__.partition(".")[0] not in _LIBRARIES
+    return next(definitions(trainer, method)).is_own
+
+
+def _root(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _modules_of(value: Any) -> Iterator[str | None]:
+    """Yield the modules of a function and of all that it wraps, by where each was written and not by what it claims."""
+    while value is not None:
+        if isinstance(value, functools.partial | functools.partialmethod):
+            value = value.func
+            continue
+        function = getattr(value, "__func__", value)  # of a method, a static or a class method
+        if hasattr(function, "__globals__"):
+            yield function.__globals__.get("__name__")
+        else:
+            yield type(function).__module__
+        value = getattr(function, "__wrapped__", None)

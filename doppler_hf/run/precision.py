@@ -5,24 +5,26 @@ from typing import Final
 import torch
 from torch import nn
 
-from doppler_hf.training_args import DopplerTrainingArguments
-
 # Relative, of losses and gradients: batches of one and of several are rounded differently.
 ROUNDING: Final = 1e-3
 ROUNDING_BF16: Final = 0.1
 
 
-def rounding_of(model: nn.Module, args: DopplerTrainingArguments) -> float:
+def rounding_of(model: nn.Module, mixed_precision: str) -> float:
     """Return by which share of itself rounding may change a loss or a gradient."""
-    return ROUNDING_BF16 if computes_in_bf16(model, args) else ROUNDING
+    return ROUNDING_BF16 if computes_in_bf16(model, mixed_precision) else ROUNDING
 
 
-def computes_in_bf16(model: nn.Module, args: DopplerTrainingArguments) -> bool:
+def computes_in_bf16(model: nn.Module, mixed_precision: str) -> bool:
     """Return whether a model computes in bfloat16, by autocast or with some weights, or rounds as coarsely.
 
     So do 8-bit layers, which round a row of activations to multiples of 1/127 of its largest. Weights in 4 bits are
     constants, the same for all examples; what rounds is the dtype in which they compute.
+
+    Args:
+        model: The model.
+        mixed_precision: That of the accelerator, which may come from the launcher rather than from the arguments.
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     dtypes |= {vars(module)["compute_dtype"] for module in model.modules() if "compute_dtype" in vars(module)}
-    return args.bf16 or not dtypes.isdisjoint({torch.bfloat16, torch.float16, torch.int8})
+    return mixed_precision == "bf16" or not dtypes.isdisjoint({torch.bfloat16, torch.float16, torch.int8})

@@ -44,6 +44,7 @@ from doppler_hf.privacy.losses import Losses, without_adapters
 from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, filled_generators
 from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
+from doppler_hf.run.fixed_terms import FixedTerms
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.processes import compare_terms, give_all_the_weights_of_process_0, on_process_0
@@ -54,11 +55,23 @@ from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
+def callbacks_removed() -> Refusal:
+    """Return the error of a training whose callbacks something has removed."""
+    return Refusal(
+        "callbacks-removed",
+        "Something has removed callbacks that a private training needs: the one that counts its steps, or "
+        "DefaultFlowCallback, which logs, evaluates, saves and stops. Take out single callbacks with "
+        "trainer.remove_callback, and do not replace or empty trainer.callback_handler.callbacks during a training.",
+    )
+
+
 @final
 class PrivateRun:
     """The one owner of a private training: of its sampler, engine, mechanism, ledger and secrets.
 
     Attributes:
+        terms: The arguments with which it was planned.
+        mixed_precision: The accelerator's: "no" or "bf16".
         statement: Every public number of the run, as in its ledger.
         ledger: The record of what was spent; None before `begin`.
         is_running: Whether the training goes on.
@@ -77,8 +90,10 @@ class PrivateRun:
         num_trained: int,
         previous: Previous = NOTHING,
         loss_bound: LossBound | None = None,
+        mixed_precision: str = "no",
     ) -> None:
         self.loss_bound = loss_bound or LossBound.guessed()
+        self.terms, self.mixed_precision = FixedTerms(args), mixed_precision
         self._args, self.train_dataset, self.previous = args, train_dataset, previous
         self._resources = contextlib.ExitStack()
         self._first_step = previous.step
@@ -125,6 +140,7 @@ class PrivateRun:
         self.num_non_finite: int | Tensor = 0
         self.num_dummies = 0
         self._pieces_left = 0
+        self._may_compute = False  # whether the present step is reserved, and not yet counted
         self._fillings = 0
         self._is_warned = False
 
@@ -140,6 +156,7 @@ class PrivateRun:
 
     def __exit__(self, *exception: object) -> None:
         self._resources.close()
+        self.sampler.is_reserved = False
         was_attached, self._engine = self._engine is not None, None
         vars(self).pop("probe", None)  # which holds examples
         if self.ledger is not None and was_attached and self.affordable <= 0:
@@ -216,6 +233,7 @@ class PrivateRun:
         )
         self._resources.enter_context(engine)
         self._engine = engine
+        self.sampler.is_reserved = True  # a callback that reads the loader would take a draw from its step
 
     @property
     def engine(self) -> ClippedGradients:
@@ -334,6 +352,7 @@ class PrivateRun:
         assert self.ledger is not None
         # Before a step is counted: a callback may have frozen some.
         self.engine.refuse_other_parameters()
+        self._may_compute = True
         return self.ledger if self.ledger.reserve(at_most=self.affordable) else None
 
     @property
@@ -343,6 +362,8 @@ class PrivateRun:
 
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of the next piece, add it to the sum of the draw, and return the losses."""
+        if not self._may_compute:  # Privacy: a step that is not reserved would not be counted
+            raise callbacks_removed()
         if self.is_complete:
             raise Refusal(
                 "piece-added-twice",
@@ -424,6 +445,9 @@ class PrivateRun:
             )
         self.ledger.record_step()
         self.affordable -= 1
+        self._may_compute = False
+        if self.affordable <= 0:
+            self.sampler.is_reserved = False
 
     # --- what was spent, and on which model ---------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ _GIVEN: Final = (
     "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
     "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
+    "allow_any_learning_rate",
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
 OF_EXAMPLES: Final = "train_dataset"

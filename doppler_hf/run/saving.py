@@ -158,7 +158,7 @@ class SavingTrainer(ShardedTrainer):
                 if 0 < done == self.state.global_step - run.previous.step and run.speaks_for(self.model):
                     with contextlib.suppress(Exception):
                         run.engine.refuse_other_parameters()
-                        self._save_checkpoint(self.model, trial=None)
+                        self._save_checkpoint(self.model, None)
             raise
 
     def store_flos(self) -> None:

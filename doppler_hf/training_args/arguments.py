@@ -47,6 +47,10 @@ def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
         _SHOWN.reset(token)
 
 
+class LeftOut(float):
+    """A number for an argument that was left out. A copy, as by `dataclasses.replace`, chooses it again."""
+
+
 @with_earlier_arguments
 @dataclass
 class DopplerTrainingArguments(TrainingArguments):
@@ -121,8 +125,13 @@ class DopplerTrainingArguments(TrainingArguments):
     rehearse: bool = HfArg(
         default=True,
         help="Before any ε is spent, evaluate two rows of each evaluation set, if the training will or there are "
-        "compute_metrics, and save the model without weights; refuse a learning rate a hundredfold off the rule's. Errors "
-        "then cost no ε. Takes 0.3 s for RoBERTa-base.",
+        "compute_metrics, and save the model without weights. Errors then cost no ε. Takes 0.3 s for RoBERTa-base. Without "
+        "it, any learning rate is allowed, too.",
+    )
+    allow_any_learning_rate: bool = HfArg(
+        default=False,
+        help="Train at a learning rate a hundredfold off the rule's, or with a warmup longer than the run. They are refused "
+        "otherwise, since ε would buy nothing.",
     )
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
@@ -214,21 +223,36 @@ class DopplerTrainingArguments(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments; during a run also its terms, and the learning rate that it has chosen, for trackers."""
         shown, terms = _SHOWN.get()
-        return {**super().to_dict(), **(terms if shown is self else {})}
+        given = {name: float(value) if type(value) is LeftOut else value for name, value in super().to_dict().items()}
+        return {**given, **(terms if shown is self else {})}
 
     def __post_init__(self) -> None:
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
-        if self.max_grad_norm is None:
+        self._fill_in()
+        super().__post_init__()
+        DopplerTrainingArguments.check(self)  # a subclass has further checks, of what its own method has still to do
+
+    def _fill_in(self) -> None:
+        """Choose what was left out, and write filter and noise shape in one way."""
+        if self.max_grad_norm is None or type(self.max_grad_norm) is LeftOut:
             # Trainer clips the whole gradient, and would rescale the private one together with its noise.
-            self.max_grad_norm = 1.0 if self.disable_dp else 0.0
-        if self.learning_rate is None and self.disable_dp:
-            self.learning_rate = self.non_private_learning_rate
+            self.max_grad_norm = LeftOut(1.0 if self.disable_dp else 0.0)
+        if self.learning_rate is None or type(self.learning_rate) is LeftOut:
+            self.learning_rate = LeftOut(self.non_private_learning_rate) if self.disable_dp else None
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         if self.low_pass_filter != AUTO:
             self.low_pass_filter = str(LowPassFilter.parse(self.low_pass_filter))
-        super().__post_init__()
+
+    def check(self) -> None:
+        """Check the arguments, which may have been changed since they were made.
+
+        Raises:
+            ValueError: If `DopplerTrainingArguments` would refuse these values.
+        """
+        checks.check_kinds(self, base=DopplerTrainingArguments)
+        self._fill_in()
         if self.disable_dp:
             checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)
         else:

@@ -77,6 +77,17 @@ _BREAKS_PRIVACY: Final = {
     "include_num_input_tokens_seen": "the number of tokens in a batch depends on the data and would be logged without noise",
     "ignore_data_skip": "it makes the steps run differ from the steps planned",
 }
+# Variables by which a launcher asks for what cuts a model or an example into parts → its name.
+_OF_THE_LAUNCHER: Final = {
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Tensor, context or sequence parallelism",
+    "ACCELERATE_USE_TP": "Tensor parallelism",
+}
+# Mixed precision → why a private run cannot have it.
+IMPRECISE: Final = {
+    "fp16": _BREAKS_PRIVACY["fp16"],
+    "fp8": "its scales come from the whole batch, so that an example's gradient depends on the others",
+}
 _FIXES: Final = {
     "fp16": "Use bf16, or leave it out",
     "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)",
@@ -257,6 +268,19 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         raise Refusal(
             "breaks-privacy",
             f"DeepSpeed cannot be used with differential privacy: {_BREAKS_PRIVACY['deepspeed']}. {_FIXES['deepspeed']}.",
+        )
+    for name, what in _OF_THE_LAUNCHER.items():
+        if os.environ.get(name, "false").lower() == "true":
+            raise ValueError(
+                f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}): one process must "
+                "see an example whole, and each layer as torch has it. Start the script with a configuration without it."
+            )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision in IMPRECISE and not args.fp16:
+        raise ValueError(
+            f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
+            "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file or "
+            "ACCELERATE_MIXED_PRECISION. Set bf16 or no there."
         )
     if args.world_size == 1 != int(launched):
         # As Transformers does where it finds no accelerator.

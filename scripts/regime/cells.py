@@ -221,7 +221,8 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             noise_shape="auto" if cell.epsilon is None else method.noise_shape,
             learning_rate=cell.learning_rate,
             lr_scheduler_type=cell.schedule,
-            rehearse=False,  # a grid of rates may reach a hundredfold
+            rehearse=False,
+            allow_any_learning_rate=True,  # a grid of rates may reach a hundredfold
             seed=cell.seed,
             noise_seed=cell.seed,
             save_strategy="steps",

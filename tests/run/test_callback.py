@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from datasets import Value
 from transformers import BertForSequenceClassification, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf import DopplerTrainer
@@ -90,7 +91,7 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 def test_only_process_0_writes(tmp_path):
     run, model = PrivateRun(arguments(tmp_path), text_data(), num_trained=1), tiny_bert()
     run.begin(model, step=0, output_dir=tmp_path)
-    callback = PrivacyCallback(run, beside=[])
+    callback = PrivacyCallback(run, handler=CallbackHandler([], model, None, None, None))
     with ClippedGradients(model) as run._engine:
         run.is_released = True
         args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()

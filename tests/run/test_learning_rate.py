@@ -30,8 +30,10 @@ from doppler_hf.run.learning_rate import (
 )
 from doppler_hf.run.plan import planned_statement
 from tests.support.refusals import refused
+from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
+from tests.support.unspent import refusal_unspent
 
 SAMPLER = AllocationSampler(num_examples=1000, expected_batch_size=50)
 
@@ -172,12 +174,16 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
     for each in (rule / 101, 101 * rule):
         with refused("rate-far-off"):
             trained(trainer_of(tmp_path, max_steps=2, learning_rate=each))
-    # The fixes: left out, it is that rate, of which nothing is told; and without a rehearsal the given one.
+    # The fixes: left out, it is that rate, of which nothing is told; and if any is allowed the given one.
     output = told(tmp_path / "again", capsys, learning_rate=None)
     words = f"{rule:.3g} (auto: by noise, steps and model size)"
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
     assert str(refusal.value).partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
+    assert refused.value.args[0].partition(",")[0] in told(
+        tmp_path, capsys, learning_rate=2e-5, allow_any_learning_rate=True
+    )
+    assert "allow_any_learning_rate=True" in str(refused.value)
     assert "bf16" not in output
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
         assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
@@ -189,7 +195,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
         (dict(learning_rate=1.0), " times above the "),
         (dict(learning_rate=0.0), "learning_rate=0 moves no weight: leave it out"),
         (
-            dict(warmup_steps=5),
+            dict(warmup_steps=2),
             "the warmup lasts all 2 steps, so that the learning rate never arrives: shorten warmup_steps",
         ),
         (dict(bf16=True), "ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use"),
@@ -203,3 +209,55 @@ def test_what_learns_or_protects_little_is_told_of(options, words, tmp_path, cap
 
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):
     assert "times below" not in told(tmp_path, capsys, learning_rate=1e-9, base_optimizer="sgd")
+
+
+def never_arriving(trainer):
+    """Let a trainer have a schedule of its own, which the arguments do not know."""
+
+    def create_scheduler(num_training_steps, optimizer=None):
+        schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: step / 500)
+        trainer.lr_scheduler = schedule
+        return schedule
+
+    trainer.create_scheduler = create_scheduler
+    return trainer
+
+
+@pytest.mark.parametrize("warmup", [100, 1000, "of its own"])
+@pytest.mark.parametrize("rate", [None, *thorough(1e-2)])
+def test_a_rate_that_never_arrives_is_refused_as_one_that_is_far(tmp_path, warmup, rate):
+    def made(**options):
+        if warmup == "of its own":
+            return never_arriving(trainer_of(tmp_path, learning_rate=rate, max_steps=12, **options))
+        return trainer_of(tmp_path, learning_rate=rate, max_steps=12, **{"warmup_steps": warmup} | options)
+
+    message = refusal_unspent(made(), "rate-never-arrives")
+    assert "in a run of 12 steps" in message
+    # The fixes.
+    trained(made(allow_any_learning_rate=True))
+    trained(trainer_of(tmp_path / "again", learning_rate=rate, max_steps=12, warmup_steps=0.1))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(lr_scheduler_type="constant", warmup_steps=500),  # which has no warmup
+        dict(warmup_steps=12),
+        dict(lr_scheduler_type="cosine", warmup_steps=0.5),
+        dict(lr_scheduler_type="inverse_sqrt", warmup_steps=3),
+        dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=6, warmup_steps=500),
+    ],
+    ids=str,
+)
+def test_a_rate_that_arrives_trains(tmp_path, schedule):
+    assert trained(trainer_of(tmp_path, max_steps=12, **schedule)).state.global_step == 12
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)
+    assert "another optimizer" in refusal_unspent(trainer, "another-schedule")
+    mine = trainer_of(tmp_path)
+    mine.create_optimizer()
+    mine.lr_scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1)
+    trained(mine)

@@ -77,6 +77,7 @@ class AllocationSampler(Sampler[list[int]]):
         num_units: N, the number of units.
         turns_of_round: n, the turns of a group in a round.
         groups, sampling, first_step, pieces, keeps_units_whole: As given.
+        is_reserved: Whether draws are a training's alone: each iteration must then follow a `begin_at`. False at first.
         secret: 32 bytes, from which groups and turns follow.
         lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
@@ -157,6 +158,7 @@ class AllocationSampler(Sampler[list[int]]):
         self._words = WordsByNumber(self.secret)
         self.first_step = self._next_step = first_step
         self.sampling: Sampling = sampling
+        self.is_reserved = self._may_begin = False
         self._round, self._places = -1, np.zeros(0, dtype=np.uint32)
         self.take_turns(groups)
 
@@ -201,7 +203,7 @@ class AllocationSampler(Sampler[list[int]]):
 
     def begin_at(self, step: int) -> None:
         """Set the optimizer step of the next iteration's first draw. Groups and reproducible draws depend on it."""
-        self._next_step = step
+        self._next_step, self._may_begin = step, True
 
     def draw(self, step: int) -> np.ndarray:
         """Return the examples of one draw of this process's shard at an optimizer step, by index, in any order."""
@@ -278,7 +280,20 @@ class AllocationSampler(Sampler[list[int]]):
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the pieces of one epoch, each `OfStep`; some may be empty."""
+        """Yield the pieces of one epoch, each `OfStep`; some may be empty.
+
+        Raises:
+            Refusal: If the draws are reserved for a training, and something else asks for them.
+        """
+        if self.is_reserved and not self._may_begin:
+            raise Refusal(
+                "loader-read",
+                "Something other than the training has read train_dataloader, such as next(iter(train_dataloader)) in a "
+                "callback. Its batches are the draws of the steps, and each belongs to one step alone. To look at a batch, "
+                "make a loader of your own: "
+                "DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator).",
+            )
+        self._may_begin = False
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
         for step in range(first, first + self.steps_per_epoch):
             for piece in self._cut(self.draw(step)):

@@ -1,0 +1,67 @@
+"""Settings that come from `accelerate launch`, its configuration file, or an Accelerator of the script's own.
+
+They reach the trainer past the arguments, so that the accelerator is asked what it will do.
+"""
+
+import os
+from typing import Any, Final
+
+from accelerate.utils import DistributedType, DynamoBackend
+
+from doppler_hf.errors import Refusal
+from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import IMPRECISE
+
+_ACCUMULATION: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_IN_PARTS: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP)
+
+
+def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator: Any) -> None:
+    """Refuse what a private run cannot have, or would not do, wherever it was set."""
+    state, precision = accelerator.state, accelerator.mixed_precision
+    if precision in IMPRECISE or accelerator.scaler is not None:
+        precision = precision if precision in IMPRECISE else "fp16"
+        raise Refusal(
+            "launcher-precision",
+            f"Mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
+            "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file, "
+            "ACCELERATE_MIXED_PRECISION, or an Accelerator that the script made. Set bf16 or no there.",
+        )
+    if args.bf16 and precision != "bf16":
+        raise Refusal(
+            "launcher-precision",
+            f"bf16=True has no effect: the accelerator was made with mixed precision {precision}. Set bf16 before the "
+            "trainer is made, or where the accelerator gets its precision.",
+        )
+    if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise Refusal(
+            "launcher-compiles",
+            f"The launcher's dynamo backend {state.dynamo_plugin.backend.value.lower()} cannot be used with differential "
+            "privacy: torch compiles no layer that notes per-sample gradients. Leave out --dynamo_backend and "
+            "ACCELERATE_DYNAMO_BACKEND. Frozen modules you may compile yourself.",
+        )
+    if (
+        accelerator.distributed_type in _IN_PARTS
+        or state.parallelism_config is not None
+        or state.torch_tp_plugin is not None
+    ):
+        what = accelerator.distributed_type.value if accelerator.distributed_type in _IN_PARTS else "a parallelism_config"
+        raise Refusal(
+            "launcher-parallelism",
+            f"The accelerator has {what}, which cannot be used with differential privacy: one process must see an example "
+            "whole. Start with recipes/accelerate/ddp.yaml, or for weights in shards with recipes/accelerate/fsdp2.yaml.",
+        )
+    if getattr(state, "downcast_bfloat", False):
+        raise Refusal(
+            "launcher-precision",
+            "The launcher's downcast_bf16 cannot be used with differential privacy: the noise would be rounded to bfloat16. "
+            "Leave it out.",
+        )
+    steps = os.environ.get(_ACCUMULATION, "1")
+    if steps not in ("1", "auto", str(args.gradient_accumulation_steps)):
+        raise Refusal(
+            "launcher-accumulation",
+            f"The launcher's gradient_accumulation_steps={steps} has no effect, and the batch would be smaller than it "
+            f"seems: the arguments have {args.gradient_accumulation_steps}. Set gradient_accumulation_steps={steps} in the "
+            "arguments, or leave it out of the launcher.",
+        )

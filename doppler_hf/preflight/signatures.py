@@ -1,0 +1,326 @@
+"""Overrides and callbacks that Transformers cannot call. They would end a training at its first step, log or checkpoint.
+
+Most were written for an older Transformers, such as `log(self, logs)`. How the installed one calls a method is read from its
+source: the calls of all methods that a training reaches. The source is only read if an override has another signature than
+the method of Transformers, so that the check costs nothing otherwise.
+"""
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, Final, NamedTuple
+
+import transformers
+from transformers import Trainer, TrainerCallback
+
+from doppler_hf.errors import Refusal
+from doppler_hf.run.own_code import LIBRARIES, Definition, definitions
+
+# What `CallbackHandler.call_event` passes to every event, and what some events get beside it.
+_OF_EVERY_EVENT: Final = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_OF_EVENTS: Final = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
+_IN_EVALUATIONS: Final = ("on_evaluate", "on_prediction_step", "on_predict")
+_OURS: Final = "compute_per_sample_loss"
+# What the conditions of the libraries ask for, and no private run has.
+_NEVER_TRUE: Final = (
+    "disable_dp", "delay_optimizer_creation", "is_fsdp_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v2_enabled",
+    "is_deepspeed_enabled", "is_sagemaker_mp_enabled", "is_torch_xla_available", "is_distributed_loading_by_transformers",
+    "auto_find_batch_size", "use_liger_kernel",
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """How a method is called."""
+
+    positional: int
+    keywords: tuple[str, ...] = ()
+
+
+def refuse_other_signatures(trainer: Any) -> None:
+    """Refuse overrides that Transformers cannot call, and those that cannot call Transformers' method."""
+    own: dict[str, list[Definition]] = {}
+    for name in _names_of_methods(trainer):
+        found = [each for each in definitions(trainer, name) if each.is_own and callable(getattr(trainer, name))]
+        if found:
+            own[name] = found
+    called = {name: each[0] for name, each in own.items() if next(definitions(trainer, name)) == each[0]}
+    others = {name: each for name, each in called.items() if not _takes_all(getattr(trainer, name), _stock(name))}
+    if others:
+        calls = {_OURS: {Call(2)}, **_calls_of_a_training(trainer)}
+        for name, definition in others.items():
+            for call in sorted(calls.get(name, ())):
+                _refuse_unless_it_takes(getattr(trainer, name), call, definition=definition)
+    for definition in [each for found in own.values() for each in found]:
+        _refuse_wrong_calls_of_super(trainer, definition)
+
+
+def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
+    """Refuse callbacks with an event that Transformers cannot call, such as one without `**kwargs`."""
+    saves, evaluates = _saves(trainer), _evaluates(trainer)
+    for callback in trainer.callback_handler.callbacks:
+        for event in _events():
+            is_never_called = (event == "on_save" and not saves) or (event in _IN_EVALUATIONS and not evaluates)
+            function = getattr(callback, event, None)
+            if is_never_called or getattr(function, "__func__", None) is getattr(TrainerCallback, event):
+                continue
+            own = _OF_EVENTS.get(event, ())
+            line = f"def {event}(self, args, state, control, {''.join(f'{name}, ' for name in own)}**kwargs):"
+            name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            if function is None:
+                raise Refusal(
+                    "callback-signature",
+                    f"The callback {name} has no {event}, which Transformers calls. Derive its class from TrainerCallback.",
+                )
+            wrong = _what_is_wrong(function, Call(3, (*_OF_EVERY_EVENT, *own)), ("args", "state", "control"))
+            if wrong:
+                raise Refusal(
+                    "callback-signature",
+                    f"{name}.{event} {wrong}. The training would end there, with ε spent. Write `{line}`.",
+                )
+
+
+@functools.cache
+def _events() -> list[str]:
+    return [name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_init_end"]
+
+
+def _saves(trainer: Any) -> bool:
+    return bool(trainer.args.save_strategy != "no")
+
+
+def _evaluates(trainer: Any) -> bool:
+    """Return whether the training evaluates, or has a data set with which the user will."""
+    return bool(trainer.args.eval_strategy != "no" or trainer.eval_dataset is not None)
+
+
+def _names_of_methods(trainer: Any) -> Iterator[str]:
+    """Yield the methods of Transformers' trainer, and ours, that classes or the object define."""
+    for name, value in vars(Trainer).items():
+        if inspect.isfunction(value) and name != "__init__":
+            yield name
+    yield _OURS
+
+
+def _stock(name: str) -> inspect.Signature:
+    """Return Transformers' signature of a method, or ours, without `self`."""
+    if name == _OURS:
+        return inspect.Signature([inspect.Parameter(each, _NAMED) for each in ("model", "inputs")])
+    return _without_self(inspect.signature(getattr(Trainer, name)))
+
+
+_NAMED: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_ANY_POSITIONAL: Final = inspect.Parameter.VAR_POSITIONAL
+_ANY_KEYWORD: Final = inspect.Parameter.VAR_KEYWORD
+
+
+def _without_self(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
+
+
+def _signature_of(function: Any) -> inspect.Signature | None:
+    """Return with what a function, or a bound method, can be called; None if Python cannot tell.
+
+    A decorator's wrapper that takes anything passes it on, so that what it wraps decides.
+    """
+    bound = inspect.ismethod(function)
+    inner = function.__func__ if bound else function
+    try:
+        while True:
+            signature = inspect.signature(inner, follow_wrapped=False)
+            kinds = [each.kind for each in signature.parameters.values()]
+            if not hasattr(inner, "__wrapped__") or kinds != [_ANY_POSITIONAL, _ANY_KEYWORD]:
+                break
+            inner = inner.__wrapped__
+        return _without_self(signature) if bound and kinds[:1] != [_ANY_POSITIONAL] else signature
+    except (TypeError, ValueError):
+        return None
+
+
+def _takes_all(function: Any, stock: inspect.Signature) -> bool:
+    """Return whether a function takes all that Transformers' method takes, however it is passed."""
+    signature = _signature_of(function)
+    if signature is None:
+        return True
+    own, theirs = [*signature.parameters.values()], [*stock.parameters.values()]
+    if {_ANY_POSITIONAL, _ANY_KEYWORD} <= {each.kind for each in own}:
+        return all(each.default is not each.empty or each.kind != _NAMED for each in own[len(theirs) :])
+    same = [each.name for each in own[: len(theirs)]] == [each.name for each in theirs]
+    required = [each for each in own[len(theirs) :] if each.default is each.empty and each.kind not in _ANY]
+    return same and all(each.kind == _NAMED for each in own[: len(theirs)]) and not required
+
+
+_ANY: Final = (_ANY_POSITIONAL, _ANY_KEYWORD)
+
+
+def _what_is_wrong(function: Any, call: Call, names: tuple[str, ...]) -> str | None:
+    """Return why a function cannot be called like this, in words.
+
+    Args:
+        function: The function, or the bound method.
+        call: How Transformers calls it.
+        names: What Transformers calls the positional arguments.
+    """
+    signature = _signature_of(function)
+    if signature is None:
+        return None
+    try:
+        signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+    except TypeError as error:
+        kinds = {each.kind for each in signature.parameters.values()}
+        own = [each.name for each in signature.parameters.values() if each.kind not in _ANY]
+        by_place = [
+            each for each in signature.parameters.values() if each.kind not in (*_ANY, inspect.Parameter.KEYWORD_ONLY)
+        ]
+        lacking = [] if _ANY_POSITIONAL in kinds else [*names[len(by_place) : call.positional]]
+        lacking += [] if _ANY_KEYWORD in kinds else [name for name in call.keywords if name not in own]
+        version = f"Transformers {transformers.__version__}"
+        if lacking:
+            return f"does not take {', '.join(lacking)}, with which {version} calls it"
+        return f"cannot be called as {version} calls it ({error})"
+    return None
+
+
+def _refuse_unless_it_takes(function: Any, call: Call, *, definition: Definition) -> None:
+    name, stock = definition.name, _stock(definition.name)
+    if wrong := _what_is_wrong(function, call, (*stock.parameters,)):
+        raise Refusal(
+            "old-signature",
+            f"{definition.place} {wrong}. The training would end there, with ε spent. Write `"
+            f"{_line(name, stock, has_self=inspect.ismethod(function))}`.",
+        )
+
+
+def _line(name: str, stock: inspect.Signature, *, has_self: bool) -> str:
+    """Return the first line of a method that Transformers can call."""
+    plain = [each.replace(annotation=each.empty) for each in stock.parameters.values()]
+    first = [inspect.Parameter("self", _NAMED)] if has_self else []
+    return f"def {name}{stock.replace(parameters=[*first, *plain], return_annotation=inspect.Signature.empty)}:"
+
+
+# --- what an override passes on to Transformers ---------------------------------------------------------------------------
+
+
+def _refuse_wrong_calls_of_super(trainer: Any, definition: Definition) -> None:
+    """Refuse `super().method(...)` with arguments that the method of this Transformers does not take."""
+    if not isinstance(definition.owner, type):
+        return
+    for name, call in _calls_of_super(definition.value):
+        method = getattr(super(definition.owner, trainer), name, None)
+        signature = None if method is None else _signature_of(method)
+        if call is None or signature is None:
+            continue
+        try:
+            signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+        except TypeError as error:
+            stock = _stock(name) if hasattr(Trainer, name) else signature
+            raise Refusal(
+                "old-signature",
+                f"{definition.place} calls super().{name} in a way that Transformers {transformers.__version__} does not "
+                f"take: {error}. The training would end there, with ε spent. Call it as in "
+                f"`{_line(name, stock, has_self=True)}`.",
+            ) from None
+
+
+def _calls_of_super(function: Any) -> Iterator[tuple[str, Call | None]]:
+    """Yield the methods of the class above that a function calls, and how; None if stars hide it."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # code without a source, as of a string
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name)):
+                yield name, _call_of(node)
+
+
+def _call_of(node: ast.Call) -> Call | None:
+    keywords = [each.arg for each in node.keywords]
+    if None in keywords or any(isinstance(each, ast.Starred) for each in node.args):
+        return None
+    return Call(len(node.args), tuple(str(each) for each in keywords))
+
+
+# --- how Transformers calls its own methods -------------------------------------------------------------------------------
+
+
+@functools.cache
+def _methods_in(cls: type) -> Mapping[str, ast.FunctionDef]:
+    """Return the methods of a class of a library, as its source has them."""
+    try:
+        tree = _source(cls.__module__)
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    found = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    return {node.name: node for body in found for node in body.body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+def _calls_of_a_training(trainer: Any) -> dict[str, set[Call]]:
+    """Return for each method how a training of this trainer calls it, from the sources of the libraries' classes."""
+    order = [cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] in LIBRARIES]
+    never_called = {*(() if _saves(trainer) else ("_save_checkpoint", "save_model"))}
+    never_called |= {*(() if _evaluates(trainer) else ("_evaluate", "evaluate"))}
+    never_true = {*_NEVER_TRUE, *(() if trainer.args.push_to_hub else ("push_to_hub",))}
+    has_several_sets = isinstance(trainer.eval_dataset, dict)
+    calls: dict[str, set[Call]] = {}
+    todo: list[tuple[str, int]] = [("train", 0)] + ([("evaluate", 0)] if _evaluates(trainer) else [])
+    seen: set[tuple[str, int]] = set()
+    while todo:
+        name, start = todo.pop()
+        place = next((i for i in range(start, len(order)) if name in _methods_in(order[i])), None)
+        if place is None or name in never_called or (name, place) in seen:
+            continue
+        seen.add((name, place))
+        for node in _reached(_methods_in(order[place])[name], never_true):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=called)) if called not in never_called:
+                    # An evaluation calls itself for each of several sets.
+                    if called != name or has_several_sets:
+                        calls.setdefault(called, set()).update(filter(None, [_call_of(node)]))
+                case ast.Attribute(value=ast.Name(id="self"), attr=called):
+                    todo.append((called, 0))
+                case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=called):
+                    todo.append((called, place + 1))
+    return calls
+
+
+def _reached(node: ast.AST, never_true: Set[str]) -> Iterator[ast.AST]:
+    """Walk through a method, but for the branches that a private run never takes."""
+    yield node
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If | ast.IfExp):
+        body = node.body if isinstance(node.body, list) else [node.body]
+        orelse = node.orelse if isinstance(node.orelse, list) else [node.orelse]
+        holds = _holds(node.test, never_true)
+        children = [node.test, *(body if holds is not False else ()), *(orelse if holds is not True else ())]
+    for child in children:
+        yield from _reached(child, never_true)
+
+
+def _holds(test: ast.expr, never_true: Set[str]) -> bool | None:
+    """Return whether a condition holds in a private run, or None if it may or may not."""
+    match test:
+        case ast.Call(func=function):
+            return _holds(function, never_true)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return False if name in never_true else None
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            holds = _holds(operand, never_true)
+            return None if holds is None else not holds
+        case ast.BoolOp(op=operator, values=values):
+            decides = isinstance(operator, ast.Or)  # this value of a part decides
+            parts = [_holds(value, never_true) for value in values]
+            if decides in parts:
+                return decides
+            return None if None in parts else not decides
+    return None

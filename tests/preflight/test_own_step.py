@@ -1,0 +1,91 @@
+"""A `training_step` of the user's own is tried before a step is counted, wherever it was set."""
+
+import types
+
+import pytest
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.preflight import own_step
+from tests.support.trainers import On, trained, trainer_of, weights
+from tests.support.unspent import refusal_unspent
+
+private_step = DopplerTrainer.training_step
+
+
+def of_batches(self, model, inputs, num_items_in_batch=None):
+    loss = self.compute_loss(model, self._prepare_inputs(inputs))
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def of_micro_batches(self, model, inputs, num_items_in_batch=None):
+    loss = model(**inputs[0].inputs).loss
+    loss.backward()
+    return loss.detach()
+
+
+def twice(self, *args):
+    private_step(self, *args)
+    return private_step(self, *args)
+
+
+def of_inputs(self, model, inputs, num_items_in_batch=None):
+    return private_step(self, model, [each.inputs for each in inputs], num_items_in_batch)
+
+
+WRONG = {
+    of_batches: "must take a list of micro-batches",
+    of_micro_batches: "does not call DopplerTrainer.training_step",
+    twice: "got 2 calls",
+    of_inputs: "must take a list of micro-batches",
+}
+
+
+@pytest.mark.parametrize("step", WRONG)
+@pytest.mark.parametrize("how", ["in a subclass", "on the trainer", "on the class"])
+def test_a_step_that_makes_no_private_gradient_is_refused(tmp_path, monkeypatch, step, how):
+    cls = type("Mine", (DopplerTrainer,), {"training_step": step, "__module__": __name__})
+    trainer = trainer_of(tmp_path, cls=cls if how == "in a subclass" else DopplerTrainer, max_steps=1)
+    if how == "on the trainer":
+        trainer.training_step = types.MethodType(step, trainer)
+    if how == "on the class":
+        monkeypatch.setattr(DopplerTrainer, "training_step", step)
+    before = weights(trainer)
+    assert WRONG[step] in refusal_unspent(trainer, "own-training-step")
+    assert (weights(trainer) == before).all()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("how", ["in a subclass", "on the trainer", "through another method"])
+def test_a_step_that_hands_its_piece_on_trains_and_the_trial_leaves_no_trace(tmp_path, how):
+    seen, logs = [], []
+
+    def step(self, model, inputs, num_items_in_batch=None):
+        seen.append(len(inputs))
+        self.log({"mine": 1.0})
+        self.state.epoch += 0.0
+        return private_step(self, model, inputs, num_items_in_batch)
+
+    def aside(self, *args):
+        return self.inner(*args)
+
+    methods = {"training_step": step} if how == "in a subclass" else {}
+    if how == "through another method":
+        methods = {"training_step": aside, "inner": step}
+    cls = type("Mine", (DopplerTrainer,), methods | {"__module__": __name__})
+    callback = On(log=lambda state, **_: logs.append(state.global_step))
+    trainer = trainer_of(tmp_path, cls=cls, max_steps=2, gradient_accumulation_steps=1, callbacks=[callback])
+    if how == "on the trainer":
+        trainer.training_step = types.MethodType(step, trainer)
+    trained(trainer)
+    assert len(seen) == 3  # the trial's, and two steps'
+    assert sum("mine" in each for each in trainer.state.log_history) == 2
+    assert trainer.privacy.ledger.steps_run == 2
+
+
+def test_what_a_trial_shows_of_a_run_is_the_run(tmp_path):
+    run = trainer_of(tmp_path).privacy
+    counted = own_step._Counted(run)
+    assert counted.statement is run.statement
+    with pytest.raises(TypeError):
+        counted.add_piece([{}])

@@ -1,0 +1,145 @@
+"""Methods and attributes that were set on a trainer, or on Transformers' class, and would have no effect."""
+
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
+
+from doppler_hf import DopplerTrainer
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import arguments, trained, trainer_of
+from tests.support.unspent import assert_unspent, refusal_unspent
+
+
+def own(self, *args, **kwargs):
+    raise AssertionError("it has no effect")
+
+
+class OfStock(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+class Mixed(DopplerTrainer, OfStock):
+    """Python finds DopplerTrainer's step first."""
+
+
+HAVE_NO_EFFECT = ["compute_loss", "_get_train_sampler", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"]
+ARE_REPLACED = ["training_step", "get_train_dataloader", "get_batch_samples", "create_optimizer"]
+
+
+@pytest.mark.parametrize("name", HAVE_NO_EFFECT)
+def test_a_method_without_effect_is_refused_wherever_it_is_set(tmp_path, monkeypatch, name):
+    trainer = trainer_of(tmp_path)
+    setattr(trainer, name, types.MethodType(own, trainer))
+    assert refusal_unspent(trainer, "method-without-effect").startswith(f"trainer.{name} has no effect")
+    delattr(trainer, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(DopplerTrainer, name, own)
+        refusal_unspent(trainer, "method-without-effect")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, name, own)
+        assert refusal_unspent(trainer, "method-without-effect").startswith(f"Trainer.{name} has no effect")
+        with pytest.raises(ValueError, match="has no effect"):
+            trainer_of(tmp_path)
+    trained(trainer)
+
+
+@pytest.mark.parametrize("name", ARE_REPLACED)
+def test_a_method_of_transformers_class_that_ours_hides_is_refused(tmp_path, monkeypatch, name):
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(Trainer, name, own)
+    assert f"Trainer.{name} has no effect" in refusal_unspent(trainer, "method-without-effect")
+
+
+def test_a_method_of_a_stock_trainer_behind_ours_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"OfStock\.training_step has no effect on a private training"):
+        trainer_of(tmp_path, cls=Mixed)
+    without = dict(noise_multiplier=None, disable_dp=True)
+    assert trained(trainer_of(tmp_path, cls=Mixed, max_steps=1, **without)).state.global_step == 1
+
+
+def flipped(model, inputs):
+    """The loss of the other class."""
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return F.cross_entropy(logits, 1 - inputs["labels"], reduction="none")
+
+
+@pytest.mark.parametrize("how", ["plain", "bound", "on the class"])
+def test_a_loss_of_each_example_that_is_set_on_the_trainer_is_trained(tmp_path, monkeypatch, how):
+    """As one of a subclass, in evaluations too."""
+    options = dict(noise_multiplier=0.0, max_steps=40, learning_rate=2e-2, data=text_data(64), grad_sample_self_check=True)
+    trainer = trainer_of(tmp_path, **options)
+    bound = lambda self, model, inputs: flipped(model, inputs)  # noqa: E731
+    if how == "plain":
+        trainer.compute_per_sample_loss = flipped
+    elif how == "bound":
+        trainer.compute_per_sample_loss = types.MethodType(bound, trainer)
+    else:
+        monkeypatch.setattr(DopplerTrainer, "compute_per_sample_loss", bound)
+    assert trainer.has_own_loss
+    trained(trainer)
+    batch = pad(list(text_data(64)))
+    with torch.no_grad():
+        of_other, of_label = (
+            F.cross_entropy(trainer.model.eval()(batch["input_ids"], batch["attention_mask"]).logits, labels)
+            for labels in (1 - batch["labels"], batch["labels"])
+        )
+    assert of_other < of_label
+    assert trainer.evaluate(text_data(64))["eval_loss"] == pytest.approx(float(of_other), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("label_smoother", LabelSmoother(0.1), "attribute-without-effect"),
+        ("neftune_noise_alpha", 5.0, "attribute-without-effect"),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {"lr": 1.0}), "attribute-without-effect"),
+    ],
+)
+def test_attributes_that_are_set_later_are_refused(tmp_path, name, value, code):
+    trainer = trainer_of(tmp_path)
+    setattr(trainer, name, value)
+    assert name in refusal_unspent(trainer, code)
+
+
+def test_what_else_is_set_later_is_refused_before_a_step(tmp_path):
+    def loader(trainer):
+        return torch.utils.data.DataLoader(trainer.train_dataset, batch_size=3, collate_fn=pad)
+
+    def made(trainer):
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        return trainer.optimizer
+
+    cases = {
+        "compute_loss_func": (lambda *args, **kwargs: None, "sees the whole batch"),
+        "get_train_dataloader": (loader, "must return the loader of this run"),
+        "create_optimizer": (made, "must make a DopplerOptimizer"),
+    }
+    for name, (function, words) in cases.items():
+        for options in (dict(max_steps=2), dict(max_steps=-1, num_train_epochs=1)):
+            trainer = trainer_of(tmp_path, **options)
+            is_method = name != "compute_loss_func"
+            setattr(trainer, name, types.MethodType(function, trainer) if is_method else function)
+            with pytest.raises(ValueError, match=words):
+                trainer.train()
+            assert_unspent(trainer)
+
+
+def test_methods_that_do_no_harm_may_be_set(tmp_path):
+    trainer, logged = trainer_of(tmp_path, max_steps=2), []
+    trainer.log = lambda logs, start_time=None: logged.append(logs)
+    made = trainer.get_train_dataloader
+    trainer.get_train_dataloader = lambda: made()
+    trained(trainer)
+    assert len(logged) == 3
+    assert trainer.privacy.ledger.steps_run == 2
+
+
+def test_a_trainer_as_it_is_has_nothing_of_its_own(tmp_path):
+    trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path, max_steps=1), pad, text_data())
+    assert not trainer.has_own_loss
+    trained(trainer)
