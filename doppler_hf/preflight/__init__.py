@@ -9,6 +9,7 @@
 - autograd_check: how these are compared
 - loss: whether the model's own loss is the one that is trained
 - loop: the optimizer and the learning rate
+- saved_weights: whether the saved files will hold the model that is trained
 - rehearsal: a small evaluation and checkpoint
 - user_errors: errors of the user's own code later, with their reason
 """

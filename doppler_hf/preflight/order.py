@@ -7,7 +7,7 @@ which the lines of the start show.
 
 from typing import Any
 
-from doppler_hf.preflight import data, examples, loop, loss, model, rehearsal, trainer, values
+from doppler_hf.preflight import data, examples, loop, loss, model, rehearsal, saved_weights, trainer, values
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import refuse_processes_that_draw_alone
@@ -78,4 +78,6 @@ def before_the_first_step(run: PrivateRun, of: Any) -> None:
     loop.refuse_other_parameters(run, of)
     loop.refuse_another_rate(run, of)
     if of.args.rehearse:
+        saved_weights.refuse_unsaved_weights(run, of)
+        saved_weights.note_another_model_when_loaded(run, of)
         rehearsal.rehearse(run, of)

@@ -1,7 +1,7 @@
 """Weights that `save_pretrained` writes under other names than the model's own, as it does for ViT.
 
-Transformers maps names in `from_pretrained` alone, which makes a model of the configuration. A model whose head was replaced,
-or whose class takes further arguments, is not that model. Here the same mapping loads into the model at hand.
+Transformers maps names in `from_pretrained` alone, which makes a model of the configuration. A model whose head was
+replaced, or whose class takes further arguments, is not that model. Here the same mapping loads into the model at hand.
 """
 
 import copy
@@ -75,4 +75,3 @@ def _load(model: PreTrainedModel, state: Mapping[str, Any], *, device: str) -> l
                 if name not in absent:
                     value.copy_(loaded[name])
     return missing
-
