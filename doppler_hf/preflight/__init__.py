@@ -11,5 +11,6 @@
 - loop: the optimizer and the learning rate
 - saved_weights: whether the saved files will hold the model that is trained
 - rehearsal: a small evaluation and checkpoint
+- metrics: compute_metrics on the labels of the whole evaluation set
 - user_errors: errors of the user's own code later, with their reason
 """
