@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "filters linalg optim privacy shards training_args",
         "numpy jaxtyping torch transformers accelerate safetensors",
     ),
-    "preflight": ("errors linalg optim privacy run shards training_args", "numpy jaxtyping torch transformers peft"),
+    "preflight": ("errors linalg optim privacy run shards training_args", "numpy jaxtyping torch transformers peft pyarrow"),
     "run/merged_model": ("extras", "torch transformers peft"),
     "errors": ("", ""),
     "extras": ("", ""),

@@ -3,6 +3,7 @@
 - order: which checks there are, and when each is made
 - trainer: the trainer's methods, its optimizer, and a checkpoint
 - data: the training set and its collator
+- records: copies of rows, rows of one text or person, and users in both sets
 - values, limits: numbers of the data that the model cannot take
 - model: models that are refused by their settings
 - examples: losses and the engine's gradients of a few examples, against plain autograd

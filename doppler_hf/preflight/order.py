@@ -7,7 +7,7 @@ which the lines of the start show.
 
 from typing import Any
 
-from doppler_hf.preflight import data, examples, loop, loss, model, rehearsal, saved_weights, trainer, values
+from doppler_hf.preflight import data, examples, loop, loss, model, records, rehearsal, saved_weights, trainer, values
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import refuse_processes_that_draw_alone
@@ -35,6 +35,11 @@ def of_the_trainer(of: Any) -> None:
     data.warn_of_training_data_in_evaluation(of)
 
 
+def before_an_evaluation(of: Any, evaluated: Any) -> None:
+    """Look at data that are given to `evaluate`."""
+    data.warn_if_evaluated(of.train_dataset, evaluated)
+
+
 def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
     """Check, when `train` is called, that the training is as private as the trainer and the checkpoint were."""
     trainer.refuse_another_privacy(of, checkpoint=checkpoint)
@@ -50,6 +55,7 @@ def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -
     data.refuse_own_generators(of.train_dataset, of.data_collator)
     data.refuse_another_dataset(run, of)
     values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
+    records.note_records(run, of, dataset=dataset)
 
 
 def before_the_engine(run: PrivateRun, of: Any, *, loader: Any) -> None:
