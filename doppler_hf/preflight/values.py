@@ -159,8 +159,8 @@ def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> 
             raise Refusal(
                 "ends-differ",
                 f"{type(base).__name__} takes only rows with the same number of eos tokens ({base.config.eos_token_id}), "
-                f"and the rows of {name} have different ones, as where a text contains '</s>' or was cut. Keep rows with one "
-                f"number n of them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
+                f"and the rows of {name} have different ones, as where a text contains '</s>' or was cut. Keep rows with "
+                f"one number n of them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
             )
         if time.monotonic() > end:
             return
