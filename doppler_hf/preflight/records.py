@@ -15,7 +15,7 @@ from doppler_hf.privacy.batching.data_digest import bytes_of_row
 from doppler_hf.run.logged_loss import copies_of_console
 from doppler_hf.run.private_run import PrivateRun
 
-_SECONDS: Final = 0.05
+_SECONDS: Final = 0.03
 _ROWS_AT_ONCE: Final = 1 << 10
 _ROWS_OF_RUNS: Final = 1 << 14
 _FEWEST_VALUES: Final = 8
