@@ -146,7 +146,8 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset):
+        evaluated = others[0] if others else options.get("eval_dataset")
+        with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and what the reference says of them ----------------------------------------------------------------

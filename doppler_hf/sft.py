@@ -74,7 +74,8 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        with trl_checks.made_privately(self, args, DopplerSFTConfig, train_dataset=train_dataset):
+        evaluated = others[0] if others else options.get("eval_dataset")
+        with trl_checks.made_privately(self, args, DopplerSFTConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

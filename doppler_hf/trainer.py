@@ -320,6 +320,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             return losses.float().mean() / self.current_gradient_accumulation_steps
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as Transformers does, and warn if what is given is the training set."""
+        if not self.args.disable_dp and eval_dataset is not None:
+            preflight.before_an_evaluation(self, eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from doppler_hf.errors import Refusal
-from doppler_hf.preflight.data import refuse_repeats
+from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot have it.
@@ -37,7 +37,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 
 @contextlib.contextmanager
-def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any) -> Iterator[None]:
+def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
     """Make one of TRL's trainers in the block, if it can be private, and show no row."""
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise Refusal(
@@ -55,6 +55,7 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any)
         )
     # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
     refuse_repeats(args, train_dataset)
+    warn_if_evaluated(train_dataset, eval_dataset)
     with quiet_rows():
         yield
     if trainer.aux_loss_enabled:

@@ -54,7 +54,10 @@ MAY_IMPORT = {
         "errors filters linalg optim privacy shards training_args",
         "numpy jaxtyping torch transformers accelerate safetensors",
     ),
-    "preflight": ("errors linalg optim privacy run shards training_args", "numpy jaxtyping torch transformers accelerate"),
+    "preflight": (
+        "errors linalg optim privacy run shards training_args",
+        "numpy jaxtyping torch transformers accelerate peft pyarrow",
+    ),
     "run/merged_model": ("extras", "torch transformers peft"),
     "errors": ("", ""),
     "extras": ("", ""),

@@ -6,12 +6,15 @@
 - signatures: overrides and callbacks that Transformers cannot call
 - own_step: a `training_step` of the user's own, tried once
 - data: the training set and its collator
+- records: copies of rows, rows of one text or person, and users in both sets
 - values, limits: numbers of the data that the model cannot take
 - model: models that are refused by their settings
 - examples: losses and the engine's gradients of a few examples, against plain autograd
 - autograd_check: how these are compared
 - loss: whether the model's own loss is the one that is trained
 - loop: the optimizer and the learning rate
+- saved_weights: whether the saved files will hold the model that is trained
 - rehearsal: a small evaluation and checkpoint
+- metrics: compute_metrics on the labels of the whole evaluation set
 - user_errors: errors of the user's own code later, with their reason
 """

@@ -107,11 +107,18 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
 
 def warn_of_training_data_in_evaluation(trainer: Any) -> None:
     """Warn where the training set is evaluated: its metrics, and a checkpoint that they choose, are not private."""
-    given = trainer.eval_dataset
-    sets = given.values() if isinstance(given, Mapping) and not hasattr(given, "column_names") else [given]
-    if trainer.train_dataset is not None and any(each is trainer.train_dataset for each in sets):
+    warn_if_evaluated(trainer.train_dataset, trainer.eval_dataset)
+
+
+def warn_if_evaluated(train_dataset: Any, evaluated: Any) -> None:
+    """Warn if what is evaluated is the training set, or the same data loaded or prepared once more."""
+    sets = evaluated.values() if isinstance(evaluated, Mapping) and not hasattr(evaluated, "column_names") else [evaluated]
+    own = getattr(train_dataset, "_fingerprint", None)  # of `datasets`: the same for the same data
+    if train_dataset is not None and any(
+        each is train_dataset or (own is not None and getattr(each, "_fingerprint", None) == own) for each in sets
+    ):
         warnings.warn(
             "eval_dataset is train_dataset: its metrics, and a checkpoint that they choose, are NOT PRIVATE. Evaluate on "
             "other examples.",
-            stacklevel=3,
+            stacklevel=4,
         )

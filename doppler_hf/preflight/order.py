@@ -15,7 +15,9 @@ from doppler_hf.preflight import (
     loss,
     model,
     own_step,
+    records,
     rehearsal,
+    saved_weights,
     signatures,
     trainer,
     values,
@@ -61,6 +63,11 @@ def before_a_training(of: Any) -> None:
     signatures.refuse_callbacks_of_other_signatures(of)
 
 
+def before_an_evaluation(of: Any, evaluated: Any) -> None:
+    """Look at data that are given to `evaluate`."""
+    data.warn_if_evaluated(of.train_dataset, evaluated)
+
+
 def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
     """Check, when `train` is called, that the training is as private as the trainer and the checkpoint were."""
     trainer.refuse_another_privacy(of, checkpoint=checkpoint)
@@ -76,6 +83,7 @@ def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -
     data.refuse_own_generators(of.train_dataset, of.data_collator)
     data.refuse_another_dataset(run, of)
     values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
+    records.note_records(run, of, dataset=dataset)
 
 
 def of_the_loader(run: PrivateRun, loader: Any) -> None:
@@ -112,4 +120,6 @@ def before_the_first_step(run: PrivateRun, of: Any) -> None:
     loop.refuse_a_rate_that_never_arrives(run, of)
     own_step.refuse_another_step(run, of)
     if of.args.rehearse:
+        saved_weights.refuse_unsaved_weights(run, of)
+        saved_weights.note_another_model_when_loaded(run, of)
         rehearsal.rehearse(run, of)

@@ -1,4 +1,4 @@
-"""A rehearsal before anything is spent: an evaluation of a few rows, and a checkpoint without weights.
+"""A rehearsal before anything is spent: an evaluation of a few rows, all labels, and a checkpoint without weights.
 
 Transformers evaluates and saves for the first time after an epoch. A failure there ends the training with ε spent.
 """
@@ -7,21 +7,27 @@ import contextlib
 import copy
 import json
 import math
+import multiprocessing
+import pickle
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.metrics import Watched, on_all_labels
 from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.private_run import PrivateRun
@@ -29,6 +35,7 @@ from doppler_hf.run.processes import on_process_0
 
 # Rows of each evaluation set; more if `compute_metrics` cannot do with two.
 _ROWS, _ROWS_AGAIN = 2, 64
+_MOST_BYTES: Final = 1 << 24  # enough to come across what cannot be sent
 
 
 def rehearse(_run: PrivateRun, trainer: Any) -> None:
@@ -43,11 +50,77 @@ def rehearse(_run: PrivateRun, trainer: Any) -> None:
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
         for each in given.values() if isinstance(given, dict) else [given]:
             refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")
+        if given is None:
+            raise Refusal(
+                "nothing-to-evaluate",
+                "The training will evaluate, but eval_dataset is None. Give one, or set eval_strategy='no'.",
+            )
+        _try_workers(trainer, given, collate)
         found = _metrics_of_few_rows(trainer, ignore_keys)
         metrics = found if evaluates else {}
         if evaluates and (name := args.metric_for_best_model) is not None:
             _refuse_without_best(metrics, name)
+    _try_events(trainer)
     on_process_0(lambda: _save_small(trainer, metrics))
+
+
+def _try_events(trainer: Any) -> None:
+    """Ask Transformers when it would log, evaluate and save, by arguments that may have changed since they were made."""
+    args = trainer.args
+    if args.eval_delay is None:
+        raise Refusal(
+            "no-eval-delay",
+            "args.eval_delay is None, as args.set_evaluate leaves it, and the first evaluation would fail on it. Set "
+            "args.eval_delay = 0.",
+        )
+    state, control = copy.deepcopy((trainer.state, trainer.control))
+    with _told_as_refusal("when to log, evaluate and save"):
+        state.compute_steps(args, trainer.privacy.statement.steps_planned)
+        state.global_step, state.epoch = 1, state.epoch or 0.0
+        for event in (DefaultFlowCallback.on_step_end, DefaultFlowCallback.on_epoch_end):
+            event(DefaultFlowCallback(), args, state, control)
+
+
+class _Enough(Exception):
+    """So much of an object can be sent to a process that its data follow."""
+
+
+class _Written:
+    """A file that keeps nothing, and takes so many bytes."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_BYTES
+
+    def write(self, content: Any) -> int:
+        size = memoryview(content).nbytes
+        self.left -= size
+        if self.left < 0:
+            raise _Enough
+        return size
+
+
+def _try_workers(trainer: Any, given: Any, collate: Any) -> None:
+    """Send each evaluation set and the collator nowhere, if processes that load evaluations do not share the memory."""
+    args = trainer.args
+    context = args.dataloader_multiprocessing_context
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    method = context if isinstance(context, str) else method if context is None else context.get_start_method()
+    if args.dataloader_num_workers == 0 or method == "fork":
+        return
+    for name, each in (given if isinstance(given, dict) else {"": given}).items():
+        for what, sent in ((f"eval_dataset[{name!r}]" if name else "eval_dataset", each), ("data_collator", collate)):
+            try:
+                with contextlib.suppress(_Enough):
+                    ForkingPickler(_Written(), pickle.HIGHEST_PROTOCOL).dump(sent)
+            except Exception as error:
+                if "through inheritance" in str(error):  # a lock, which only a process that starts can take along
+                    continue
+                raise Refusal(
+                    "not-for-workers",
+                    f"{what} cannot be sent to a worker process, which the start method {method!r} asks for "
+                    f"({type(error).__name__}), so that evaluations would fail. Define functions, such as transforms, at "
+                    "the top of a module instead of as lambdas or within others, or set dataloader_num_workers=0.",
+                ) from error
 
 
 def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
@@ -73,17 +146,57 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
 
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
-    """Return the metrics of a few rows of each evaluation set, by the call that Transformers makes during a training."""
-    has_metrics = trainer.compute_metrics is not None
-    with _told_as_refusal(
-        f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows," if has_metrics else "an evaluation"
-    ):
+    """Return the metrics of each evaluation set, of all its labels if they are known, by predictions for a few rows."""
+    own = trainer.compute_metrics
+    if own is None or trainer.args.batch_eval_metrics:
+        with _told_as_refusal("an evaluation"):
+            try:
+                return _evaluated(trainer, _ROWS, ignore_keys)
+            except Exception:
+                if own is None:
+                    raise
+                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a score of two may be undefined
+    first: Exception | None = None
+    for count in (_ROWS, _ROWS_AGAIN):
+        watched = Watched(own)
+        with _told_as_refusal("an evaluation"):
+            metrics = _evaluated(trainer, count, ignore_keys, compute_metrics=watched)
+        # A score of few rows may be undefined, and one of all may be where that of few is not: that of all counts.
+        found, error = _of_all_labels(trainer, watched, count)
+        if error is None and (found is not None or not watched.errors):
+            return metrics | (found or {})
+        first = first or error
+    if first is not None and not watched.errors:
+        said = str(first).rstrip(".")
+        raise Refusal(
+            "metric-fails",
+            f"compute_metrics fails with {type(first).__name__} on the labels of the whole evaluation set: {said}. It was "
+            "called with these labels and the predictions for a few rows, repeated. Nothing was spent. Mend it, or leave "
+            "this out with rehearse=False.",
+        ) from first
+    with _told_as_refusal(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
+        raise watched.errors[0]
+
+
+def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str, Any] | None, Exception | None]:
+    """Return metrics of whole evaluation sets, or None if the labels of one are not known, and the error of one."""
+    given, found = trainer.eval_dataset, dict[str, Any]()
+    sets = given if isinstance(given, dict) else {"": given}
+    names = list(trainer.label_names)
+    if len(watched.seen) != len(sets):  # an evaluation of the user's own
+        return None, None
+    for (name, dataset), few in zip(sets.items(), watched.seen, strict=True):
+        rows = rows_of_few(len(dataset), count) if has_length(dataset) else []
         try:
-            return _evaluated(trainer, _ROWS, ignore_keys)
-        except Exception:
-            if not has_metrics:
-                raise
-            return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a score of two may be undefined
+            with warnings.catch_warnings(action="ignore"):
+                metrics = on_all_labels(watched.function, few, dataset, rows=rows, names=names)
+        except Exception as error:
+            return None, error
+        if metrics is None:
+            return None, None
+        prefix = f"eval_{name}_" if name else "eval_"
+        found |= {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
+    return found, None
 
 
 @contextlib.contextmanager
@@ -100,9 +213,12 @@ def _told_as_refusal(what: str) -> Iterator[None]:
         ) from error
 
 
-def _evaluated(trainer: Any, count: int, ignore_keys: list[str] | None) -> dict[str, Any]:
+def _evaluated(
+    trainer: Any, count: int, ignore_keys: list[str] | None, *, compute_metrics: Watched | None = None
+) -> dict[str, Any]:
     """Evaluate some rows by a copy of the trainer, without callbacks, trackers, workers and warnings; leave no trace."""
     quiet = copy.copy(trainer)
+    quiet.compute_metrics = compute_metrics or trainer.compute_metrics
     quiet.eval_dataset = few_rows(trainer.eval_dataset, count)
     quiet.state, quiet.control = copy.deepcopy((trainer.state, trainer.control))
     quiet.callback_handler, quiet.args = copy.copy(trainer.callback_handler), copy.copy(trainer.args)
@@ -119,9 +235,23 @@ def few_rows(dataset: Any, count: int) -> Any:
         return {name: few_rows(each, count) for name, each in dataset.items()}
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         return dataset.take(count) if hasattr(dataset, "take") else [*islice(dataset, count)]
-    looked = min(len(dataset), count)
-    rows = [(len(dataset) - 1) * i // max(1, looked - 1) for i in range(looked)]
+    rows = rows_of_few(len(dataset), count)
     return dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
+
+
+def rows_of_few(size: int, count: int) -> list[int]:
+    """Return the numbers of some rows of so many, from the first to the last."""
+    looked = min(size, count)
+    return [(size - 1) * i // max(1, looked - 1) for i in range(looked)]
+
+
+def _state_as_saved(trainer: Any) -> TrainerState:
+    """Return the state of the training as a checkpoint would have it, with those of callbacks."""
+    state = copy.deepcopy(trainer.state)
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            state.stateful_callbacks[type(callback).__name__] = callback.state()
+    return state
 
 
 def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
@@ -154,3 +284,6 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(folder)
         torch.save(args, f"{folder}/training_args.bin")
+        if saves:
+            torch.save(trainer.lr_scheduler.state_dict(), f"{folder}/{SCHEDULER_NAME}")
+            _state_as_saved(trainer).save_to_json(f"{folder}/{TRAINER_STATE_NAME}")

@@ -7,12 +7,14 @@ unless a collator of your own makes up missing labels.
 """
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
@@ -61,8 +63,13 @@ def refuse_out_of_range(
         return frozenset(limit for limit in found if limit.column in columns)
 
     beyond = [*_beyond_in_table(examples, limits_in(examples.column_names))] if is_table(examples) else []
-    if not is_stored(examples) and isinstance(first := fetch_one(examples, 0), Mapping):
-        beyond += _beyond_in_rows(examples, limits_in(first.keys()))
+    if not is_stored(examples):
+        first = fetch_one(examples, 0)
+        if first is None:
+            raise _none_row(name)
+        if isinstance(first, Mapping):
+            beyond += _beyond_in_rows(examples, limits_in(first.keys()), name=name)
+    _refuse_other_counts_of_ends(model, examples, name)
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # of evaluations they stand beside others
             continue
@@ -80,7 +87,8 @@ def refuse_out_of_range(
 
 def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
     for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
-        example = fetch_one(examples, row)  # behind a transform it may have one
+        # Behind a transform it may have one. Formats of numbers put another value in the place of None.
+        example = {column: None} if is_stored(examples) else fetch_one(examples, row)
         if any(example[key] is None for key in LABELS if key in example):
             # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
             raise Refusal(
@@ -119,13 +127,74 @@ def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], A
             )
 
 
-def _beyond_in_rows(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
+def _none_row(name: str) -> Refusal:
+    return Refusal(
+        "row-is-none",
+        f"{name} returns None for some rows. A collator that leaves them out would make batches of fewer rows than were "
+        f"drawn. Leave them out before: torch.utils.data.Subset({name}, [i for i, row in enumerate({name}) if row is not "
+        "None]).",
+    )
+
+
+def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> None:
+    """Refuse rows with different numbers of the token that ends a text, if the model's own forward refuses them together.
+
+    BART's, T5's and others' classifiers do.
+    """
+    base = without_adapters(model)
+    if not isinstance(base, PreTrainedModel) or not is_stored(examples) or LENGTH_COLUMN not in examples.column_names:
+        return
+    from pyarrow import types
+
+    kind = examples.data.schema.field(LENGTH_COLUMN).type
+    if not types.is_list(kind) or types.is_nested(kind.value_type) or not _compares_ends(type(base)):
+        return
+    found: set[int] = set()
+    end = time.monotonic() + MOST_SECONDS
+    for table in examples.with_format("arrow").select_columns([LENGTH_COLUMN]).iter(batch_size=_ROWS_AT_ONCE):
+        for chunk in table.column(0).chunks:
+            lengths = compute_lengths(chunk)
+            ends = np.concatenate(
+                [[0], np.cumsum(chunk.flatten().to_numpy(zero_copy_only=False) == base.config.eos_token_id)]
+            )
+            stops = np.cumsum(lengths)
+            found |= {*np.unique(ends[stops] - ends[stops - lengths]).tolist()}
+        if len(found) > 1:
+            # Neither which rows nor how many: messages end in logs.
+            raise Refusal(
+                "ends-differ",
+                f"{type(base).__name__} takes only rows with the same number of eos tokens ({base.config.eos_token_id}), "
+                f"and the rows of {name} have different ones, as where a text contains '</s>' or was cut. Keep rows with "
+                f"one number n of them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
+            )
+        if time.monotonic() > end:
+            return
+
+
+def compute_lengths(chunk: Any) -> np.ndarray:
+    """Return the lengths of the lists of a pyarrow array."""
+    from pyarrow import compute
+
+    lengths: np.ndarray = compute.list_value_length(chunk).to_numpy(zero_copy_only=False)
+    return lengths.astype(np.int64)
+
+
+def _compares_ends(kind: type) -> bool:
+    """Return whether a model's forward refuses a batch whose rows have different numbers of ends."""
+    with contextlib.suppress(OSError, TypeError):
+        return "number of <eos> tokens" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+    return False
+
+
+def _beyond_in_rows(examples: Any, limits: frozenset[Limit], *, name: str) -> Iterator[tuple[int, Limit]]:
     """Yield for each limit the first row that exceeds it, of rows by chance, for a second."""
     left, end = {*limits}, time.monotonic() + MOST_SECONDS_OF_ROWS
     for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
-        if not left or time.monotonic() > end:
+        if time.monotonic() > end:
             return
         row = fetch_one(examples, index)
+        if row is None:
+            raise _none_row(name)
         for limit in [limit for limit in left if limit.is_exceeded_in(row)]:
             left.remove(limit)
             yield index, limit

@@ -2,6 +2,7 @@
 
 - evaluation: evaluations, with the user's loss and a baseline
 - saving: models, checkpoints, cards and logs
+- renamed_weights: weights that are saved under other names than the model's own
 - private_run: the run, from its plan to its end, with what it does in every step
 - filter_and_noise: the filter and the shape of the noise, as named or chosen
 - learning_rate: the rate of a run that names none

@@ -19,6 +19,7 @@ from doppler_hf.run.digests import note_shards
 from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
 from doppler_hf.run.model_card import CARD_NAME, complete_card, with_columns_in_one_order
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -128,6 +129,7 @@ class SavingTrainer(ShardedTrainer):
         """Load weights that `save_pretrained` wrote under older names, as those of ViT, and return whether they are such.
 
         Transformers reads these names in `from_pretrained` alone. A resume would leave out what it does not find.
+        `renamed_weights` reads them into any model.
         """
         model = self.model
         if self.args.disable_dp or not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
@@ -138,7 +140,7 @@ class SavingTrainer(ShardedTrainer):
                 written.update(file.keys())
         if written <= model.state_dict().keys():
             return False
-        model.load_state_dict(type(model).from_pretrained(folder, config=model.config).state_dict())
+        load_renamed(model, folder)
         return True
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ pytest.importorskip("trl", reason="the extra trl is not installed")
 
 from trl import SFTConfig, SFTTrainer
 
-from doppler_hf import DopplerSFTConfig, DopplerSFTTrainer
+from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer, DopplerSFTConfig, DopplerSFTTrainer
 
 
 def joined(row):
@@ -174,3 +174,14 @@ def test_private_arguments_are_refused_by_trls_own_trainer(tmp_path):
     with refused("stock-trainer", match="DopplerSFTConfig"):
         trainer_of(tmp_path, cls=SFTTrainer)
     trainer_of(tmp_path, cls=SFTTrainer, disable_dp=True)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "make"),
+    [(DopplerSFTTrainer, DopplerSFTConfig, chat.prompts), (DopplerDPOTrainer, DopplerDPOConfig, chat.preferences)],
+)
+def test_the_training_set_as_evaluation_set_warns_although_trl_writes_it_anew(tmp_path, cls, config, make):
+    data = make()
+    options = dict(train_dataset=data, eval_dataset=data, processing_class=chat_tokenizer())
+    with pytest.warns(UserWarning, match=r"eval_dataset is train_dataset.*NOT PRIVATE"):
+        cls(model=tiny_llama(), args=arguments_of(tmp_path, cls=config), **options)

@@ -1,5 +1,6 @@
 """The rehearsal: what would fail after the first steps is refused before them, and nothing else is changed."""
 
+import multiprocessing
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,16 +12,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import BertForTokenClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight import rehearsal
 from doppler_hf.preflight.rehearsal import few_rows
 from doppler_hf.privacy import LEDGER_NAME
 from scripts.training.metrics import accuracy_from_logits
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
-from tests.support.tiny import Rows, text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, On, on_cpu, trained, trainer_of, weights
 
 EVALUATES = dict(eval_strategy="steps", eval_steps=2)
@@ -54,6 +57,23 @@ def generating(**options):
 class OfGenerating(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         return super().compute_per_sample_loss(model, inputs | {"labels": inputs["input_ids"]})
+
+
+class Counting(ExportableState, TrainerCallback):
+    """Has something to say to a checkpoint."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def state(self):
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+class OddSchedule(DopplerTrainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        schedule = super().create_scheduler(num_training_steps, optimizer)
+        schedule.rule = lambda step: 1.0
+        return schedule
 
 
 def missing(name):
@@ -105,6 +125,14 @@ FAILS = {
     "a tokenizer that cannot be saved": (
         dict(processing_class=Unsaveable(), **SAVES),
         ("rehearsal-failed", "OSError: Not found"),
+    ),
+    "a state of a callback that is no JSON": (
+        lambda: dict(callbacks=[Counting({("a", "b"): 1})], **SAVES),
+        ("rehearsal-failed", "a checkpoint failed with TypeError: keys must be str"),
+    ),
+    "a schedule that cannot be saved": (
+        dict(cls=OddSchedule, **SAVES),
+        ("rehearsal-failed", "a checkpoint failed with .*pickle"),
     ),
     "a tokenizer that save_model() cannot save": (
         dict(processing_class=Unsaveable()),
@@ -312,3 +340,137 @@ def test_the_evaluation_leaves_each_layer_in_its_mode(tmp_path):
     trainer.train()
     assert found == [before]
     assert len({*before.values()}) == 2
+
+
+# --- what the loop does with arguments, processes and whole evaluation sets -----------------------------------------------
+
+
+def refused(trainer, code):
+    with pytest.raises(Refusal) as refusal:
+        trainer.train()
+    assert refusal.value.code == code
+    assert trainer.privacy.ledger is None
+    assert not (Path(trainer.args.output_dir) / LEDGER_NAME).exists()
+    return str(refusal.value)
+
+
+def test_evaluations_that_are_asked_for_later_need_a_delay(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.args.set_evaluate("steps", 3)
+    assert "Set args.eval_delay = 0" in refused(trainer, "no-eval-delay")
+    trainer.args.eval_delay = 0
+    assert any("eval_loss" in log for log in trained(trainer).state.log_history)
+
+
+def test_evaluations_need_a_set(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = None
+    trainer.args.set_evaluate("steps", 3, delay=0)
+    refused(trainer, "nothing-to-evaluate")
+
+
+class Locked(Rows):
+    """What a process takes along when it starts, and no file can hold."""
+
+    def __init__(self, rows=None):
+        super().__init__(rows)
+        self.lock = multiprocessing.get_context("spawn").Lock()
+
+
+class WithLambda(Rows):
+    def __init__(self, rows=None):
+        super().__init__(rows)
+        self.change = lambda row: row
+
+
+NOT_SENT = {
+    "a transform": dict(evaluated=text_data(8, seed=1).with_transform(lambda rows: rows)),
+    "an attribute": dict(evaluated=WithLambda(text_data(8, seed=1))),
+    "one of two sets": dict(evaluated=dict(a=text_data(8, seed=1), b=WithLambda(text_data(8, seed=2)))),
+    "a collator": dict(collator=lambda rows: pad(rows)),
+}
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("case", NOT_SENT)
+def test_what_a_worker_of_evaluations_cannot_get_is_refused(tmp_path, case, method):
+    workers = dict(dataloader_num_workers=1, dataloader_multiprocessing_context=method)
+    said = refused(trainer_of(tmp_path, **NOT_SENT[case], **EVALUATES, **workers), "not-for-workers")
+    assert ("data_collator" in said) == (case == "a collator")
+    assert ("eval_dataset['b']" in said) == (case == "one of two sets")
+
+
+def test_the_start_method_of_the_process_counts(tmp_path, monkeypatch):
+    """As the default of Python 3.14."""
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "forkserver")
+    refused(trainer_of(tmp_path, **NOT_SENT["a transform"], **EVALUATES, dataloader_num_workers=1), "not-for-workers")
+
+
+def test_what_a_worker_can_get_is_not_refused(tmp_path):
+    trainer = trainer_of(tmp_path, evaluated=Locked(text_data(8, seed=1)), **EVALUATES, dataloader_num_workers=1)
+    rehearsal._try_workers(trainer, trainer.eval_dataset, pad)
+    trainer.args.dataloader_multiprocessing_context = "spawn"
+    rehearsal._try_workers(trainer, trainer.eval_dataset, pad)
+    trainer.args.dataloader_multiprocessing_context = "fork"
+    rehearsal._try_workers(trainer, NOT_SENT["an attribute"]["evaluated"], pad)
+
+
+def with_a_rare_class(size=200):
+    """One row of class 2, which is none of the 2 or 64 rows that are evaluated."""
+    rows = [row | {"labels": 2 if place == 1 else place % 2} for place, row in enumerate(text_data(size, seed=1))]
+    assert not {1}.intersection(rehearsal.rows_of_few(size, 64))
+    return Dataset.from_list(rows)
+
+
+def of_known_classes(prediction):
+    names = {0: "no", 1: "yes"}
+    return {"share_of_yes": np.mean([names[label] == "yes" for label in prediction.label_ids.tolist()])}
+
+
+@pytest.mark.parametrize("kind", [lambda rows: rows, Rows, lambda rows: {"a": text_data(8), "b": rows}])
+def test_a_metric_that_fails_on_the_whole_set_alone_is_refused(tmp_path, kind):
+    options = dict(model=tiny_bert(num_labels=3), evaluated=kind(with_a_rare_class()), compute_metrics=of_known_classes)
+    said = refused(trainer_of(tmp_path, **options, **EVALUATES), "metric-fails")
+    assert "KeyError on the labels of the whole evaluation set: 2" in said
+
+
+def test_a_score_that_a_single_class_leaves_undefined_is_refused(tmp_path):
+    evaluated = text_data(100, seed=1).map(lambda row: {"labels": 1})
+    with pytest.raises(ValueError, match=r"compute_metrics, on up to 64 rows, failed with AssertionError: one class"):
+        trainer_of(tmp_path, evaluated=evaluated, compute_metrics=area, **EVALUATES).train()
+
+
+def test_a_metric_of_tokens_meets_all_labels(tmp_path):
+    config = tiny_bert(num_labels=4).config
+    evaluated = [
+        row | {"labels": [3 if place == 1 else place % 2] * len(row["input_ids"])}
+        for place, row in enumerate(text_data(150, seed=1))
+    ]
+
+    def of_tokens(prediction):
+        assert prediction.predictions.shape[:2] == prediction.label_ids.shape
+        assert 3 not in prediction.label_ids, "an unknown tag"
+        return {"accuracy": 0.5}
+
+    options = dict(data=Dataset.from_list(evaluated[:24]), evaluated=Dataset.from_list(evaluated), collator=pad_tokens)
+    trainer = trainer_of(
+        tmp_path, model=BertForTokenClassification(config), compute_metrics=of_tokens, **options, **EVALUATES
+    )
+    assert "AssertionError on the labels of the whole evaluation set: an unknown tag" in refused(trainer, "metric-fails")
+
+
+def pad_tokens(rows):
+    batch = pad([row | {"labels": 0} for row in rows])
+    length = batch["input_ids"].shape[1]
+    return batch | {"labels": torch.tensor([row["labels"] + [-100] * (length - len(row["labels"])) for row in rows])}
+
+
+def test_a_metric_of_groups_that_needs_the_whole_set_is_no_error(tmp_path):
+    groups = np.arange(100) % 5
+
+    def of_groups(prediction):
+        right = prediction.predictions.argmax(-1) == prediction.label_ids
+        return {"worst": min(right[groups == group].mean() for group in range(5))}
+
+    options = dict(evaluated=text_data(100, seed=1), compute_metrics=of_groups, metric_for_best_model="worst")
+    assert trained(trainer_of(tmp_path, **options, **BEST)).state.best_metric is not None

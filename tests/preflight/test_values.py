@@ -191,7 +191,7 @@ def test_it_is_refused_before_anything_is_spent_and_trains_with_its_mend(tmp_pat
 
 
 def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
-    evaluated = {"one": text_data(), "two": with_one(-1, column="labels")}
+    evaluated = {"one": text_data(24, seed=1), "two": with_one(-1, column="labels")}
     trainer = trainer_of(tmp_path, evaluated=evaluated, eval_strategy="steps", eval_steps=1, max_steps=1)
     with refused("values-out-of-range", match=r"eval_dataset\.filter\(lambda row: row\['labels'\]"):
         trainer.train()

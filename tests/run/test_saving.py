@@ -10,20 +10,23 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BertForSequenceClassification,
     EarlyStoppingCallback,
+    PreTrainedModel,
     Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    ViTModel,
     default_data_collator,
 )
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, tiny_bert
-from tests.support.trainers import ON_CPU, On, at, interrupt, trained, trainer_of
+from tests.support.trainers import ON_CPU, On, at, interrupt, trained, trainer_of, weights
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
@@ -331,10 +334,15 @@ class Images:
         return {"pixel_values": torch.full((3, 8, 8), row / 24), "labels": row % 2}
 
 
-def of_images(tmp_path, **options):
-    size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+VIT = ViTConfig(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+)  # fmt: skip
+
+
+def of_images(tmp_path, *, model=None, **options):
     images = dict(data=Images(), evaluated=Images(), collator=default_data_collator)
-    return trainer_of(tmp_path, model=ViTForImageClassification(ViTConfig(**size)), **images, **options)
+    model = ViTForImageClassification(VIT) if model is None else model
+    return trainer_of(tmp_path, model=model, **images, **options)
 
 
 def test_weights_that_are_written_under_other_names_are_all_loaded(tmp_path):
@@ -353,3 +361,62 @@ def test_weights_that_are_written_under_other_names_are_all_loaded(tmp_path):
     for trainer in (best, resumed):
         for name, value in trainer.model.state_dict().items():
             assert torch.equal(value, saved[name]), name
+
+
+class WithMore(ViTForImageClassification):
+    """Takes more than a configuration, so that `from_pretrained` cannot make it."""
+
+    def __init__(self, config, width):
+        super().__init__(config)
+        between = torch.nn.Linear(config.hidden_size, width)
+        self.classifier = torch.nn.Sequential(between, torch.nn.GELU(), torch.nn.Linear(width, 2))
+
+
+class Around(PreTrainedModel):
+    """A model of one's own around one of Transformers'."""
+
+    config_class, base_model_prefix, _supports_sdpa = ViTConfig, "vision", True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.vision = ViTModel(config, add_pooling_layer=False)
+        self.head = torch.nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(self, pixel_values, labels=None):
+        return self.head(self.vision(pixel_values).last_hidden_state[:, 0])
+
+
+def with_another_head():
+    model = ViTForImageClassification(VIT)
+    model.classifier = torch.nn.Sequential(torch.nn.Dropout(0.0), torch.nn.Linear(8, 2))
+    return model
+
+
+@pytest.mark.parametrize("make", [with_another_head, lambda: WithMore(VIT, 5), lambda: Around(VIT)])
+def test_the_best_model_and_a_resume_are_of_any_class(tmp_path, make):
+    """Whatever `from_pretrained` would make of the configuration: the tensors of the model at hand take the values."""
+    saves = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, cls=OfPixels)
+    scores = iter([0.0, 1.0, 0.5])  # of the rehearsal, and of steps 2 and 4
+    metrics = dict(compute_metrics=lambda _: {"score": next(scores)}, metric_for_best_model="score", greater_is_better=True)
+    model = make()
+    own = dict(model.named_parameters())
+    best = trained(of_images(tmp_path, model=model, load_best_model_at_end=True, max_steps=4, **saves, **metrics))
+    folder = tmp_path / "out" / "checkpoint-2"
+    assert best.state.best_model_checkpoint == str(folder)
+    assert all(own[name] is parameter for name, parameter in best.model.named_parameters())
+    resumed = of_images(tmp_path, model=make(), max_steps=2, **saves)
+    resumed.train(resume_from_checkpoint=str(folder))
+    torch.testing.assert_close(weights(best), weights(resumed), rtol=0, atol=0)
+    # Without a mapping of names in between: the file has the same values.
+    written = sorted(value.double().sum().item() for value in load_file(folder / "model.safetensors").values())
+    torch.testing.assert_close(sorted(value.double().sum().item() for value in best.model.state_dict().values()), written)
+    best.save_model()
+    assert verified(tmp_path / "out")
+
+
+class OfPixels(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        logits = model(pixel_values=inputs["pixel_values"])
+        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")

@@ -1,0 +1,305 @@
+"""Whether the files that a training leaves hold the model that was trained, and whether they can be loaded again.
+
+PEFT saves adapters and `modules_to_save`, and nothing else. What was unfrozen by hand is trained, paid for with ε, and lost.
+A new head that is frozen is in no file either: whoever loads the adapter gets another random head.
+"""
+
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from doppler_hf.errors import Refusal
+from doppler_hf.privacy.losses import without_adapters
+from doppler_hf.run.own_code import overrides
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.renamed_weights import names_lost
+
+_HEADS: Final = ("classifier", "score")  # which PEFT saves with a task_type of classification, as ends of names
+_LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")
+
+
+def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
+    """Refuse trained weights, and new frozen ones beside adapters, that no saved file would hold."""
+    model = trainer.model
+    saves_itself = type(model).save_pretrained if hasattr(type(model), "save_pretrained") else None
+    is_ours_to_know = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES
+    if not is_ours_to_know or any(overrides(type(trainer), name) for name in ("save_model", "_save")):
+        return  # code of the user's own saves what it wants to
+    adapters = saved_adapters(model)
+    with run.unwatched():  # PEFT computes a prompt when it is saved
+        kept = _kept(model, adapters)
+        named = dict(model.named_parameters())
+        lost = {name: each for name, each in named.items() if each.requires_grad and id(each) not in kept}
+        if lost and adapters and _has_embeddings(model, lost):
+            # PEFT saves tables of tokens that have grown: it asks for the base model's configuration, maybe on the hub.
+            kept |= _kept(model, adapters, save_embedding_layers="auto")
+            lost = {name: each for name, each in lost.items() if id(each) not in kept}
+    if lost:
+        raise _lost(model, lost, adapters)
+    if adapters:
+        run.notes += [*_refuse_new_frozen(model, kept)]
+        _refuse_unloadable_adapters(trainer, adapters)
+        run.notes += [*_other_names_of_heads(model, adapters)]
+    elif isinstance(model, PreTrainedModel) and (collided := names_lost(model)):
+        raise Refusal(
+            "weights-not-saved",
+            f"{type(model).__name__} is saved under names of an older version of Transformers, and {collided[0]!r} would be "
+            "saved under a name that another weight has. Rename that layer of the model.",
+        )
+
+
+def note_another_model_when_loaded(run: PrivateRun, trainer: Any) -> None:
+    """Note a model of which `from_pretrained` makes another one, since a layer was replaced after it was made."""
+    if trainer._sharding.is_cut or saved_adapters(trainer.model) or not isinstance(trainer.model, PreTrainedModel):
+        return
+    if why := why_not_loaded(trainer.model):
+        name = type(trainer.model).__name__
+        run.notes.append(
+            f"{name}.from_pretrained will not give this model back: {why}. After the training save it with "
+            "torch.save(trainer.model.state_dict(), 'weights.pt'); later make the model as you made this one, and then "
+            "model.load_state_dict(torch.load('weights.pt'))"
+        )
+
+
+def why_not_loaded(model: PreTrainedModel) -> str | None:
+    """Return how the model of this class and configuration differs from this one, or None if it does not."""
+    if getattr(model, "is_quantized", False):
+        return None
+    try:
+        # On no device: nothing is initialized, and no random number is drawn.
+        with torch.device("meta"), no_init_weights(), warnings.catch_warnings(action="ignore"):
+            made = type(model)(copy.deepcopy(model.config))
+    except TypeError:
+        return "its class takes more than a configuration"
+    except Exception:  # in code of the user's own that cannot do without a device
+        return None
+    own, theirs = dict(_with_weights(model)), dict(_with_weights(made))
+    for name in [*theirs, *own]:
+        if name not in own or name not in theirs:
+            where = "has" if name in own else "does not have"
+            return f"it {where} a layer {name!r} with weights"
+        if type(own[name]) is not type(theirs[name]):
+            return f"{name!r} would be a {type(theirs[name]).__name__} and is a {type(own[name]).__name__}"
+        if _shapes(own[name]) != _shapes(theirs[name]):
+            return f"{name!r} would have weights of another shape"
+    return None
+
+
+def _with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that have weights or saved buffers of their own."""
+    return ((name, module) for name, module in model.named_modules() if _shapes(module))
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    saved = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: each.shape for name, each in (module._parameters | saved).items() if each is not None}
+
+
+def saved_adapters(model: Any) -> list[str]:
+    """Return the adapters that are saved in place of the model; none for a model that is saved whole."""
+    if not hasattr(model, "peft_config"):
+        return []
+    if isinstance(model, PreTrainedModel):  # by `add_adapter`: Transformers saves the first active one
+        return [*model.active_adapters()][:1] if model._hf_peft_config_loaded else []
+    return [*model.peft_config]
+
+
+def _kept(model: nn.Module, adapters: list[str], *, save_embedding_layers: Any = False) -> set[int]:
+    """Return the identities of the tensors that a saved model would hold."""
+    state = model.state_dict(keep_vars=True)
+    if not adapters:
+        ignored = [*(getattr(model, "_keys_to_ignore_on_save", None) or ())]
+        kept = {id(each) for name, each in state.items() if not any(re.search(key, name) for key in ignored)}
+        return kept
+    from peft import get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    kept = set()
+    for adapter in adapters:
+        with warnings.catch_warnings(action="ignore"):
+            saved = get_peft_model_state_dict(
+                model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+        kept |= {id(each) for each in saved.values()}
+    # Some adapters are saved as something that is computed of their weights.
+    prompts = getattr(model, "prompt_encoder", None)
+    parts = [prompts[name] for name in adapters if name in prompts] if isinstance(prompts, nn.ModuleDict) else []
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for attribute in layer.adapter_layer_names:
+                of_each = getattr(layer, attribute, None)
+                if isinstance(of_each, nn.ModuleDict | nn.ParameterDict):
+                    parts += [of_each[name] for name in adapters if name in of_each]
+    for part in parts:
+        kept |= {id(each) for each in ([part] if isinstance(part, Tensor) else part.parameters())}
+    return kept
+
+
+def _has_embeddings(model: Any, named: dict[str, Tensor]) -> bool:
+    try:
+        tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except (NotImplementedError, AttributeError):
+        return False
+    of_tables = {id(each) for table in tables if isinstance(table, nn.Module) for each in table.parameters()}
+    return any(id(each) in of_tables for each in named.values())
+
+
+def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Refusal:
+    places = tops_of(model, {*lost})
+    first = _listed(places)
+    if not adapters:
+        return Refusal(
+            "weights-not-saved",
+            f"{first} would be trained, and saved in no file: {type(model).__name__} leaves them out of its state. Take "
+            "them out of _keys_to_ignore_on_save, or freeze them with requires_grad_(False).",
+        )
+    others = [name for name in getattr(model, "peft_config", {}) if name not in adapters]
+    if others and all(any(f".{name}" in place for name in others) for place in places):
+        return Refusal(
+            "weights-not-saved",
+            f"{first} would be trained, and saved in no file: Transformers saves the adapter {adapters[0]!r} alone. Train "
+            "one adapter at a time, or attach them with peft.get_peft_model, which saves all.",
+        )
+    return Refusal(
+        "weights-not-saved",
+        f"{first} would be trained, and saved in no file: PEFT saves adapters and modules_to_save, and whoever loads them "
+        f"would get other weights there, with all of ε spent. {mend_of(model, places)}, in place of requires_grad_(True).",
+    )
+
+
+def tops_of(model: nn.Module, names: set[str]) -> list[str]:
+    """Return the outermost modules all of whose parameters are among some, and the other ones of these parameters."""
+    all_names, found = [name for name, _ in model.named_parameters()], []
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            top = ".".join(parts[:end])
+            if end == len(parts) or all(each in names for each in all_names if each.startswith(f"{top}.")):
+                found.append(top)
+                break
+    return [*dict.fromkeys(sorted(found))]
+
+
+def mend_of(model: nn.Module, places: list[str]) -> str:
+    """Return the options of an adapter's configuration that train and save some modules and parameters."""
+    parameters = dict(model.named_parameters())
+    inner = [_without_prefix(model, place) for place in places]
+    if all(place in parameters and place.endswith("bias") for place in places):
+        return "Set bias='all' in the adapter's configuration"
+    wanted = {each.rpartition(".")[0] if place in parameters else each for place, each in zip(places, inner, strict=True)}
+    names = [_without_prefix(model, name) for name, _ in model.named_modules()]
+    short: list[str] = []
+    for each in sorted(wanted):
+        last = each.rpartition(".")[-1]
+        # PEFT goes by the ends of names.
+        matched = {name for name in names if name.endswith(last)}
+        is_exact = all(any(name == one or name.startswith(f"{one}.") for one in wanted) for name in matched)
+        short.append(last if is_exact and not last.isdigit() else each)
+    return f"Set modules_to_save={[*dict.fromkeys(short)]} in the adapter's configuration"
+
+
+def _without_prefix(model: nn.Module, name: str) -> str:
+    return name.removeprefix("base_model.model.").removeprefix("base_model.") if hasattr(model, "base_model") else name
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - 2} others" if len(places) > 2 else ""
+    return " and ".join(map(repr, places[:2])) + more if not more else f"{places[0]!r}, {places[1]!r}{more}"
+
+
+def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
+    """Refuse new weights beside adapters that are neither trained nor saved; return a note if all are new."""
+    base = without_adapters(model)
+    if not isinstance(base, PreTrainedModel):
+        return []
+    ours = {id(each) for each in base.parameters()}
+    left = {
+        name: each
+        for name, each in model.named_parameters()
+        if id(each) in ours and id(each) not in kept and each.is_floating_point()
+    }
+    is_loaded = {name: getattr(each, "_is_hf_initialized", False) for name, each in left.items()}
+    # Transformers marks each tensor that it reads from a file. A model that was copied, or made from its configuration, has
+    # no marks.
+    if not any(is_loaded.values()) and left and not base.name_or_path:
+        return [
+            "the model around the adapters was made from a configuration and is in no file: save it with save_pretrained "
+            "before the adapters are attached, or nobody can load them"
+        ]
+    if sum(is_loaded.values()) * 2 < len(is_loaded):
+        return []
+    made = [*(base._keys_to_ignore_on_load_missing or ()), *(base._keys_to_ignore_on_save or ())]  # such as sines
+    wrapped = re.compile(r"\.original_module\.")  # beneath the copy that is trained and saved
+    new = {
+        name
+        for name, was_read in is_loaded.items()
+        if not was_read and not wrapped.search(name) and not any(re.search(key, name) for key in made)
+    }
+    if new:
+        places = tops_of(model, new)
+        raise Refusal(
+            "head-not-saved",
+            f"{_listed(places)} is new, with random weights, and would be neither trained nor saved: whoever loads the "
+            f"adapter would get other random weights there. {mend_of(model, places)}" + _task_type(model, places),
+        )
+    return []
+
+
+def _task_type(model: nn.Module, places: list[str]) -> str:
+    ends = all(place.rpartition(".")[-1] in _HEADS for place in places)
+    has_type = any(getattr(config, "task_type", None) for config in getattr(model, "peft_config", {}).values())
+    kind = "TOKEN_CLS" if "Token" in type(without_adapters(model)).__name__ else "SEQ_CLS"
+    return f", or task_type={kind!r}, which does the same." if ends and not has_type else "."
+
+
+def _refuse_unloadable_adapters(trainer: Any, adapters: list[str]) -> None:
+    """Refuse a best model, or a resume, that Transformers and PEFT cannot load into these adapters."""
+    model, args = trainer.model, trainer.args
+    if isinstance(model, PreTrainedModel):
+        return  # the rehearsal of the checkpoint has a word on these
+    prompts = getattr(model, "prompt_encoder", None)
+    parts = [prompts[name] for name in adapters if name in prompts] if isinstance(prompts, nn.ModuleDict) else []
+    is_computed = any(len([*part.parameters()]) > 1 for part in parts)
+    is_resumed = trainer.privacy.previous.checkpoint is not None
+    if is_computed and (is_resumed or args.load_best_model_at_end):
+        asked = "resume_from_checkpoint" if is_resumed else "load_best_model_at_end"
+        raise Refusal(
+            "prompt-not-loaded",
+            f"{asked} cannot go with a prompt that an encoder computes: PEFT saves the computed prompt, without the encoder "
+            "that was trained, so that no training can go on from it. Use PromptTuningConfig, or PrefixTuningConfig without "
+            "prefix_projection" + (", or leave load_best_model_at_end out." if not is_resumed else "."),
+        )
+    if args.load_best_model_at_end:
+        trained = [name for name in adapters if _is_trained(model, name)]
+        if trained != ["default"]:
+            raise Refusal(
+                "best-adapter-not-loaded",
+                f"load_best_model_at_end finds the adapter 'default' alone in a checkpoint; got {', '.join(trained)}. Call "
+                "get_peft_model without adapter_name, or leave load_best_model_at_end out.",
+            )
+
+
+def _is_trained(model: nn.Module, adapter: str) -> bool:
+    ends = re.compile(rf"\.{re.escape(adapter)}(\.|$)")
+    return any(each.requires_grad and ends.search(name) for name, each in model.named_parameters())
+
+
+def _other_names_of_heads(model: Any, adapters: list[str]) -> Iterator[str]:
+    """Yield layers that are trained in full because their names end like a head's, which nobody has asked for."""
+    if "peft" not in sys.modules:
+        return
+    from peft.utils.other import ModulesToSaveWrapper
+
+    wanted = {name for adapter in adapters for name in getattr(model.peft_config[adapter], "modules_to_save", None) or ()}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[-1]
+        if isinstance(module, ModulesToSaveWrapper) and last not in wanted and not any("." in each for each in wanted):
+            yield f"{last!r} is trained in full beside the adapter, as its name ends like one of modules_to_save"

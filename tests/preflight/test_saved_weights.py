@@ -1,0 +1,338 @@
+"""Weights that no saved file would hold, or that nobody could load again, are known before the first step."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BartModel,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertModel,
+    FlaubertConfig,
+    FlaubertForSequenceClassification,
+    FlaubertModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    default_data_collator,
+)
+
+from doppler_hf import DopplerTrainer
+from doppler_hf.errors import Refusal
+from doppler_hf.preflight.saved_weights import mend_of, tops_of, why_not_loaded
+from doppler_hf.privacy import LEDGER_NAME
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import trained, trainer_of
+
+SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16)
+EVALUATES = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+BEST = EVALUATES | dict(load_best_model_at_end=True)
+KINDS = {
+    "bert": (BertModel, BertForSequenceClassification, BertConfig(vocab_size=50, **SIZES)),
+    "distilbert": (
+        DistilBertModel,
+        DistilBertForSequenceClassification,
+        DistilBertConfig(vocab_size=50, dim=16, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=16),
+    ),
+    "bart": (
+        BartModel,
+        BartForSequenceClassification,
+        BartConfig(
+            vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
+        ),
+    ),
+    "flaubert": (
+        FlaubertModel,
+        FlaubertForSequenceClassification,
+        FlaubertConfig(vocab_size=50, emb_dim=16, n_layers=1, n_heads=2, max_position_embeddings=16),
+    ),
+}  # fmt: skip
+TARGETS = dict(bert=["query"], distilbert=["q_lin"], bart=["q_proj"], flaubert=["q_lin"])
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Folders with encoders that have no head."""
+    folder = tmp_path_factory.mktemp("encoders")
+    for name, (encoder, _, config) in KINDS.items():
+        torch.manual_seed(0)
+        encoder(config).save_pretrained(folder / name)
+    return folder
+
+
+def with_a_new_head(encoders, kind="bert", seed=0):
+    torch.manual_seed(seed)
+    return KINDS[kind][1].from_pretrained(encoders / kind, num_labels=2)
+
+
+def adapted(encoders, *, kind="bert", by="peft", seed=0, **options):
+    model, config = with_a_new_head(encoders, kind, seed), LoraConfig(r=2, target_modules=TARGETS[kind], **options)
+    if by == "peft":
+        return get_peft_model(model, config)
+    model.add_adapter(config)
+    return model
+
+
+def unfrozen(model, ends):
+    for name, parameter in model.named_parameters():
+        if re.search(ends, name):
+            parameter.requires_grad_(True)
+    return model
+
+
+def two_by_transformers(encoders):
+    """Of two adapters of a model of Transformers only the first is saved."""
+    model = adapted(encoders, by="transformers")
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"]), "second")
+    model.set_adapter(["default", "second"])
+    return unfrozen(model, r"lora_.\.")
+
+
+class Forgetful(BertForSequenceClassification):
+    """Leaves its head out of what it saves."""
+
+    _keys_to_ignore_on_save = [r"classifier\."]
+
+
+def whole(model):
+    return model.requires_grad_(True)
+
+
+HEAD = r"classifier\.(weight|bias)"
+UNSAVED = {
+    "a head": (lambda e: unfrozen(adapted(e), HEAD), "modules_to_save=['classifier']"),
+    "a head, by add_adapter": (lambda e: unfrozen(adapted(e, by="transformers"), HEAD), "modules_to_save=['classifier']"),
+    "norms": (
+        lambda e: unfrozen(adapted(e, task_type="SEQ_CLS"), r"LayerNorm\.(weight|bias)"),
+        "modules_to_save=['LayerNorm']",
+    ),
+    "one norm": (
+        lambda e: unfrozen(adapted(e, task_type="SEQ_CLS"), r"layer\.0\.output\.LayerNorm\."),
+        "modules_to_save=['bert.encoder.layer.0.output.LayerNorm']",
+    ),
+    "biases": (lambda e: unfrozen(adapted(e, task_type="SEQ_CLS"), r"value\.bias"), "bias='all'"),
+    "the second adapter": (two_by_transformers, "Train one adapter at a time"),
+    "weights that the class leaves out": (
+        lambda e: whole(Forgetful.from_pretrained(e / "bert", num_labels=2)),
+        "_keys_to_ignore_on_save",
+    ),
+}
+
+
+def ended():
+    """Texts that end with BART's token for it."""
+    return text_data().map(lambda row: {name: [*row[name], end] for name, end in (("input_ids", 2), ("attention_mask", 1))})
+
+
+def refused(trainer, code):
+    with pytest.raises(Refusal) as refusal:
+        trainer.train()
+    assert refusal.value.code == code
+    assert trainer.privacy.ledger is None
+    return str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+@pytest.mark.parametrize("case", UNSAVED)
+def test_trained_weights_that_no_file_holds_are_refused(tmp_path, encoders, case):
+    make, mend = UNSAVED[case]
+    assert mend in refused(trainer_of(tmp_path, model=make(encoders)), "weights-not-saved")
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def replaced(encoders):
+    """A head of one's own, put on a model from a file."""
+    model = with_a_new_head(encoders)
+    model.classifier = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+
+
+NEW = {
+    "without task_type": (lambda e: adapted(e), ["classifier"]),
+    "without task_type, by add_adapter": (lambda e: adapted(e, by="transformers"), ["classifier"]),
+    "a head of another name": (lambda e: adapted(e, kind="bart", task_type="SEQ_CLS"), ["classification_head"]),
+    "a summary": (lambda e: adapted(e, kind="flaubert", task_type="SEQ_CLS"), ["sequence_summary"]),
+    "a head that was replaced": (replaced, ["classifier"]),
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_a_new_head_that_is_frozen_and_in_no_file_is_refused(tmp_path, encoders, case):
+    make, heads = NEW[case]
+    said = refused(trainer_of(tmp_path, model=make(encoders), data=ended(), evaluated=ended()), "head-not-saved")
+    assert f"Set modules_to_save={heads}" in said
+    assert ("task_type='SEQ_CLS'" in said) == (heads == ["classifier"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "by", "modules"),
+    [
+        ("bert", "peft", ["classifier"]),
+        ("bert", "peft", ["classifier", "LayerNorm"]),
+        ("bert", "transformers", ["classifier"]),
+        ("bart", "peft", ["classification_head"]),
+    ],
+)
+def test_with_the_mend_the_saved_files_hold_what_was_trained(tmp_path, encoders, kind, by, modules):
+    data = ended()
+    model = adapted(encoders, kind=kind, by=by, modules_to_save=modules)
+    trainer = trained(trainer_of(tmp_path, model=model, data=data))
+    trainer.save_model()
+    batch = {name: value for name, value in pad(list(data)).items() if name != "labels"}
+    again = with_a_new_head(encoders, kind, seed=5)
+    if by == "peft":
+        again = PeftModel.from_pretrained(again, tmp_path / "out")
+    else:
+        again.load_adapter(str(tmp_path / "out"))
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(task_type="SEQ_CLS"), dict(task_type="SEQ_CLS", bias="all"), dict(modules_to_save=["classifier"])]
+)
+def test_adapters_that_are_saved_whole_are_trained_without_a_word(tmp_path, encoders, options, capsys):
+    trained(trainer_of(tmp_path, model=adapted(encoders, **options), **EVALUATES))
+    assert "in no file" not in capsys.readouterr().out
+
+
+def test_code_of_the_users_own_saves_what_it_wants_to(tmp_path, encoders):
+    class Saves(DopplerTrainer):
+        def _save(self, output_dir=None, state_dict=None):
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(self.model.state_dict(), f"{output_dir}/weights.pt")
+
+    trained(trainer_of(tmp_path, model=unfrozen(adapted(encoders), HEAD), cls=Saves, **EVALUATES))
+
+
+def test_a_layer_that_is_trained_because_of_its_name_is_told(tmp_path, encoders, capsys):
+    trained(trainer_of(tmp_path, model=adapted(encoders, kind="distilbert", task_type="SEQ_CLS")))
+    assert "'pre_classifier' is trained in full beside the adapter" in capsys.readouterr().out
+
+
+def test_adapters_of_a_model_from_a_configuration_are_told(tmp_path, capsys):
+    trained(trainer_of(tmp_path, model=get_peft_model(tiny_bert(), LoraConfig(r=2, target_modules=["query"]))))
+    assert "was made from a configuration and is in no file" in capsys.readouterr().out
+
+
+def prompted(encoders, config):
+    return get_peft_model(with_a_new_head(encoders), config(task_type="SEQ_CLS", num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_prompts_are_saved(tmp_path, encoders, config):
+    trained(trainer_of(tmp_path, model=prompted(encoders, config), **EVALUATES))
+
+
+@pytest.mark.parametrize("asked", ["load_best_model_at_end", "resume_from_checkpoint"])
+def test_an_encoder_of_prompts_is_in_no_checkpoint(tmp_path, encoders, asked):
+    def of(**options):
+        return trainer_of(tmp_path, model=prompted(encoders, PromptEncoderConfig), **options)
+
+    if asked == "load_best_model_at_end":
+        said = refused(of(**BEST), "prompt-not-loaded")
+    else:
+        trained(of(**EVALUATES))
+        with pytest.raises(Refusal) as refusal:
+            of(**EVALUATES | dict(max_steps=6)).train(resume_from_checkpoint=True)
+        assert refusal.value.code == "prompt-not-loaded"
+        said = str(refusal.value)
+    assert f"{asked} cannot go with a prompt that an encoder computes" in said
+
+
+def test_the_best_adapter_of_another_name_is_not_found_at_the_end(tmp_path, encoders):
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    model = get_peft_model(with_a_new_head(encoders), config, adapter_name="mine")
+    assert "got mine" in refused(trainer_of(tmp_path, model=model, **BEST), "best-adapter-not-loaded")
+
+
+def test_the_outermost_modules_are_named_and_the_shortest_names_that_take_no_more():
+    model = nn.ModuleDict(
+        dict(a=nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), b=nn.ModuleDict(dict(norm=nn.Linear(1, 1))))
+    )
+    assert tops_of(model, {"a.0.weight", "a.0.bias", "a.1.weight", "a.1.bias"}) == ["a"]
+    assert tops_of(model, {"a.0.weight", "b.norm.weight", "b.norm.bias"}) == ["a.0.weight", "b"]
+    assert mend_of(model, ["a.0"]) == "Set modules_to_save=['a.0'] in the adapter's configuration"
+
+
+# --- models that from_pretrained does not give back -----------------------------------------------------------------------
+
+
+def resnet():
+    config = ResNetConfig(num_channels=3, embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
+    torch.manual_seed(0)
+    return ResNetForImageClassification(config)
+
+
+def fixed_by_opacus():
+    from opacus.validators import ModuleValidator
+
+    return ModuleValidator.fix(resnet())
+
+
+class Images:
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, row):
+        return {"pixel_values": torch.full((3, 32, 32), row / 24), "labels": row % 2}
+
+
+def test_a_model_whose_layers_were_replaced_is_told_with_lines_that_work(tmp_path, capsys, monkeypatch):
+    images = dict(data=Images(), evaluated=Images(), collator=default_data_collator)
+    trainer = trained(trainer_of(tmp_path, model=fixed_by_opacus(), **images, per_device_train_batch_size=2))
+    said = capsys.readouterr().out
+    assert "will not give this model back: 'resnet.embedder.embedder.normalization' would be a BatchNorm2d" in said
+    lines = re.findall(r"(?:torch\.save|model\.load_state_dict)\(.*?'\)\)?", said)
+    assert len(lines) == 2
+    monkeypatch.chdir(tmp_path)
+    exec(lines[0], dict(torch=torch, trainer=trainer))
+    torch.manual_seed(7)
+    model = fixed_by_opacus()
+    exec(lines[1], dict(torch=torch, model=model))
+    batch = torch.stack([Images()[row]["pixel_values"] for row in range(4)])
+    with torch.no_grad():
+        found, expected = model.eval()(batch).logits, trainer.model.eval()(batch).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class WithMore(BertForSequenceClassification):
+    def __init__(self, config, width):
+        super().__init__(config)
+        self.between = nn.Linear(width, width)
+
+
+def more_labels(model):
+    model.classifier = nn.Linear(16, 5)
+    return model
+
+
+def without_pooler(model):
+    model.bert.pooler = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (tiny_bert, None),
+        (lambda: tiny_bert(num_labels=7), None),
+        (lambda: more_labels(tiny_bert()), "'classifier' would have weights of another shape"),
+        (lambda: without_pooler(tiny_bert()), "it does not have a layer 'bert.pooler.dense' with weights"),
+        (lambda: WithMore(tiny_bert().config, 3), "its class takes more than a configuration"),
+    ],
+)
+def test_another_model_than_that_of_the_configuration_is_known(make, why):
+    model = make()
+    state = torch.get_rng_state()
+    assert why_not_loaded(model) == why
+    assert torch.equal(torch.get_rng_state(), state)
