@@ -27,6 +27,7 @@ from doppler_hf.preflight.autograd_check.beside import Batches
 from doppler_hf.preflight.autograd_check.comparison import compare
 from doppler_hf.preflight.autograd_check.coupling import place_of_coupling, read_by_others
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.numbers_of_rows import draws_beside_torch, unusual_size
 from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
@@ -183,8 +184,10 @@ class _Comparison:
             most_alone=SHORT if is_cheap else 2 if self.has_own_loss else 1,
             is_thorough=is_cheap,
             norms_by=self.clipped if is_cheap and self.has_users_loss and not is_random else None,
-            is_random=is_random,
         )
+        if is_random:
+            with self.clipped.unwatched():
+                batches = self._with_numbers_of_examples(batches)
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
             reason, is_seen = None, False
             # With moved weights the loss may fail, as one of numbers between 0 and 1, or overflow.
@@ -203,6 +206,26 @@ class _Comparison:
                     "others contribute. Return losses as they are, without isfinite().all() or a choice among them: an "
                     "example whose gradient is not finite counts as zero by itself."
                 )
+
+    def _with_numbers_of_examples(self, batches: Batches) -> Batches:
+        """Return batches in which each example has random numbers of its own, or a place has if that is not possible."""
+        shapes = [parameter.shape for parameter in self.model.parameters()]
+        shapes += [value.shape[1:] for value in self.whole.values() if isinstance(value, Tensor)]
+        usual = {length for shape in shapes for length in shape}
+        most, least = (unusual_size(self.number, usual=usual, is_least=is_least) for is_least in (False, True))
+        if most is None or least is None or most == least:
+            return batches._replace(chance="of places")
+        rows = self.rows[:most]
+        whole, few = self.probe.collated(rows), self.probe.collated(rows[:least])
+        fixed = batches._replace(
+            whole=whole,
+            number=most,
+            collated=lambda places: self.probe.collated([rows[place] for place in places]),
+            chance="of the examples",
+            least=least,
+        )
+        calls = [functools.partial(self.losses_of, dict(inputs)) for inputs in (whole, few)]
+        return batches._replace(chance="of places") if draws_beside_torch(calls) or not fixed.is_fixed() else fixed
 
 
 @contextlib.contextmanager
