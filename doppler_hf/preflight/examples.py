@@ -48,6 +48,8 @@ from doppler_hf.run.private_run import PrivateRun
 _MOST_ON_CPU: Final = 6e9
 _MOST_ON_ACCELERATOR: Final = 6e11
 _MOST_ROWS: Final = 256
+# Losses with random numbers are compared in batches of unusual sizes, some of them larger than eight.
+_ENOUGH: Final = 19
 # With more weights than these, outside of tables, a pass of a single example takes too long on a CPU to look at many.
 _FEW_WEIGHTS: Final = 1 << 24
 
@@ -211,11 +213,12 @@ class _Comparison:
         """Return batches in which each example has random numbers of its own, or a place has if that is not possible."""
         shapes = [parameter.shape for parameter in self.model.parameters()]
         shapes += [value.shape[1:] for value in self.whole.values() if isinstance(value, Tensor)]
-        usual = {length for shape in shapes for length in shape}
-        most, least = (unusual_size(self.number, usual=usual, is_least=is_least) for is_least in (False, True))
-        if most is None or least is None or most == least:
+        tables = {module.num_embeddings for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        usual = {length for shape in shapes for length in shape} - tables  # nothing is drawn for a whole vocabulary
+        most, least = (unusual_size(max(self.number, _ENOUGH), usual=usual, is_least=each) for each in (False, True))
+        if most is None or least is None:
             return batches._replace(chance="of places")
-        rows = self.rows[:most]
+        rows = (self.rows * _ENOUGH)[:most]
         whole, few = self.probe.collated(rows), self.probe.collated(rows[:least])
         fixed = batches._replace(
             whole=whole,

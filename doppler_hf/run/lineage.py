@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings
+from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings, is_continued_by
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
-from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, merged_in, sketched
+from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, changes_a_layer, merged_in, sketched
 from doppler_hf.run.processes import on_process_0
 
 # A mark of fewer values could belong to another tensor by chance.
@@ -43,6 +43,8 @@ _MOST_VALUES: Final = 2**16
 # In half precision a training at a small rate leaves most values of a vector as they are, perhaps all. So vectors have no
 # mark of their values in half precision, nor have matrices of fewer values.
 _FEWEST_HALVES: Final = 2**8
+# The settings of PEFT's configurations that say whether a new adapter leaves the model's output as it is.
+_STARTS: Final = ("init_lora_weights", "init_ia3_weights", "init_weights")
 # Trainings in the register. One more removes the oldest.
 _MOST_TRAININGS: Final = 300
 
@@ -64,7 +66,7 @@ class Past(NamedTuple):
 
 # The past of each trained tensor.
 _BY_OBJECT: Final = WeakIdKeyDictionary()
-# By ledger, for where the state folder cannot be written.
+# By run, for where the state folder cannot be written.
 _OF_PROCESS: Final[dict[str, Record]] = {}
 
 
@@ -88,8 +90,10 @@ class Lineage:
         ]
         self._at_start = all_trainings(found)
         self._adapters = AdaptersAtStart(model)
-        own = None if continued is None else continued.name
-        self.earlier: Trainings = {name: spent for name, spent in self._at_start.items() if name != own}
+        own = [] if continued is None else continued.names_of_plans
+        self.earlier: Trainings = {
+            name: spent for name, spent in self._at_start.items() if not any(is_continued_by(name, plan) for plan in own)
+        }
 
     def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
         """Return the marks of the weights that this run has trained so far.
@@ -126,18 +130,18 @@ class Lineage:
                 past = _BY_OBJECT.get(parameter, Past({}, {}))
                 begun = {} if name not in self._begun else {self._begun[name].exact: self._at_start}
                 _BY_OBJECT[parameter] = Past(trainings, past.begun | begun)
-        # What was saved under this ledger may be loaded again, too, so that its marks stay, also those of another process.
-        before = [_OF_PROCESS.get(ledger.name), _read_one(_register() / f"{ledger.name}.json")]
+        # What was saved in this run may be loaded again, too, so that its marks stay, also those of another process.
+        before = [_OF_PROCESS.get(ledger.run_id), _read_one(_register() / f"{ledger.run_id}.json")]
         merges, of_merged = self._merge(model)
         known = [record for record in before if record is not None]
         record = Record(
             trainings,
-            frozenset().union(marks, of_merged, ledger.trained_marks, *(each.marks for each in known)),
+            frozenset().union(marks, of_merged, *(each.marks for each in known)),
             tuple(dict.fromkeys([*(each for record in known for each in record.merges), *merges]))[-MOST_MERGES:],
         )
-        _OF_PROCESS[ledger.name] = record
+        _OF_PROCESS[ledger.run_id] = record
         if writes:
-            _write(ledger.name, record)
+            _write(ledger.run_id, record)
 
     def _merge(self, model: nn.Module) -> tuple[list[Merge], set[str]]:
         """Merge some adapted layers, and return sketches of these merges, and marks of the weights that come out."""
@@ -151,19 +155,15 @@ class Lineage:
 
 
 def adapters_trained_by_others(model: nn.Module) -> list[str]:
-    """Return the LoRA adapters whose output is not zero, as it is at the start of a training.
+    """Return the adapters that change the output of a layer, although a new adapter of their kind changes none.
 
-    Adapters that are meant to start with another output, such as PiSSA's, are left out.
+    Adapters that are meant to start with another output, such as PiSSA's, are left out, and so are prompts, which start with
+    random numbers.
     """
     found = []
     for name, config in getattr(model, "peft_config", {}).items():
-        starts_at_zero = getattr(config, "init_lora_weights", False) in (True, "gaussian", "eva", "orthogonal")
-        factors = [
-            parameter
-            for place, parameter in model.named_parameters()
-            if f"lora_B.{name}." in place or f"lora_embedding_B.{name}" in place
-        ]
-        if starts_at_zero and config.peft_type == "LORA" and any(bool(factor.detach().any()) for factor in factors):
+        start = next((vars(config)[key] for key in _STARTS if key in vars(config)), False)
+        if start in (True, "gaussian", "eva", "orthogonal") and changes_a_layer(model, name):
             found.append(name)
     return found
 
@@ -232,7 +232,8 @@ def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list
     for folder in folders:
         # Checking a whole ledger takes as long as reading hundreds, so only those are checked that matter.
         paths = [path for path in ledger_files(folder) if not marks.isdisjoint(marks_in(path))]
-        found += [ledger.trainings for ledger in map(_ledger, paths) if ledger is not None]
+        ledgers = [ledger.when(marks) for ledger in map(_ledger, paths) if ledger is not None]
+        found += [ledger.trainings for ledger in ledgers if ledger is not None]
     # A model that was merged before it was saved, or an older ledger, which holds no marks.
     if source is not None and (ledger := _ledger(source)) is not None and _holds_any(source, marks):
         found.append(ledger.trainings)
@@ -264,16 +265,16 @@ def _register() -> Path:
     return Path(home) / "doppler_hf" / "trainings"
 
 
-def _write(ledger: str, record: Record) -> None:
+def _write(run: str, record: Record) -> None:
     """Write a record into the register, if there is a place for it, and remove the oldest ones of many."""
     trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
         register = _register()
         register.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = register / f".{ledger}.{secrets.token_hex(4)}"
+        temporary = register / f".{run}.{secrets.token_hex(4)}"
         temporary.write_text(json.dumps(said), "utf-8")
-        os.replace(temporary, register / f"{ledger}.json")
+        os.replace(temporary, register / f"{run}.json")
         by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-_MOST_TRAININGS]:
             path.unlink(missing_ok=True)

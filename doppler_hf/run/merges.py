@@ -77,6 +77,8 @@ class AdaptersAtStart:
             for is_converted in (False, True):
                 pairs = []
                 for name, layer in layers.items():
+                    if is_converted and {value.dtype for value in layer.parameters()} == {precision}:
+                        continue  # as without a conversion
                     with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
                         merged = [
                             _merged(layer, precision=precision, is_converted=is_converted, values=values)
@@ -114,13 +116,20 @@ def _values_of_adapters(layer: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in layer.named_parameters() if not name.startswith("base_layer.")}
 
 
-def _merged(layer: Any, *, precision: torch.dtype, is_converted: bool, values: Mapping[str, Tensor] | None) -> Tensor:
+def _merged(
+    layer: Any,
+    *,
+    precision: torch.dtype,
+    is_converted: bool,
+    values: Mapping[str, Tensor] | None,
+    adapters: Sequence[str] | None = None,
+) -> Tensor:
     """Return the base weight in a precision with the adapters merged into it, with other values of these if given."""
     made = _copy_without_hooks(layer)
     for name, value in (values or {}).items():
         made.get_parameter(name).copy_(value)
     (made if is_converted else made.get_base_layer()).to(precision)
-    made.merge()
+    made.merge(adapter_names=adapters)
     weight: Tensor = made.get_base_layer().weight
     return weight
 
@@ -313,3 +322,17 @@ def may_change(layer: nn.Module) -> bool:
     """Return whether adapters of a layer may change its output: the second factor of a new LoRA adapter is zero."""
     seconds = [value for name, value in layer.named_parameters() if name.startswith(("lora_B.", "lora_embedding_B."))]
     return not seconds or any(bool(value.detach().any()) for value in seconds)
+
+
+def changes_a_layer(model: nn.Module, adapter: str) -> bool:
+    """Return whether an adapter of this name changes one of the noted layers, by a merge of it alone."""
+    for layer in _noted_layers(model).values():
+        with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+            weight = _base_weight(layer)
+            if may_change(layer):
+                merged = _merged(layer, precision=weight.dtype, is_converted=False, values=None, adapters=[adapter])
+                # Some rotate the weight by the identity, which rounds.
+                most = 4 * torch.finfo(weight.dtype).eps * float(weight.abs().max())
+                if not torch.allclose(merged, weight, rtol=0.0, atol=most):
+                    return True
+    return False

@@ -233,19 +233,35 @@ def test_weights_that_did_not_move_are_not_recognised(tmp_path):
     assert train(tmp_path, "second", new_head(tiny_bert())).privacy.ledger.earlier is None
 
 
-def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys):
-    first = train(tmp_path, "first", adapted())
+def ia3():
+    return IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[])
+
+
+def oft():
+    return OFTConfig(task_type="SEQ_CLS", oft_block_size=4, target_modules=["query"])
+
+
+@pytest.mark.parametrize("config", [lora, ia3, *thorough(oft)])
+def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys, config):
+    first = train(tmp_path, "first", adapted(config()))
     capsys.readouterr()
     forget_this_process()
     forget_the_register(tmp_path)
     (tmp_path / "first/out" / LEDGER_NAME).unlink()
     again = PeftModel.from_pretrained(tiny_bert(), first.args.output_dir, is_trainable=True)
     assert train(tmp_path, "second", again).privacy.ledger.earlier is None
-    words = "The adapter default was already trained (its B is not zero), and no ledger on this machine speaks for it."
+    words = "The adapter default was already trained (it changes the model's output), and no ledger on this machine speaks for it."
     assert words in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("config", [lora(), *thorough(lora(init_lora_weights="pissa"), lora(init_lora_weights="gaussian"))])
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(),
+        IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[]),
+        *thorough(lora(init_lora_weights="pissa"), lora(init_lora_weights="gaussian")),
+    ],
+)
 def test_a_new_adapter_is_not_pointed_out(tmp_path, capsys, config):
     train(tmp_path, "first", adapted(config))
     assert "already trained" not in capsys.readouterr().out
@@ -377,7 +393,7 @@ def test_an_adapter_is_recognised_in_a_base_of_another_precision(
 ):
     base = tiny_bert(**WIDE)
     model = adapted(lora(**EIGHT), model=copy.deepcopy(base).to(trained_in))
-    first = train(tmp_path, "first", model, learning_rate=learning_rate, max_steps=10)
+    first = train(tmp_path, "first", model, learning_rate=learning_rate, max_steps=10, rehearse=False)
     forget_this_process()
     merged = merged_from(base.to(merged_in), first.args.output_dir, autocast_adapter_dtype=kept_in_float32)
     assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged.float()))), first)
@@ -385,7 +401,7 @@ def test_an_adapter_is_recognised_in_a_base_of_another_precision(
 
 @pytest.fixture
 def two_adapters(tmp_path):
-    trainers = [train(tmp_path, name, adapted(model=tiny_bert(**WIDE))) for name in ("first", "other")]
+    trainers = [train(tmp_path, name, adapted(lora(task_type=None), model=tiny_bert(**WIDE))) for name in ("first", "other")]
     forget_this_process()
     return trainers
 
@@ -468,7 +484,31 @@ def new_classes(model):
 def test_a_training_is_not_charged_for_its_continuation(tmp_path):
     first = train(tmp_path, "first", adapted(model=tiny_bert(**WIDE)), learning_rate=1e-2)
     model = PeftModel.from_pretrained(tiny_bert(**WIDE), first.args.output_dir, is_trainable=True)
-    train(tmp_path, "continued", model, learning_rate=1e-4)
+    train(tmp_path, "continued", model, learning_rate=1e-4, rehearse=False)
     forget_this_process()
     merged = merged_from(tiny_bert(**WIDE), first.args.output_dir)
     assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
+
+
+# --- branches of one ledger -------------------------------------------------------------------------------------------------
+
+
+def test_branches_of_one_training_add_up_and_what_they_share_counts_once(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    trainer_of(tmp_path / "p/first", model=tiny_bert(), **options).train()
+    checkpoint = tmp_path / "p/first/out/checkpoint-2"
+    branches = []
+    for name in ("q", "r"):
+        trainer = trainer_of(tmp_path / name / "branch", model=tiny_bert(), **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        branches.append(trainer)
+        assert trainer.privacy.ledger.earlier is None
+    forget_this_process()
+    model = copy.deepcopy(branches[0].model)
+    model.bert.encoder.load_state_dict(branches[1].model.bert.encoder.state_dict())
+    ledger = train(tmp_path, "both", model).privacy.ledger
+    of_each = [trainer.privacy.ledger.trainings for trainer in branches]
+    (shared,) = of_each[0].keys() & of_each[1].keys()
+    total = sum(trainer.privacy.epsilon() for trainer in branches) - of_each[0][shared].epsilon
+    assert math.isclose(ledger.earlier.epsilon, total, rel_tol=1e-12)
+    assert ledger.earlier.epsilon > 1.2 * max(trainer.privacy.epsilon() for trainer in branches)
