@@ -149,7 +149,7 @@ def test_verifying_the_merged_model_alone_points_to_this(folders, capsys):
     (folders / "merged" / LEDGER_NAME).unlink()
 
 
-# --- what a merge leaves alone, and what is no merge --------------------------------------------------------------------------
+# --- what a merge leaves alone, and what is no merge ---
 
 
 def next_values(model):
