@@ -28,6 +28,7 @@ from doppler_hf.preflight.autograd_check.beside import Batches
 from doppler_hf.preflight.autograd_check.comparison import compare
 from doppler_hf.preflight.autograd_check.coupling import place_of_coupling, read_by_others
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.numbers_of_rows import draws_beside_torch, unusual_size
 from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
@@ -48,6 +49,8 @@ from doppler_hf.run.private_run import PrivateRun
 _MOST_ON_CPU: Final = 6e9
 _MOST_ON_ACCELERATOR: Final = 6e11
 _MOST_ROWS: Final = 256
+# Losses with random numbers are compared in batches of unusual sizes, some of them larger than eight.
+_ENOUGH: Final = 19
 # With more weights than these, outside of tables, a pass of a single example takes too long on a CPU to look at many.
 _FEW_WEIGHTS: Final = 1 << 24
 
@@ -186,8 +189,10 @@ class _Comparison:
             most_alone=SHORT if is_cheap else 2 if self.has_own_loss else 1,
             is_thorough=is_cheap,
             norms_by=self.clipped if is_cheap and self.has_users_loss and not is_random else None,
-            is_random=is_random,
         )
+        if is_random:
+            with self.clipped.unwatched():
+                batches = self._with_numbers_of_examples(batches)
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
             reason, is_seen = None, False
             # With moved weights the loss may fail, as one of numbers between 0 and 1, or overflow.
@@ -225,6 +230,27 @@ class _Comparison:
             "contribute. Compute each weight from its own example and from constants, such as class frequencies that are "
             "public.",
         )
+
+    def _with_numbers_of_examples(self, batches: Batches) -> Batches:
+        """Return batches in which each example has random numbers of its own, or a place has if that is not possible."""
+        shapes = [parameter.shape for parameter in self.model.parameters()]
+        shapes += [value.shape[1:] for value in self.whole.values() if isinstance(value, Tensor)]
+        tables = {module.num_embeddings for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        usual = {length for shape in shapes for length in shape} - tables  # nothing is drawn for a whole vocabulary
+        most, least = (unusual_size(max(self.number, _ENOUGH), usual=usual, is_least=each) for each in (False, True))
+        if most is None or least is None:
+            return batches._replace(chance="of places")
+        rows = (self.rows * _ENOUGH)[:most]
+        whole, few = self.probe.collated(rows), self.probe.collated(rows[:least])
+        fixed = batches._replace(
+            whole=whole,
+            number=most,
+            collated=lambda places: self.probe.collated([rows[place] for place in places]),
+            chance="of the examples",
+            least=least,
+        )
+        calls = [functools.partial(self.losses_of, dict(inputs)) for inputs in (whole, few)]
+        return batches._replace(chance="of places") if draws_beside_torch(calls) or not fixed.is_fixed() else fixed
 
 
 @contextlib.contextmanager

@@ -58,8 +58,8 @@ class PrivacyCallback(TrainerCallback):
             add_up = "If it used the same data, its ε and that of this run add up."
             unknown = [] if ledger.earlier or counted else adapters_trained_by_others(model)
             notes = {
-                f"The adapter {', '.join(unknown)} was already trained (its B is not zero), and no ledger on this machine "
-                "speaks for it. If it was trained on the same data, its ε adds to that of this run.": unknown,
+                f"The adapter {', '.join(unknown)} was already trained (it changes the model's output), and no ledger on "
+                "this machine speaks for it. If it was trained on the same data, its ε adds to that of this run.": unknown,
                 f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
                 f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
                 "a new trainer with another output_dir.": step == 0 and counted,

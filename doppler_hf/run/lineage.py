@@ -6,10 +6,8 @@ Trained tensors are recognised one by one, whatever was added to the model, merg
 - by value: *marks* of each trained tensor are kept in its ledger, and in a small register in the user's state folder. A mark
   is a hash of the values. Matrices also have marks of their values in half precision, so that they are recognised after a
   conversion;
-- by what a trained adapter makes of its base weights when it is merged. The register keeps the marks of some merged weights.
-  It also keeps a *sketch* of each, since a merge rounds differently on another processor: sixteen numbers xᵢᵀ W yᵢ with
-  random signs x and y. A weight counts as merged if its sketch differs from the merged one by less than a tenth of what the
-  merge changes.
+- by what a trained adapter makes of its base weights when it is merged. The register keeps the marks of some merged weights,
+  and sketches of them, by which they are recognised if they were rounded or if another adapter was added: see `merges`.
 
 Weights that were averaged, quantized or scaled, or that came from another machine without their ledger, are not recognised;
 docs/trust/ledger.md says so. The register holds nothing but digests of weights that a private training has released, and
@@ -17,30 +15,25 @@ what these cost.
 """
 
 import contextlib
-import copy
 import hashlib
 import json
-import math
 import os
 import secrets
-import sys
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float64
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings
+from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings, is_continued_by
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
+from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, changes_a_layer, merged_in, sketched
 from doppler_hf.run.processes import on_process_0
 
 # A mark of fewer values could belong to another tensor by chance.
@@ -50,21 +43,10 @@ _MOST_VALUES: Final = 2**16
 # In half precision a training at a small rate leaves most values of a vector as they are, perhaps all. So vectors have no
 # mark of their values in half precision, nor have matrices of fewer values.
 _FEWEST_HALVES: Final = 2**8
-# Of how many adapted layers a merge is noted: who merges an adapter merges it into all of them.
-_MERGED_LAYERS: Final = 8
-_SKETCH_LENGTH: Final = 16
-# Relative to what the merge changes. The sketch of another training's weights differs by as much as the merge, or more.
-_NEAR: Final = 0.1
+# The settings of PEFT's configurations that say whether a new adapter leaves the model's output as it is.
+_STARTS: Final = ("init_lora_weights", "init_ia3_weights", "init_weights")
 # Trainings in the register. One more removes the oldest.
 _MOST_TRAININGS: Final = 300
-
-
-class MergedWeight(NamedTuple):
-    """The sketches of a base weight after and before an adapter is merged into it."""
-
-    shape: tuple[int, ...]
-    after: tuple[float, ...]
-    before: tuple[float, ...]
 
 
 class Record(NamedTuple):
@@ -72,7 +54,7 @@ class Record(NamedTuple):
 
     trainings: Trainings  # what the weights have cost: by this training, and by those before it
     marks: frozenset[str]
-    merged: tuple[MergedWeight, ...]
+    merges: tuple[Merge, ...]
 
 
 class Past(NamedTuple):
@@ -84,7 +66,7 @@ class Past(NamedTuple):
 
 # The past of each trained tensor.
 _BY_OBJECT: Final = WeakIdKeyDictionary()
-# By ledger, for where the state folder cannot be written.
+# By run, for where the state folder cannot be written.
 _OF_PROCESS: Final[dict[str, Record]] = {}
 
 
@@ -107,8 +89,11 @@ class Lineage:
             trainings for name, parameter in named.items() for trainings in _by_object(parameter, self._begun[name].exact)
         ]
         self._at_start = all_trainings(found)
-        own = None if continued is None else continued.name
-        self.earlier: Trainings = {name: spent for name, spent in self._at_start.items() if name != own}
+        self._adapters = AdaptersAtStart(model)
+        own = [] if continued is None else continued.names_of_plans
+        self.earlier: Trainings = {
+            name: spent for name, spent in self._at_start.items() if not any(is_continued_by(name, plan) for plan in own)
+        }
 
     def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
         """Return the marks of the weights that this run has trained so far.
@@ -145,34 +130,40 @@ class Lineage:
                 past = _BY_OBJECT.get(parameter, Past({}, {}))
                 begun = {} if name not in self._begun else {self._begun[name].exact: self._at_start}
                 _BY_OBJECT[parameter] = Past(trainings, past.begun | begun)
-        # What was saved under this ledger may be loaded again, too, so that its marks stay, also those of another process.
-        before = [_OF_PROCESS.get(ledger.name), _read_one(_register() / f"{ledger.name}.json")]
-        merged, of_merged = _merged_weights(model)
+        # What was saved in this run may be loaded again, too, so that its marks stay, also those of another process.
+        before = [_OF_PROCESS.get(ledger.run_id), _read_one(_register() / f"{ledger.run_id}.json")]
+        merges, of_merged = self._merge(model)
         known = [record for record in before if record is not None]
         record = Record(
             trainings,
-            frozenset().union(marks, of_merged, ledger.trained_marks, *(each.marks for each in known)),
-            tuple(dict.fromkeys([*(weight for each in known for weight in each.merged), *merged])),
+            frozenset().union(marks, of_merged, *(each.marks for each in known)),
+            tuple(dict.fromkeys([*(each for record in known for each in record.merges), *merges]))[-MOST_MERGES:],
         )
-        _OF_PROCESS[ledger.name] = record
+        _OF_PROCESS[ledger.run_id] = record
         if writes:
-            _write(ledger.name, record)
+            _write(ledger.run_id, record)
+
+    def _merge(self, model: nn.Module) -> tuple[list[Merge], set[str]]:
+        """Merge some adapted layers, and return sketches of these merges, and marks of the weights that come out."""
+        merges: list[Merge] = []
+        marks: set[str] = set()
+        for pairs, is_sketched in self._adapters.merges(model):
+            for before, after in pairs:
+                marks |= _marks(after, both_halves=True).all - _marks(before, both_halves=True).all
+            merges += [sketched(pairs)] if is_sketched else []
+        return [merge for merge in merges if merge], marks
 
 
 def adapters_trained_by_others(model: nn.Module) -> list[str]:
-    """Return the LoRA adapters whose output is not zero, as it is at the start of a training.
+    """Return the adapters that change the output of a layer, although a new adapter of their kind changes none.
 
-    Adapters that are meant to start with another output, such as PiSSA's, are left out.
+    Adapters that are meant to start with another output, such as PiSSA's, are left out, and so are prompts, which start with
+    random numbers.
     """
     found = []
     for name, config in getattr(model, "peft_config", {}).items():
-        starts_at_zero = getattr(config, "init_lora_weights", False) in (True, "gaussian", "eva", "orthogonal")
-        factors = [
-            parameter
-            for place, parameter in model.named_parameters()
-            if f"lora_B.{name}." in place or f"lora_embedding_B.{name}" in place
-        ]
-        if starts_at_zero and config.peft_type == "LORA" and any(bool(factor.detach().any()) for factor in factors):
+        start = next((vars(config)[key] for key in _STARTS if key in vars(config)), False)
+        if start in (True, "gaussian", "eva", "orthogonal") and changes_a_layer(model, name):
             found.append(name)
     return found
 
@@ -223,90 +214,13 @@ def _by_object(parameter: Tensor, mark: str) -> list[Trainings]:
     return [past.begun.get(mark, past.trainings)]
 
 
-def _merged_in(model: nn.Module, records: Sequence[Record]) -> set[int]:
-    """Return the places of records of which a merge made a weight of the model. Each weight is sketched once at most."""
-    by_shape: dict[tuple[int, ...], list[tuple[int, MergedWeight]]] = {}
-    for place, record in enumerate(records):
-        for weight in record.merged:
-            by_shape.setdefault(weight.shape, []).append((place, weight))
-    found: set[int] = set()
-    for parameter in model.parameters():
-        candidates = by_shape.get(tuple(parameter.shape), [])
-        if not candidates or isinstance(parameter, DTensor) or not parameter.is_floating_point():
-            continue
-        sketch = _sketch(parameter)
-        found |= {
-            place
-            for place, weight in candidates
-            if math.dist(sketch, weight.after) < _NEAR * math.dist(weight.after, weight.before)
-        }
-    return found
-
-
-def _sketch(weight: Tensor) -> Float64[np.ndarray, " sketch"]:
-    """Return xᵢᵀ W yᵢ for random signs that follow from the shape alone. Dimensions after the first are joined."""
-    matrix = weight.detach().reshape(len(weight), -1)
-    left, right = (_signs(size).to(matrix.device) for size in matrix.shape)
-    found = ((left @ matrix.float()) * right).sum(dim=1, dtype=torch.float64)
-    return found.cpu().numpy()
-
-
-def _signs(size: int) -> Float[Tensor, "sketch size"]:
-    # Of a hash, which no version of a library changes.
-    words = hashlib.shake_256(str(size).encode("ascii")).digest(-(-_SKETCH_LENGTH * size // 8))
-    bits = np.unpackbits(np.frombuffer(words, dtype=np.uint8))[: _SKETCH_LENGTH * size]
-    return torch.from_numpy(bits.astype(np.float32).reshape(_SKETCH_LENGTH, size) * 2.0 - 1.0)
-
-
-def _merged_weights(model: nn.Module) -> tuple[list[MergedWeight], set[str]]:
-    """Merge some adapted layers, each in a copy of it alone, and return sketches and marks of the weights that come out."""
-    peft = sys.modules.get("peft")
-    if peft is None:
-        return [], set()
-    layers = [module for module in model.modules() if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)]
-    layers = [layer for layer in layers if _can_be_merged(getattr(layer.get_base_layer(), "weight", None))]
-    found: list[MergedWeight] = []
-    marks: set[str] = set()
-    for layer in layers[:: max(1, len(layers) // _MERGED_LAYERS)]:
-        # Users merge in the precision of the base, and often in bfloat16.
-        for precision in dict.fromkeys([layer.get_base_layer().weight.dtype, torch.bfloat16]):
-            with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
-                merged = _copy_without_hooks(layer).to(precision)
-                weight = merged.get_base_layer().weight
-                before, sketch_before = _marks(weight, both_halves=True), _sketch(weight)
-                merged.merge()
-                weight = merged.get_base_layer().weight
-                marks |= _marks(weight, both_halves=True).all - before.all
-                sketch = _sketch(weight)
-                if precision == layer.get_base_layer().weight.dtype and not np.array_equal(sketch, sketch_before):
-                    found.append(MergedWeight(tuple(weight.shape), tuple(sketch.tolist()), tuple(sketch_before.tolist())))
-    return found, marks
-
-
-def _can_be_merged(weight: Any) -> bool:
-    # A quantized weight is merged into another format, and parts of a weight are on other processes.
-    return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.ndim > 1
-
-
-def _copy_without_hooks(module: nn.Module) -> Any:
-    # Hooks may belong to the engine of per-sample gradients, or to a user: neither is copied, nor called.
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
-                memo[id(value)] = OrderedDict()
-            elif name == "forward":
-                memo[id(value)] = None
-    return copy.deepcopy(module, memo)
-
-
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
 def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list[Trainings]:
     """Return what trainings have spent whose weights the model holds, by its marks and what was merged into it."""
     records = [*_OF_PROCESS.values(), *_read()]
-    merged = _merged_in(model, records)
+    merged = merged_in(model, [(place, merge) for place, record in enumerate(records) for merge in record.merges])
     found = [
         record.trainings for place, record in enumerate(records) if place in merged or not marks.isdisjoint(record.marks)
     ]
@@ -318,7 +232,8 @@ def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list
     for folder in folders:
         # Checking a whole ledger takes as long as reading hundreds, so only those are checked that matter.
         paths = [path for path in ledger_files(folder) if not marks.isdisjoint(marks_in(path))]
-        found += [ledger.trainings for ledger in map(_ledger, paths) if ledger is not None]
+        ledgers = [ledger.when(marks) for ledger in map(_ledger, paths) if ledger is not None]
+        found += [ledger.trainings for ledger in ledgers if ledger is not None]
     # A model that was merged before it was saved, or an older ledger, which holds no marks.
     if source is not None and (ledger := _ledger(source)) is not None and _holds_any(source, marks):
         found.append(ledger.trainings)
@@ -350,16 +265,16 @@ def _register() -> Path:
     return Path(home) / "doppler_hf" / "trainings"
 
 
-def _write(ledger: str, record: Record) -> None:
+def _write(run: str, record: Record) -> None:
     """Write a record into the register, if there is a place for it, and remove the oldest ones of many."""
     trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
-    said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merged": record.merged}
+    said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
         register = _register()
         register.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = register / f".{ledger}.{secrets.token_hex(4)}"
+        temporary = register / f".{run}.{secrets.token_hex(4)}"
         temporary.write_text(json.dumps(said), "utf-8")
-        os.replace(temporary, register / f"{ledger}.json")
+        os.replace(temporary, register / f"{run}.json")
         by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-_MOST_TRAININGS]:
             path.unlink(missing_ok=True)
@@ -373,6 +288,9 @@ def _read_one(path: Path) -> Record | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, of another version, or cut off
         said = json.loads(path.read_text("utf-8"))
         trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
-        merged = tuple(MergedWeight(tuple(shape), tuple(after), tuple(before)) for shape, after, before in said["merged"])
-        return Record(trainings, split_marks(said["marks"]), merged)
+        merges = tuple(
+            tuple(MergedWeight(tuple(shape), tuple(after), tuple(before)) for shape, after, before in merge)
+            for merge in said.get("merges", [])
+        )
+        return Record(trainings, split_marks(said["marks"]), merges)
     return None

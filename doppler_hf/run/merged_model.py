@@ -1,28 +1,37 @@
 """Check that a model is a base with an adapter merged into it, for `doppler-hf verify MERGED --base BASE --adapter FOLDER`.
 
-The merge is computed again and every tensor compared. How a merge rounds depends on precision and machine. With the spacing
-eps of the precision in which the merged model was saved, a tensor V counts as W′ = W + ΔW if
+The merge is computed again, in each precision in which it may have been made, and every tensor compared. A tensor that the
+adapter leaves as it is must be the base's, value by value. How a merge rounds depends on the machine. With the spacing eps
+of the precision in which the merged model was saved, a tensor V counts as W′ = W + ΔW if
 
 - each value differs from W′ by at most 2 eps (|W| + |W′| + max |ΔW|), and all of them together by at most eps/2 of the norms
-  of W and W′: roundings differ from value to value, while a training or a factor changes all;
+  of W and W′. In half precision few values may differ at all: one spacing is much there, and a training moves all;
 - the change V − W contains ΔW once: ⟨V − W, ΔW⟩ is ⟨ΔW, ΔW⟩ up to a tenth and what rounding adds. So a base without the
   adapter is noticed, even if the adapter changes less than rounding does.
 """
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
+from doppler_hf.privacy.ledger.weights import weight_files
 
 _ROUNDINGS: Final = 2.0
 _TOGETHER: Final = 0.5
 _NEARLY_ONCE: Final = 0.1
+# Which share of the values in half precision may round to another number: more if the change itself is large, since it is
+# rounded too. A spacing above this is one of half precision.
+_FEW, _OF_CHANGE, _FEWEST, _HALF = 0.02, 0.5, 2, 1e-5
 # So many standard deviations.
 _BY_CHANCE: Final = 6.0
 
@@ -30,9 +39,14 @@ _BY_CHANCE: Final = 6.0
 def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
     """Return how the model in `merged` differs from `base` with `adapter` merged into it, beyond rounding."""
     require("recipes")
-    from peft import PeftModel
-
-    config = AutoConfig.from_pretrained(merged)
+    with _readable(merged):
+        config = AutoConfig.from_pretrained(merged)
+    if getattr(config, "quantization_config", None) is not None:
+        raise Refusal(
+            "quantized-merge",
+            f"The model in {merged} is quantized, so that its values are those of no merge, and it cannot be verified. "
+            "Verify the merged model before you quantize it.",
+        )
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None:
         raise Refusal(
@@ -40,27 +54,99 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
             f"{merged / 'config.json'} names no class of Transformers, so the merge cannot be computed again. Save the "
             "merged model with save_pretrained.",
         )
-    published, names = _loaded(kind, merged, dtype=config.dtype)
-    model, _ = _loaded(kind, base, dtype=config.dtype, num_labels=config.num_labels)
-    if model.get_input_embeddings() is not None and hasattr(config, "vocab_size"):
-        model.resize_token_embeddings(published.get_input_embeddings().num_embeddings, mean_resizing=False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    after = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
-    found = published.state_dict()
+    with _readable(merged):
+        published, names = kind.from_pretrained(merged, dtype=config.dtype, output_loading_info=True)
     lines = [f"{name} is missing in {merged}." for name in names["missing_keys"]]
     lines += [f"{name} is in {merged}, and in no such model." for name in names["unexpected_keys"]]
-    differing = [name for name, value in found.items() if not _is_equal(value, after[name], before.get(name))]
-    if differing:
-        lines.append(
-            f"{len(differing)} of {len(found)} tensors in {merged} are not those of {base} with the adapter in {adapter} "
-            f"merged into it, such as {differing[0]}. Merge again from the saved adapter, and change nothing afterwards."
-        )
+    lines += [
+        f"{name} in {merged} is a weight file that the model does not use, and that nothing was compared with. Remove it."
+        for name in _unused_files(merged)
+    ]
+    found = published.state_dict()
+    differing: list[str] = [*found]
+    for precision in dict.fromkeys([config.dtype, torch.float32, torch.bfloat16, torch.float16]):
+        for keeps_adapter in (True, False):
+            before, after, rows = _merged_again(kind, published, base, adapter, dtype=precision, keeps_adapter=keeps_adapter)
+            if rows is not None:
+                return [*lines, rows]
+            still = [name for name, value in found.items() if not _is_equal(value, after[name], before.get(name))]
+            differing = min(differing, still, key=len)
+            if not differing:
+                return lines
+    lines.append(
+        f"{len(differing)} of {len(found)} tensors in {merged} are not those of {base} with the adapter in {adapter} "
+        f"merged into it, such as {differing[0]}. Merge again from the saved adapter, and change nothing afterwards."
+    )
     return lines
 
 
-def _loaded(kind: Any, source: str | Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, Any]:
-    model, names = kind.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    return model, names
+def _merged_again(
+    kind: Any, published: Any, base: str, adapter: Path, *, dtype: torch.dtype, keeps_adapter: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor], str | None]:
+    """Return the tensors of the base in a precision and of the merge, or a line that says why its rows are others.
+
+    PEFT keeps the adapter of a base in half precision in float32, unless it is told not to.
+    """
+    from peft import PeftModel
+
+    with _readable(base):
+        # The head of a task may have another number of classes. It is the adapter's then, or it differs.
+        model = kind.from_pretrained(base, dtype=dtype, num_labels=published.config.num_labels, ignore_mismatched_sizes=True)
+    table, rows = published.get_input_embeddings(), model.get_input_embeddings()
+    if table is not None and rows is not None and table.weight.shape != rows.weight.shape:
+        number, of_base = table.weight.shape[0], rows.weight.shape[0]
+        if table.weight.shape[1:] != rows.weight.shape[1:]:
+            raise Refusal(
+                "another-base", f"{base} is a model of another size than the merged one. Give the model that was adapted."
+            )
+        if tuple(table.weight.shape) not in _shapes_in(adapter):
+            line = (
+                f"The merged model has embeddings of {number:,} tokens, but {base} has {of_base:,}, and the adapter holds "
+                "none. Tokens were added or removed after the merge. Publish the model as it was merged: nothing says which "
+                "values tokens that are added later should have."
+            )
+            return {}, {}, line
+        model.resize_token_embeddings(number, mean_resizing=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=keeps_adapter)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise Refusal(
+            "another-base",
+            f"The adapter in {adapter} does not fit {base}. Give the model for which it was trained as --base.",
+        ) from error
+    return before, adapted.merge_and_unload().state_dict(), None
+
+
+@contextlib.contextmanager
+def _readable(source: str | Path) -> Iterator[None]:
+    """Say which model could not be read."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError, ImportError) as error:
+        said = str(error).strip().split("\n")[0]
+        raise Refusal(
+            "no-such-model", f"There is no model at {source} that can be read. Give its folder or hub id. ({said})"
+        ) from error
+
+
+def _shapes_in(adapter: Path) -> set[tuple[int, ...]]:
+    shapes: set[tuple[int, ...]] = set()
+    for path in adapter.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return shapes
+
+
+def _unused_files(folder: Path) -> list[str]:
+    """Return the weight files of a folder that Transformers does not read, since others come first."""
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (folder / name).exists():
+            used = {name}
+            if name.endswith(".json"):
+                used |= {*json.loads((folder / name).read_text("utf-8"))["weight_map"].values()}
+            return [file for file in weight_files(folder) if file not in used]
+    return []
 
 
 def _is_equal(found: Tensor, expected: Tensor, before: Tensor | None) -> bool:
@@ -71,8 +157,16 @@ def _is_equal(found: Tensor, expected: Tensor, before: Tensor | None) -> bool:
         return torch.equal(found, expected)
     # A head that only the adapter holds was another tensor before, perhaps of another shape.
     base = expected if before is None or before.shape != expected.shape else before
-    spacing, (found, expected, base) = torch.finfo(found.dtype).eps, (value.double() for value in (found, expected, base))
+    # The merge may have been made in half precision and saved in float32.
+    spacing = max(torch.finfo(value.dtype).eps for value in (found, expected))
+    found, expected, base = (value.to(found.dtype).double() for value in (found, expected, base))
     off, change = found - expected, expected - base
+    if not change.any():  # the adapter leaves it as it is
+        return bool((off == 0).all())
+    if spacing > _HALF:
+        most = _FEW + _OF_CHANGE * min(1.0, float(_size(change) / _size(expected)))
+        if int((off != 0).sum()) > max(_FEWEST, most * off.numel()):
+            return False
     sizes = _size(base) + _size(expected)
     is_near = bool((off.abs() <= _ROUNDINGS * spacing * (expected.abs() + base.abs() + change.abs().max())).all())
     is_rounding = bool(_size(off) <= _TOGETHER * spacing * sizes)

@@ -271,16 +271,18 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         )
     for name, what in _OF_THE_LAUNCHER.items():
         if os.environ.get(name, "false").lower() == "true":
-            raise ValueError(
+            raise Refusal(
+                "breaks-privacy",
                 f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}): one process must "
-                "see an example whole, and each layer as torch has it. Start the script with a configuration without it."
+                "see an example whole, and each layer as torch has it. Start the script with a configuration without it.",
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision in IMPRECISE and not args.fp16:
-        raise ValueError(
+        raise Refusal(
+            "mixed-precision",
             f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
             "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file or "
-            "ACCELERATE_MIXED_PRECISION. Set bf16 or no there."
+            "ACCELERATE_MIXED_PRECISION. Set bf16 or no there.",
         )
     if args.world_size == 1 != int(launched):
         # As Transformers does where it finds no accelerator.

@@ -1,7 +1,9 @@
 """What a loss or layer reads of the examples beside it is refused before the first step, though no gradient shows it."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -157,16 +159,89 @@ def random_part_of_the_hardest(losses, labels, logits):
     return losses * torch.zeros_like(losses).index_fill(0, chosen, 1.0)
 
 
-@pytest.mark.parametrize("change", [mixed_up, *thorough(random_part_of_the_hardest)])
-def test_random_numbers_hide_no_loss_that_reads_others(tmp_path, change):
-    said = refused_training(tmp_path, "depends-on-others", cls=of_losses(change))
-    assert "Compute each loss from its own row" in said
-
-
-def noisy_logits(losses, labels, logits):
+def noisy(losses, labels, logits):
     return F.cross_entropy(logits.float() + 0.1 * torch.randn_like(logits), labels, reduction="none")
 
 
-@pytest.mark.parametrize("change", [noisy_logits, *thorough(lambda losses, *_: losses * torch.rand(len(losses)))])
-def test_random_numbers_of_a_row_are_its_own(tmp_path, change):
-    assert trained(trainer_of(tmp_path, cls=of_losses(change))).state.global_step > 0
+def kept(count):
+    """Return a loss of a random part of the batch."""
+    return lambda l, y, z: l * torch.zeros_like(l).index_fill(0, torch.randperm(len(l))[: count(len(l))], 1.0)
+
+
+def rescaled(l, y, z):
+    is_kept = (torch.rand(len(l)) > 0.3).float()
+    return l * is_kept * len(l) / is_kept.sum().clamp(min=1)
+
+
+# Random numbers hide none of these.
+HIDDEN = {
+    "pairs of examples": mixed_up,
+    "a random part of the hardest": random_part_of_the_hardest,
+    "dropout, divided by the number": lambda l, y, z: F.cross_entropy(F.dropout(z, 0.1), y, reduction="none") / len(l),
+    "noise, times the root of the number": lambda l, y, z: noisy(l, y, z) * len(l) ** 0.5,
+    "noise, twice above eight rows": lambda l, y, z: noisy(l, y, z) * (1 + (len(l) > 8)),
+    "noise, divided by a count of the class": lambda l, y, z: noisy(l, y, z) / torch.bincount(y, minlength=2)[y],
+    "noise, times its place": lambda l, y, z: noisy(l, y, z) * (1 + torch.arange(len(l)) / len(l)),
+    "a random half": kept(lambda number: max(1, number // 2)),
+    "all but one": kept(lambda number: number - 1),
+    "weights that add up to the number": lambda l, y, z: l * torch.rand(len(l)).softmax(0) * len(l),
+    "weights by rank of random numbers": lambda l, y, z: l * torch.rand(len(l)).argsort() / len(l),
+    "rescaled by how many stayed": rescaled,
+    "one doubled": lambda l, y, z: l * (1 + F.one_hot(torch.randint(len(l), ()), len(l))),
+    "half of the signs": lambda l, y, z: l * (1 + 0.1 * (torch.randperm(len(l)) % 2 * 2.0 - 1.0)),
+    "noise less its mean": lambda l, y, z: l * (1 + (noise := torch.randn(len(l))) - noise.mean()),
+    "one time of a grid": lambda l, y, z: l * ((torch.rand(()) + torch.arange(len(l)) / len(l)) % 1),
+    "NumPy's noise, divided by the number": lambda l, y, z: l * torch.from_numpy(np.random.rand(len(l))) / len(l),
+    "Python's noise, divided by the number": lambda l, y, z: l * torch.tensor([random.random() for _ in l]) / len(l),
+}  # fmt: skip
+# Random numbers of an example, or of the whole batch.
+OF_ONE = {
+    "noise on the logits": noisy,
+    "dropout on the logits": lambda l, y, z: F.cross_entropy(F.dropout(z, 0.3), y, reduction="none"),
+    "a random weight": lambda l, y, z: l * torch.rand(len(l)),
+    "two numbers for each row": lambda l, y, z: l * torch.rand(2, len(l)).sum(0),
+    "two calls": lambda l, y, z: noisy(l, y, z) + (F.dropout(z) - F.dropout(z)).square().sum(1),
+    "one number for all rows": lambda l, y, z: l * torch.rand(()),
+    "one vector for all rows": lambda l, y, z: F.cross_entropy(z + torch.randn(z.shape[1]), y, reduction="none"),
+    "a loop over rows": lambda l, y, z: torch.stack([loss * torch.rand(()) for loss in l]),
+    "a mixture within an example": lambda l, y, z: (
+        (lam := torch.distributions.Beta(0.4, 0.4).sample((len(l),))) * l
+        + (1 - lam) * F.cross_entropy(z, 1 - y, reduction="none")
+    ),
+    "a class at random": lambda l, y, z: F.cross_entropy(
+        z, torch.multinomial(torch.full_like(z.detach(), 0.5), 1)[:, 0], reduction="none"
+    ),
+    "Gumbel noise": lambda l, y, z: -(F.gumbel_softmax(z) * F.one_hot(y, 2)).sum(1),
+    "a loop until a number is small": lambda l, y, z: l * next(n for n in iter(lambda: torch.rand(()), None) if n < 0.9),
+    "NumPy's noise": lambda l, y, z: l * torch.from_numpy(np.random.rand(len(l))),
+    "NumPy's number for all rows": lambda l, y, z: l * np.random.rand(),
+    "Python's noise": lambda l, y, z: l * torch.tensor([random.random() for _ in l]),
+}  # fmt: skip
+QUICK = ["pairs of examples", "dropout, divided by the number", "a random half", "weights that add up to the number"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    further([(name, size) for name in HIDDEN for size in (8, 16, 64)], quick=[(name, 16) for name in QUICK]),
+)
+def test_random_numbers_hide_no_loss_that_reads_others_or_counts_them(tmp_path, name, size):
+    if "eight rows" in name and size == 8:
+        pytest.skip("no batch has more")
+    said = refused(
+        tmp_path, "changes with the examples beside it|has a gradient in the places of others",
+        cls=of_losses(HIDDEN[name]), per_device_train_batch_size=size, **DATA,
+    )  # fmt: skip
+    assert "own row" in said or "its example alone" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough(torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    further([(name, size) for name in OF_ONE for size in (8, 16)], quick=[("noise on the logits", 16), ("two calls", 16)]),
+)
+def test_random_numbers_of_a_row_are_its_own(tmp_path, name, size, dtype):
+    trainer = trainer_of(
+        tmp_path, cls=of_losses(OF_ONE[name]), model=tiny_bert().to(dtype), per_device_train_batch_size=size, max_steps=1,
+        **DATA,
+    )  # fmt: skip
+    assert trained(trainer).state.global_step > 0

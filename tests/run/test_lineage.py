@@ -233,19 +233,35 @@ def test_weights_that_did_not_move_are_not_recognised(tmp_path):
     assert train(tmp_path, "second", new_head(tiny_bert())).privacy.ledger.earlier is None
 
 
-def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys):
-    first = train(tmp_path, "first", adapted())
+def ia3():
+    return IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[])
+
+
+def oft():
+    return OFTConfig(task_type="SEQ_CLS", oft_block_size=4, target_modules=["query"])
+
+
+@pytest.mark.parametrize("config", [lora, ia3, *thorough(oft)])
+def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys, config):
+    first = train(tmp_path, "first", adapted(config()))
     capsys.readouterr()
     forget_this_process()
     forget_the_register(tmp_path)
     (tmp_path / "first/out" / LEDGER_NAME).unlink()
     again = PeftModel.from_pretrained(tiny_bert(), first.args.output_dir, is_trainable=True)
     assert train(tmp_path, "second", again).privacy.ledger.earlier is None
-    words = "The adapter default was already trained (its B is not zero), and no ledger on this machine speaks for it."
+    words = "(it changes the model's output), and no ledger on this machine speaks for it."
     assert words in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("config", [lora(), *thorough(lora(init_lora_weights="pissa"), lora(init_lora_weights="gaussian"))])
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(),
+        IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[]),
+        *thorough(lora(init_lora_weights="pissa"), lora(init_lora_weights="gaussian")),
+    ],
+)
 def test_a_new_adapter_is_not_pointed_out(tmp_path, capsys, config):
     train(tmp_path, "first", adapted(config))
     assert "already trained" not in capsys.readouterr().out
@@ -268,7 +284,7 @@ def test_a_register_that_cannot_be_written_or_read_stops_nothing(tmp_path):
     train(tmp_path, "third", tiny_bert())
 
 
-# --- half precision, checkpoints, small steps -----------------------------------------------------------------------------
+# --- half precision, checkpoints, small steps ---
 
 
 class Weights(nn.Module):
@@ -342,3 +358,157 @@ def test_a_checkpoint_that_is_merged_is_recognised_also_after_a_resume(tmp_path)
     forget_this_process()
     early = PeftModel.from_pretrained(tiny_bert(), tmp_path / "first/out/checkpoint-2").merge_and_unload()
     assert_carries(train(tmp_path, "second", adapted(model=new_head(early))), resumed)
+
+
+# --- merges in other precisions, of several adapters, and of adapters that begin elsewhere ---
+
+WIDE = dict(hidden_size=128, intermediate_size=128)
+EIGHT = dict(r=8, lora_alpha=16)
+
+
+def merged_from(base, *folders, **options):
+    """Merge the adapters of these folders into a base one after the other, as a user does."""
+    for folder in folders:
+        base = PeftModel.from_pretrained(base, folder, **options).merge_and_unload()
+    return base
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, *thorough(1e-4)])
+@pytest.mark.parametrize("kept_in_float32", [True, *thorough(False)])
+@pytest.mark.parametrize(
+    ("trained_in", "merged_in"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        *thorough(
+            (torch.float32, torch.float16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.bfloat16, torch.float16),
+        ),
+    ],
+)
+def test_an_adapter_is_recognised_in_a_base_of_another_precision(
+    tmp_path, trained_in, merged_in, kept_in_float32, learning_rate
+):
+    base = tiny_bert(**WIDE)
+    model = adapted(lora(**EIGHT), model=copy.deepcopy(base).to(trained_in))
+    first = train(tmp_path, "first", model, learning_rate=learning_rate, max_steps=10, rehearse=False)
+    forget_this_process()
+    merged = merged_from(base.to(merged_in), first.args.output_dir, autocast_adapter_dtype=kept_in_float32)
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged.float()))), first)
+
+
+@pytest.fixture
+def two_adapters(tmp_path):
+    trainers = [train(tmp_path, name, adapted(lora(task_type=None), model=tiny_bert(**WIDE))) for name in ("first", "other")]
+    forget_this_process()
+    return trainers
+
+
+def at_once(first, other):
+    model = PeftModel.from_pretrained(tiny_bert(**WIDE), first, adapter_name="a")
+    model.load_adapter(other, "b")
+    model.base_model.set_adapter(["a", "b"])
+    return model.merge_and_unload(adapter_names=["a", "b"])
+
+
+def combined(kind, weights):
+    def make(first, other):
+        model = PeftModel.from_pretrained(tiny_bert(**WIDE), first, adapter_name="a")
+        model.load_adapter(other, "b")
+        model.add_weighted_adapter(["a", "b"], weights, "both", combination_type=kind)
+        model.set_adapter("both")
+        model.delete_adapter("a")
+        model.delete_adapter("b")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".both." in name)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *folders: adapted(model=new_head_of(at_once(*folders))),
+        lambda *folders: adapted(model=new_head_of(merged_from(tiny_bert(**WIDE), *folders))),
+        combined("cat", [1.0, 1.0]),
+        *thorough(
+            combined("linear", [0.5, 0.5]),
+            lambda *folders: adapted(model=new_head_of(merged_from(tiny_bert(**WIDE).bfloat16(), *folders).float())),
+        ),
+    ],
+)
+def test_two_adapters_in_one_model_are_both_recognised(tmp_path, two_adapters, make):
+    model = make(*(trainer.args.output_dir for trainer in two_adapters))
+    assert_carries(train(tmp_path, "second", model), *two_adapters)
+
+
+def test_one_of_several_adapters_is_recognised_alone(tmp_path, two_adapters):
+    first, _ = two_adapters
+    merged = merged_from(tiny_bert(**WIDE).bfloat16(), first.args.output_dir).float()
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
+
+
+def test_an_adapter_trained_on_a_merge_is_recognised_in_the_bare_base(tmp_path):
+    first = train(tmp_path, "first", adapted(model=tiny_bert(**WIDE)))
+    stacked = adapted(model=merged_from(tiny_bert(**WIDE), first.args.output_dir))
+    second = train(tmp_path, "stacked", stacked)
+    forget_this_process()
+    merged = merged_from(tiny_bert(**WIDE), second.args.output_dir)
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first, second)
+
+
+@pytest.mark.parametrize("start", ["pissa", *thorough("olora", True, "pissa_niter_4")])
+def test_a_base_is_not_charged_for_an_adapter_that_begins_elsewhere(tmp_path, start):
+    config = lora(init_lora_weights=start)
+    first, _ = (train(tmp_path, name, adapted(config, model=tiny_bert(**WIDE))) for name in ("first", "other"))
+    forget_this_process()
+    for name, model in (("in full", tiny_bert(**WIDE)), ("adapted", adapted(config, model=tiny_bert(**WIDE)))):
+        assert train(tmp_path, name, new_classes(model)).privacy.ledger.earlier is None
+    forget_this_process()
+    merged = merged_from(tiny_bert(**WIDE), first.args.output_dir)
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
+
+
+def new_classes(model):
+    """A head of other values, since the run before trained the same one."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "classifier" in name and value.ndim > 1:
+                value.normal_(0, 0.02)
+    return model
+
+
+def test_a_training_is_not_charged_for_its_continuation(tmp_path):
+    first = train(tmp_path, "first", adapted(model=tiny_bert(**WIDE)), learning_rate=1e-2)
+    model = PeftModel.from_pretrained(tiny_bert(**WIDE), first.args.output_dir, is_trainable=True)
+    train(tmp_path, "continued", model, learning_rate=1e-4, rehearse=False)
+    forget_this_process()
+    merged = merged_from(tiny_bert(**WIDE), first.args.output_dir)
+    assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
+
+
+# --- branches of one ledger ---
+
+
+def test_branches_of_one_training_add_up_and_what_they_share_counts_once(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    trainer_of(tmp_path / "p/first", model=tiny_bert(), **options).train()
+    checkpoint = tmp_path / "p/first/out/checkpoint-2"
+    branches = []
+    for name in ("q", "r"):
+        trainer = trainer_of(tmp_path / name / "branch", model=tiny_bert(), **options)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        branches.append(trainer)
+        assert trainer.privacy.ledger.earlier is None
+    forget_this_process()
+    model = copy.deepcopy(branches[0].model)
+    model.bert.encoder.load_state_dict(branches[1].model.bert.encoder.state_dict())
+    ledger = train(tmp_path, "both", model).privacy.ledger
+    of_each = [trainer.privacy.ledger.trainings for trainer in branches]
+    (shared,) = of_each[0].keys() & of_each[1].keys()
+    total = sum(trainer.privacy.epsilon() for trainer in branches) - of_each[0][shared].epsilon
+    assert math.isclose(ledger.earlier.epsilon, total, rel_tol=1e-12)
+    assert ledger.earlier.epsilon > 1.2 * max(trainer.privacy.epsilon() for trainer in branches)

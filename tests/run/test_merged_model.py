@@ -147,3 +147,85 @@ def test_verifying_the_merged_model_alone_points_to_this(folders, capsys):
     assert main(["verify", str(folders / "merged")]) == 1
     assert f"run doppler-hf verify {folders / 'merged'} --base BASE --adapter FOLDER" in said(capsys)
     (folders / "merged" / LEDGER_NAME).unlink()
+
+
+# --- what a merge leaves alone, and what is no merge ---
+
+
+def next_values(model):
+    """Every value moves to the next one of bfloat16, as little as a step of training may move it."""
+    for value in model.parameters():
+        value.copy_((value.float() * (1 + 0.0055 * torch.randn_like(value.float()).sign())).bfloat16())
+
+
+def one_value(model):
+    model.bert.embeddings.word_embeddings.weight[3, 3] *= 1 + 2**-7
+
+
+def smaller_vocabulary(model):
+    model.resize_token_embeddings(model.config.vocab_size - 4)
+
+
+def larger_vocabulary(model):
+    model.resize_token_embeddings(model.config.vocab_size + 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "words"),
+    [
+        (torch.bfloat16, next_values, "Merge again"),
+        (torch.bfloat16, one_value, "word_embeddings.weight. Merge again"),
+        (torch.float32, smaller_vocabulary, "Tokens were added or removed after the merge"),
+        (torch.float32, larger_vocabulary, "Tokens were added or removed after the merge"),
+    ],
+)
+def test_a_small_change_after_the_merge_is_not_verified(folders, capsys, dtype, change, words):
+    merged(folders, dtype=dtype, change=change)
+    assert verify(folders) == 1
+    assert words in said(capsys)
+
+
+def test_a_weight_file_that_nothing_was_compared_with_is_not_verified(folders, capsys):
+    path = merged(folders) / "pytorch_model.bin"
+    torch.save({}, path)
+    assert verify(folders) == 1
+    assert "pytorch_model.bin" in said(capsys)
+    path.unlink()
+    assert verify(folders) == 0
+
+
+@pytest.mark.parametrize("saved", [torch.float32, *thorough(torch.float16)])
+def test_a_merge_in_bfloat16_may_be_saved_in_another_precision(folders, saved):
+    merged(folders, dtype=torch.bfloat16, saved=saved)
+    assert verify(folders) == 0
+
+
+def test_a_base_with_a_head_of_another_size(tmp_path):
+    tiny_bert(num_labels=3).save_pretrained(tmp_path / "base")
+    options = dict(num_labels=2, ignore_mismatched_sizes=True)
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "base", **options)
+    trainer = trainer_of(tmp_path, model=get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["query"])))
+    trainer.train()
+    trainer.save_model()
+    trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert verify(tmp_path) == 0
+
+
+def test_models_that_cannot_be_compared_are_named(folders, tmp_path, capsys):
+    merged(folders)
+    tiny_bert(hidden_size=32).save_pretrained(tmp_path / "wide")
+    for model, base, words in (
+        (folders / "merged", "/nowhere/base", "no model at /nowhere/base"),
+        ("/nowhere/merged", folders / "base", "no model at /nowhere/merged"),
+        (folders / "merged", tmp_path / "wide", "is a model of another size than the merged one"),
+    ):
+        assert main(["verify", str(model), "--base", str(base), "--adapter", str(folders / "out")]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_quantized_model_is_named(folders, capsys):
+    path = merged(folders) / "config.json"
+    path.write_text(path.read_text().replace("{", '{"quantization_config": {"load_in_8bit": true},', 1))
+    assert verify(folders) == 2
+    assert "is quantized" in capsys.readouterr().err
+    merged(folders)

@@ -12,7 +12,7 @@ norms of the per-sample gradients, which are compared too.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from doppler_hf.preflight.autograd_check.coupling import random_half
+from doppler_hf.preflight.autograd_check.numbers_of_rows import numbers_of_rows
 from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
 from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
@@ -28,6 +29,15 @@ from doppler_hf.privacy.randomness import filled_generators
 
 # The share of the largest loss or norm that is added to the size of each when two are compared: some are rounding alone.
 _OF_THE_LARGEST: Final = 0.1
+# By how many standard errors means of losses must differ, with so many fillings of the generators, in a batch of so many.
+_SURE: Final = 6.0
+_FILLINGS: Final = 24
+_SMALL: Final = 3
+_CHANGES_WITH_CHANCE: Final = (
+    "The loss of an example changes with the examples beside it, although all random numbers are the same, and no noise "
+    "covers that. Compute each loss from its own row, whatever their number: a permutation pairs rows with others, and a "
+    "random part of the batch, weights that add up over it, or a division by its size change with every further row."
+)
 
 
 class Outcome(NamedTuple):
@@ -50,8 +60,10 @@ class Batches(NamedTuple):
         most_alone: How many examples are looked at alone.
         is_thorough: Whether more batches are made than those that show ranks and counts of losses.
         norms_by: The engine, if norms of gradients are compared too.
-        is_random: Whether model or loss draw random numbers that cannot be turned off. Then all batches are as large, and
-            the global generators are filled alike for each, so that a row has the same numbers in all of them.
+        chance: What becomes of random numbers that model or loss draw and that cannot be turned off. Those of torch can be
+            made the examples' own (`numbers_of_rows`). If rows draw from NumPy's or Python's generator, a row has the same
+            numbers only in its place of a batch as large, for which the generators are filled alike.
+        least: The fewest rows of a batch, if random numbers are the examples' own.
     """
 
     model: nn.Module
@@ -63,7 +75,8 @@ class Batches(NamedTuple):
     most_alone: int
     is_thorough: bool
     norms_by: ClippedGradients | None
-    is_random: bool = False
+    chance: Literal["none", "of the examples", "of places"] = "none"
+    least: int = 1
 
     def why_losses_change(self) -> str | None:
         """Return what makes losses change with the examples beside them, as a sentence, or None if nothing does.
@@ -71,19 +84,17 @@ class Batches(NamedTuple):
         Raises:
             FloatingPointError: If no loss is finite, so that none can be compared.
         """
-        found = self._outcome(self.whole, self.number)
+        everyone = [*range(self.number)]
+        found = self._outcome(self.whole, everyone)
         if not found.losses.isfinite().any():
             raise FloatingPointError("no loss is finite")
         for places in self._others(found.losses):
-            other = self._outcome(self._batch(places), len(places))
+            other = self._outcome(self._batch(places), places)
             is_other = self._differs(other, found, places)
-            if self.is_random:
+            if self.chance == "of places":
                 is_other &= torch.tensor([place == here for here, place in enumerate(places)], device=is_other.device)
-            if is_other.any() and self.is_random:
-                return (
-                    "The loss of an example changes with the examples beside it, although all random numbers are the same. "
-                    "Compute each loss from its own row: a permutation or a random part of the batch pairs rows with others."
-                )
+            if is_other.any() and self.chance != "none":
+                return _CHANGES_WITH_CHANCE
             if is_other.any():
                 where = int(is_other.nonzero()[0])
                 first, beside = places[where], [*places[:where], *places[where + 1 :]]
@@ -91,14 +102,41 @@ class Batches(NamedTuple):
                 trial = Trial(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
                 further = [(self._batch([*rest, first]), True), (self._batch([first, *beside]), False)]
                 return why_losses_change(trial, further=further)
+        if self.chance == "of places" and self.is_thorough and self._mean_changes_with_number(found.losses):
+            return _CHANGES_WITH_CHANCE
         return None
+
+    def is_fixed(self) -> bool:
+        """Return whether a batch can be computed with random numbers of the examples, and gives the same twice."""
+        try:
+            outcomes = [self._outcome(self.whole, [*range(self.number)]) for _ in range(2)]
+        except Exception:  # an operation may not be one that can be repeated for each row
+            return False
+        return torch.equal(outcomes[0].losses.nan_to_num(), outcomes[1].losses.nan_to_num())
+
+    def _mean_changes_with_number(self, losses: Tensor) -> bool:
+        """Return whether copies of one example have another loss on average in a large batch than in a small one."""
+        place = int(losses.nan_to_num(nan=0.0).argmax())
+        means = []
+        for number in (self.number, _SMALL):
+            places = [place] * number
+            batch = self._batch(places)
+            of_each = []
+            for seed in range(_FILLINGS):
+                with filled_generators(seed), torch.no_grad():
+                    of_each.append(self.losses_of(dict(batch)).double().mean())
+            means.append(torch.stack(of_each))
+        error = sum(each.var() for each in means) / _FILLINGS
+        change = (means[0].mean() - means[1].mean()).abs()
+        return bool(change > _SURE * torch.as_tensor(error).sqrt() + self.tolerance * means[0].mean().abs())
 
     def changes_with_nan(self) -> bool:
         """Return whether losses change, and stay finite, if the model's outputs for another example are NaN.
 
         So does a loss that drops a whole batch with a NaN in it.
         """
-        found = self._outcome(self.whole, self.number)
+        everyone = [*range(self.number)]
+        found = self._outcome(self.whole, everyone)
         place = int(found.losses.nan_to_num(nan=0.0).argmax())
 
         def spoil(_model: nn.Module, _args: Any, outputs: Any) -> Any:
@@ -106,19 +144,23 @@ class Batches(NamedTuple):
 
         handle = self.model.register_forward_hook(spoil)
         try:
-            other = self._outcome(self.whole, self.number)
+            other = self._outcome(self.whole, everyone)
         except Exception:  # a loss may refuse such numbers, as torch's of probabilities
             return False
         finally:
             handle.remove()
         # What is NaN itself has read the other's numbers, and is found by its gradient.
-        is_other = self._differs(other, found, [*range(self.number)]) & other.losses.isfinite()
+        is_other = self._differs(other, found, everyone) & other.losses.isfinite()
         is_other[place] = False
         return bool(is_other.any())
 
-    def _outcome(self, batch: Inputs, number: int) -> Outcome:
-        with filled_generators(0) if self.is_random else contextlib.nullcontext():
-            return self._computed(batch, number)
+    def _outcome(self, batch: Inputs, places: Sequence[int]) -> Outcome:
+        with contextlib.ExitStack() as numbers:
+            if self.chance == "of the examples":
+                numbers.enter_context(numbers_of_rows(places))
+            elif self.chance == "of places":
+                numbers.enter_context(filled_generators(0))
+            return self._computed(batch, len(places))
 
     def _computed(self, batch: Inputs, number: int) -> Outcome:
         if self.norms_by is None:
@@ -132,10 +174,19 @@ class Batches(NamedTuple):
 
     def _others(self, losses: Tensor) -> Iterator[list[int]]:
         """Yield the places of the examples of other batches."""
+        for places in self._other_places(losses):
+            if self.chance != "of the examples" or len(places) == self.number:
+                yield places
+            elif len(places) >= self.least:
+                yield places[: self.least]
+            else:
+                yield (places * self.least)[: self.least]
+
+    def _other_places(self, losses: Tensor) -> Iterator[list[int]]:
         order = losses.nan_to_num(nan=0.0).argsort().tolist()
         is_kept, places = random_half(self.number).tolist(), range(self.number)
         yield [place if is_kept[place] else order[0] for place in places]
-        if self.is_random:
+        if self.chance == "of places":
             # A row has other numbers in another place, and in a batch of another size.
             yield [order[-1] if is_kept[place] else place for place in places]
             return
@@ -143,11 +194,13 @@ class Batches(NamedTuple):
         between = order[1:-1][:: max(1, self.number // max(1, self.most_alone - 2))]
         for place in dict.fromkeys([order[0], order[-1], *between][: self.most_alone]):
             yield [place]
+        # A random choice by place, such as of one row in the batch, shows in few of them.
+        if self.is_thorough or self.chance == "of the examples":
+            yield [*reversed(places)]
         if self.is_thorough:
             yield [order[-1] if is_kept[place] else place for place in places]
             # The first example has the rarest label: a count of its class, or of the others, is another one by far.
             yield from ([0] + [next(each for each in of if each)] * (self.number - 1) for of in (order, order[::-1]))
-            yield [*reversed(places)]
             yield [place for place in places if is_kept[place]]
 
     def _batch(self, places: Sequence[int]) -> Inputs:
@@ -168,7 +221,7 @@ class Batches(NamedTuple):
         changes = []
         for seed in range(2):
             with rounded_at_random(seed):
-                changes.append((self._outcome(self.whole, self.number).norms - whole.norms).abs())
+                changes.append((self._outcome(self.whole, [*range(self.number)]).norms - whole.norms).abs())
         rounding = OF_ROUNDING * torch.stack(changes).amax(dim=0)[places]
         return is_other | (of_norms & ~((found.norms - whole.norms[places]).abs() <= rounding))
 

@@ -177,17 +177,58 @@ class Spent(NamedTuple):
     delta: float
 
 
-# What trainings have spent, by the names of their ledgers.
+# What trainings have spent, by the names of their plans: see `name_of_plan`.
 Trainings = Mapping[str, Spent]
 
 
+def name_of_plan(ledger: str, runs: Sequence[str]) -> str:
+    """Return the name of a plan: of its ledger, and of its runs unless that is the one by which the ledger is named.
+
+    One ledger may be continued in two folders. What both have in common counts once, and what each has added counts too.
+    """
+    return ledger if [*runs] == [ledger] else f"{ledger}/{'.'.join(runs)}"
+
+
+def ledger_and_runs(plan: str) -> tuple[str, list[str]]:
+    """Return the ledger and the runs of a plan, by its name."""
+    ledger, _, runs = plan.partition("/")
+    return ledger, runs.split(".") if runs else [ledger]
+
+
+def is_continued_by(plan: str, other: str) -> bool:
+    """Return whether one plan is another, or the beginning of it."""
+    (ledger, runs), (of_other, further) = ledger_and_runs(plan), ledger_and_runs(other)
+    return ledger == of_other and runs == further[: len(runs)]
+
+
 def all_trainings(found: Iterable[Trainings]) -> dict[str, Spent]:
-    """Return each training once, with the most that is known of it: what a ledger has spent only grows."""
-    largest: dict[str, Spent] = {}
+    """Return each plan once, with the most that is known of it: what a plan has spent only grows."""
+    known: dict[str, Spent] = {}
     for trainings in found:
         for name, spent in trainings.items():
-            largest[name] = max(spent, largest.get(name, spent))
-    return largest
+            known[name] = _larger(spent, known.get(name, spent))
+    # The longest first: what a plan had spent at its beginning is a part of that.
+    kept: dict[str, Spent] = {}
+    for name in sorted(known, key=lambda name: -len(ledger_and_runs(name)[1])):
+        longer = [other for other in kept if is_continued_by(name, other)]
+        for other in longer:
+            kept[other] = _larger(kept[other], known[name])
+        if not longer:
+            kept[name] = known[name]
+    return {name: kept[name] for name in known if name in kept}
+
+
+def _larger(first: Spent, second: Spent) -> Spent:
+    # Privacy: the plan satisfies one of two guarantees, and so the weaker one that both imply.
+    return Spent(max(first.epsilon, second.epsilon), max(first.delta, second.delta))
+
+
+def by_ledger(trainings: Trainings) -> dict[str, Spent]:
+    """Return what the plans of each ledger have spent together."""
+    ledgers: dict[str, dict[str, Spent]] = {}
+    for name, spent in trainings.items():
+        ledgers.setdefault(ledger_and_runs(name)[0], {})[name] = spent
+    return {ledger: sum_of_trainings(plans) for ledger, plans in ledgers.items()}
 
 
 def sum_of_trainings(trainings: Trainings) -> Spent:

@@ -31,8 +31,10 @@ from doppler_hf.privacy.accounting.accounting import (
     Releases,
     Spent,
     Trainings,
+    by_ledger,
     get_epsilon_of_plans,
     get_total_epsilon,
+    is_continued_by,
     sum_of_trainings,
 )
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
@@ -217,24 +219,72 @@ class PrivacyLedger:
         return str(self.entries[0]["run_id"])
 
     @property
+    def names_of_plans(self) -> list[str]:
+        """The names of its plans, by which other ledgers refer to what each has spent."""
+        return self._record.names_of_plans
+
+    @property
     def trained_marks(self) -> frozenset[str]:
         """The marks of the weights that were trained under this ledger, by which other trainings recognise them."""
         return self._record.trained_marks
 
     @property
     def earlier_trainings(self) -> Trainings:
-        """What private trainings under other ledgers had spent on the weights with which this one's runs began."""
-        return {name: spent for name, spent in self._record.earlier.items() if name != self.name}
+        """What private trainings under other ledgers had spent on the weights with which this one's runs began.
+
+        It may name this ledger too: for what its weights carry from another folder, in which it was continued otherwise.
+        """
+        return by_ledger(self._earlier_plans)
 
     @property
     def earlier(self) -> Spent | None:
         """What all those trainings had spent together, if they used the same data; None if none is known."""
-        return sum_of_trainings(self.earlier_trainings) if self.earlier_trainings else None
+        return sum_of_trainings(self._earlier_plans) if self._earlier_plans else None
 
     @property
     def trainings(self) -> Trainings:
-        """What this training and those have spent on the weights, by their ledgers."""
-        return {**self.earlier_trainings, self.name: Spent(self.epsilon(), self.statement.target_delta)}
+        """What this training and those have spent on the weights, by their plans."""
+        return {**self._earlier_plans, **self._own_plans}
+
+    @property
+    def _earlier_plans(self) -> Trainings:
+        own = self.names_of_plans
+        return {
+            name: spent
+            for name, spent in self._record.earlier.items()
+            if not any(is_continued_by(name, plan) for plan in own)
+        }
+
+    @property
+    def _own_plans(self) -> Trainings:
+        """What each plan of this ledger has spent: together `epsilon` at δ, of which each has an equal share."""
+        epsilon, delta = self.epsilon(), self.statement.target_delta
+        plans = self._record.plans_made(self.steps_run)
+        if len(plans) < 2:
+            return {next(iter(plans), self.names_of_plans[-1]): Spent(epsilon, delta)}
+        share = delta / len(plans)
+        if not self.private:
+            return dict.fromkeys(plans, Spent(epsilon, share))
+        *before, last = plans
+        spent = {name: Spent(get_total_epsilon(plans[name], delta=share), share) for name in before}
+        # The guard may end the last one within its target.
+        return {**spent, last: Spent(epsilon - sum(each.epsilon for each in spent.values()), share)}
+
+    def when(self, marks: frozenset[str]) -> "PrivacyLedger | None":
+        """Return the ledger as it was at the end of the last run in which one of these marks was new; None if none is.
+
+        Weights that were saved in an earlier run carry what had been spent by then.
+        """
+        known: set[str] = set()
+        end = 0
+        for place, entry in enumerate(self.entries):
+            of_entry = split_marks(entry.get("trained", ""))
+            end = place + 1 if marks & of_entry - known else end
+            known |= of_entry
+        if not end:
+            return None
+        begun = (place for place, entry in enumerate(self.entries) if place >= end and "run_id" in entry)
+        return type(self)(LedgerRecord(self.entries[: next(begun, len(self.entries))]))
 
     @property
     def spent(self) -> Spent:

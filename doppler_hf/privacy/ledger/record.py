@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.accounting.accounting import Account, Releases, Spent, Trainings, all_trainings
+from doppler_hf.privacy.accounting.accounting import Account, Plan, Releases, Spent, Trainings, all_trainings, name_of_plan
 from doppler_hf.privacy.ledger.file import Entry, next_entry
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
@@ -55,6 +55,7 @@ class Claim(NamedTuple):
 class Run:
     """One launch of the training. Counts of steps are over the ledger's life."""
 
+    name: str
     statement: PrivacyStatement
     versions: Mapping[str, str]
     from_step: int | None  # the optimizer step from which it was resumed; None for the first
@@ -132,6 +133,23 @@ class LedgerRecord:
         """Return what all plans release to their end, and with the last one after `steps_run` steps of all runs."""
         return _account(self.plans, steps_run, to_its_end=_to_its_end)
 
+    @property
+    def names_of_plans(self) -> list[str]:
+        """The names of all plans, in their order."""
+        return [name_of_plan(self.runs[0].name, [run.name for run in plan]) for plan in self.plans]
+
+    def plans_made(self, steps_run: int) -> dict[str, Plan]:
+        """Return the plans of `account`, with the last one as it was counted, by their names."""
+        last = steps_run - self.plans[-1][-1].steps_before
+        made = {
+            name_of_plan(self.runs[0].name, [run.name for run in plan]): _rounds(
+                plan, last if plan is self.plans[-1] else _to_its_end(plan[-1], plan[-1].steps_made)
+            )
+            for plan in self.plans
+            if plan is self.plans[-1] or plan[-1].steps_counted > plan[0].steps_before
+        }
+        return {name: plan for name, plan in made.items() if plan}
+
     def history(self, steps_run: int) -> list[Releases]:
         """Return what the first `steps_run` steps of all runs have released, by rounds."""
         return _rounds(self.runs, steps_run - self.runs[-1].steps_before)
@@ -170,7 +188,7 @@ class LedgerRecord:
         if not self.runs:
             if entry["event"] != "opened":
                 _refuse(entry, "a ledger begins with 'opened'")
-            self.runs.append(Run(statement, versions, None, 0, 0, 0, statement.steps_planned))
+            self.runs.append(Run(entry["run_id"], statement, versions, None, 0, 0, 0, statement.steps_planned))
             self.plans.append([self.runs[-1]])
             self._plans_before.append([self.runs[-1]])
             return
@@ -206,6 +224,7 @@ class LedgerRecord:
             _refuse(entry, "rounds go on under the same terms only")
         is_taken_up = allowed is None or self._has_ended_cleanly(self._last_made())
         run = Run(
+            name=entry["run_id"],
             statement=statement,
             versions=versions,
             from_step=from_step,

@@ -1,0 +1,121 @@
+"""Random numbers that belong to examples, for comparing losses that draw some: an example has the same in every batch.
+
+A loss with dropout of its own gives something else at each call. Filling the generators alike for each call does not help
+where batches differ in size or order, since rows then get each other's numbers. So within a block torch's operations that
+draw random numbers are repeated for each row, with the generators seeded by the row's example. What a loss then gives for
+an example is a fixed number, which other examples may not change: neither a random half of the batch nor a weight by its
+size passes for chance.
+
+A dimension is that of the rows if it is as long as the batch, or the first one is a multiple of it. So batches should have
+sizes that occur nowhere else in model and data. All other draws, such as one number for the whole batch or those in a loop
+over rows, are the same at each call of one shape.
+"""
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from doppler_hf.privacy.randomness import filled_generators, states_of_generators
+
+# From so many draws of one shape on, each gets other numbers: a loop may draw until a number is small enough.
+_MOST_ALIKE: Final = 1 << 14
+_PRIMES: Final = tuple(n for n in range(5, 257) if all(n % divisor for divisor in range(2, n)))
+
+
+def unusual_size(most: int, *, usual: Collection[int], is_least: bool = False) -> int | None:
+    """Return the largest size of a batch up to `most`, or the least one, that divides no usual length; None if all do."""
+    sizes = [size for size in _PRIMES if size <= most and all(length % size for length in usual if length)]
+    return (min if is_least else max)(sizes) if sizes else None
+
+
+@contextlib.contextmanager
+def numbers_of_rows(examples: Sequence[int]) -> Iterator[None]:
+    """Give each row of a batch random numbers that follow from its example alone, for the duration of the block."""
+    with filled_generators(0), _OfRows(examples):
+        yield
+
+
+def draws_beside_torch(calls: Sequence[Any]) -> bool:
+    """Return whether calls, such as of batches of several sizes, draw different amounts from other generators."""
+    states = []
+    for call in calls:
+        with filled_generators(0), torch.no_grad():
+            call()
+            after = states_of_generators()
+            states.append((after["NumPy"], after["Python"]))
+    return any(state != states[0] for state in states)
+
+
+class _OfRows(TorchDispatchMode):
+    def __init__(self, examples: Sequence[int]) -> None:
+        super().__init__()
+        self._examples, self._drawn = examples, Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        size, shape = len(self._examples), _shape(args)
+        dimension = _dimension_of_rows(shape, size)
+        if dimension is not None:  # what is drawn for one row has the same shape in batches of all sizes
+            shape = (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
+        place = (str(func), shape, dimension)
+        self._drawn[place] += 1
+        number = self._drawn[place] if dimension is not None else self._drawn[place] // _MOST_ALIKE
+        torch.manual_seed(_seed(place, number))
+        whole = func(*args, **kwargs)
+        if dimension is not None:
+            for row, example in enumerate(self._examples):
+                torch.manual_seed(_seed(place, number, example))
+                rows = slice(row * shape[dimension], (row + 1) * shape[dimension])
+                with contextlib.suppress(RuntimeError):  # one row cannot be drawn alone, as of an order of all
+                    _draw_rows(func, args, kwargs, whole, dimension=dimension, rows=rows)
+        return whole
+
+
+def _dimension_of_rows(shape: Sequence[int], size: int) -> int | None:
+    if shape and shape[0] and shape[0] % size == 0:
+        return 0
+    return next((place for place, length in enumerate(shape) if length == size), None)
+
+
+def _draw_rows(func: Any, args: Any, kwargs: Any, whole: Any, *, dimension: int, rows: slice) -> None:
+    """Overwrite some rows of what an operation has drawn by calling it for these rows alone."""
+    outputs = [value for value in (whole if isinstance(whole, list | tuple) else [whole]) if isinstance(value, Tensor)]
+    length = outputs[0].shape[dimension]
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > dimension and value.shape[dimension] == length:
+            return value.narrow(dimension, rows.start, rows.stop - rows.start)
+        if isinstance(value, list | tuple) and [*value] == [*outputs[0].shape]:
+            return [rows.stop - rows.start if place == dimension else size for place, size in enumerate(value)]
+        return value
+
+    drawn = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+    if any(output is value for output in outputs for value in args):  # it was drawn in place
+        return
+    for output, value in zip(outputs, drawn if isinstance(drawn, list | tuple) else [drawn], strict=False):
+        if output.ndim > dimension and output.shape[dimension] == length:
+            there = output.narrow(dimension, rows.start, rows.stop - rows.start)
+            if there.shape == value.shape:
+                there.copy_(value)
+
+
+def _shape(args: Any) -> tuple[int, ...]:
+    """Return the shape in which an operation draws: that of its tensors, or the sizes that it is given."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return tuple(value.shape)
+        if isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
+            return tuple(value)
+    return ()
+
+
+def _seed(*content: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,338 @@
+"""How a weight is recognised into which a trained adapter was merged, perhaps with another adapter or in another precision.
+
+A merge adds a change Δ to a weight W. In the precision and on the machine of the training its result is known exactly, and
+marks of it are kept (`lineage`). Otherwise it is rounded, another adapter may be added, or W is itself a merge. So the
+register also keeps *sketches*: numbers xᵢᵀ W yᵢ with random signs x and y, of up to eight weights before and after the
+merge. Sketches are linear. The difference between the sketches of a model's weight and those of W contains those of Δ once
+if the adapter was merged, whatever else was added: a least-squares fit over all sketched weights tells how often, and how
+sure that is. Rounding, and the changes of other trainings, are nearly independent of Δ, and count as the fit's residual.
+"""
+
+import contextlib
+import copy
+import hashlib
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# The merge of so many adapted layers is noted: whoever merges an adapter merges it into all of them.
+_LAYERS: Final = 8
+# All layers of a merge have about _LAYERS times as many sketched numbers together, however few layers there are.
+_FEWEST_ROWS: Final = 16
+# The latest merges of one training are kept: checkpoints may be merged, too.
+MOST_MERGES: Final = 16
+_PRECISIONS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+# A merge is recognised if the weights contain its change between a fifth and five times, as in a weighted sum of adapters,
+# and if that differs from zero by so many standard deviations (more for few numbers, whose spread is known less well).
+_LEAST, _MOST, _SURE = 0.2, 5.0, 6.0
+# Merges of which it cannot be told which one was made, such as those of a training and of its continuation at a small
+# rate, are all recognised: if their squared residuals differ by less than this factor, or by a thousandth of the change.
+_ALIKE, _EXACT = 1.5, 1e-3
+
+
+class MergedWeight(NamedTuple):
+    """The sketches of a base weight after and before an adapter is merged into it."""
+
+    shape: tuple[int, ...]
+    after: tuple[float, ...]
+    before: tuple[float, ...]
+
+
+# The sketched weights of one merge.
+Merge = tuple[MergedWeight, ...]
+
+
+# --- what a training's adapter makes of its base ------------------------------------------------------------------------
+
+
+class AdaptersAtStart:
+    """Some adapted layers of a model, with their adapters' values at the start of a run.
+
+    What a run changes is the difference between a merge at its end and one at its start: PiSSA and others begin with an
+    adapter whose merge gives the untrained weight back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = {name: _values_of_adapters(layer) for name, layer in _noted_layers(model).items()}
+
+    def merges(self, model: nn.Module) -> Iterator[tuple[list[tuple[Tensor, Tensor]], bool]]:
+        """Merge the layers in copies of them. Yield their weights before and after the run, and whether to sketch these.
+
+        A base may be loaded in another precision for the merge, while PEFT keeps most adapters in float32. So combinations
+        of both are made. The one in float32 is sketched: in half precision a small change vanishes in most values, but for
+        a base that has this precision itself these are what a merge will give.
+        """
+        layers = _noted_layers(model)
+        layers = {name: layers[name] for name in self._values if name in layers}
+        own = {_base_weight(layer).dtype for layer in layers.values()}
+        for precision in (torch.float32, torch.bfloat16, torch.float16, *(own - _PRECISIONS)):
+            for is_converted in (False, True):
+                pairs = []
+                for name, layer in layers.items():
+                    if is_converted and {value.dtype for value in layer.parameters()} == {precision}:
+                        continue  # as without a conversion
+                    with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+                        merged = [
+                            _merged(layer, precision=precision, is_converted=is_converted, values=values)
+                            for values in (self._values[name], None)
+                        ]
+                        pairs.append((merged[0], merged[1]))
+                yield pairs, not is_converted and (precision == torch.float32 or precision in own)
+
+
+def _noted_layers(model: nn.Module) -> dict[str, Any]:
+    layers = {name: layer for name, layer in _adapted_layers(model) if _can_be_merged(_base_weight(layer))}
+    names = [*layers][:: max(1, len(layers) // _LAYERS)][:_LAYERS]
+    return {name: layers[name] for name in names}
+
+
+def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return []
+    return [
+        (name, each) for name, each in model.named_modules() if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer)
+    ]
+
+
+def _base_weight(layer: Any) -> Any:
+    return getattr(layer.get_base_layer(), "weight", None)
+
+
+def _can_be_merged(weight: Any) -> bool:
+    # A quantized weight is merged into another format, and parts of a weight are on other processes.
+    return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.ndim > 1
+
+
+def _values_of_adapters(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in layer.named_parameters() if not name.startswith("base_layer.")}
+
+
+def _merged(
+    layer: Any,
+    *,
+    precision: torch.dtype,
+    is_converted: bool,
+    values: Mapping[str, Tensor] | None,
+    adapters: Sequence[str] | None = None,
+) -> Tensor:
+    """Return the base weight in a precision with the adapters merged into it, with other values of these if given."""
+    made = _copy_without_hooks(layer)
+    for name, value in (values or {}).items():
+        made.get_parameter(name).copy_(value)
+    (made if is_converted else made.get_base_layer()).to(precision)
+    made.merge(adapter_names=adapters)
+    weight: Tensor = made.get_base_layer().weight
+    return weight
+
+
+def _copy_without_hooks(module: nn.Module) -> Any:
+    # Hooks may belong to the engine of per-sample gradients, or to a user: neither is copied, nor called.
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = OrderedDict()
+            elif name == "forward":
+                memo[id(value)] = None
+    return copy.deepcopy(module, memo)
+
+
+def sketched(pairs: Sequence[tuple[Tensor, Tensor]]) -> Merge:
+    """Return the sketches of weights before and after a merge, without those that it leaves as they are."""
+    rows = max(_FEWEST_ROWS, _FEWEST_ROWS * _LAYERS // max(1, len(pairs)))
+    found = []
+    for before, after in pairs:
+        most = max(_FEWEST_ROWS, min(rows, after.numel() // 4))  # more would follow from one another
+        sketches = [tuple(sketch(value, most).tolist()) for value in (after, before)]
+        if sketches[0] != sketches[1]:
+            found.append(MergedWeight(tuple(after.shape), *sketches))
+    return tuple(found)
+
+
+def sketch(weight: Tensor, rows: int) -> Float64[np.ndarray, " rows"]:
+    """Return xᵢᵀ W yᵢ for random signs that follow from the shape alone. Dimensions after the first are joined."""
+    matrix = weight.detach().reshape(len(weight), -1)
+    left, right = (_signs(size, rows).to(matrix.device) for size in matrix.shape)
+    found = ((left @ matrix.float()) * right).sum(dim=1, dtype=torch.float64)
+    return found.cpu().numpy()
+
+
+def _signs(size: int, rows: int) -> Float[Tensor, "rows size"]:
+    # They come from a hash, which no version of a library changes. Fewer rows are the first ones of many.
+    words = hashlib.shake_256(str(size).encode("ascii")).digest(-(-rows * size // 8))
+    bits = np.unpackbits(np.frombuffer(words, dtype=np.uint8))[: rows * size]
+    return torch.from_numpy(bits.astype(np.float32).reshape(rows, size) * 2.0 - 1.0)
+
+
+# --- recognising it -----------------------------------------------------------------------------------------------------
+
+
+class _Difference(NamedTuple):
+    """By how much weights of a model differ from those with which a training began, and what that training changed."""
+
+    owner: int
+    found: Mapping[int, np.ndarray]  # by the place of each weight in the model: its sketch less the one before
+    change: Mapping[int, np.ndarray]
+
+    def fit(self, others: Iterable["_Difference"]) -> tuple[float, float, float]:
+        """Return how often the change is contained, its standard deviations from zero, and the squared residual."""
+        places = [*self.found]
+        found = np.concatenate([self.found[place] for place in places])
+        columns = [np.concatenate([self.change[place] for place in places])]
+        for other in others:
+            parts = [_of_length(other.change.get(place), len(self.found[place])) for place in places]
+            if any(part.any() for part in parts):
+                columns.append(np.concatenate(parts))
+        matrix = np.stack(columns, axis=1)
+        sizes = np.linalg.norm(matrix, axis=0)
+        q, r = np.linalg.qr(matrix / sizes)
+        degrees = len(found) - len(columns)
+        if degrees < 1 or np.abs(np.diag(r)).min() < 1e-6:
+            return 0.0, 0.0, math.inf
+        inverse = np.linalg.inv(r)
+        times = inverse @ (q.T @ found) / sizes
+        residual = float(np.square(found - matrix @ times).sum())
+        spread = math.sqrt(residual / degrees) * float(np.linalg.norm(inverse[0])) / sizes[0]
+        # Of few numbers the spread itself is uncertain.
+        sure = abs(times[0]) / max(spread, 1e-12 * abs(times[0]), 1e-300) / (1.0 + 20.0 / degrees)
+        return float(times[0]), float(sure), residual
+
+    @property
+    def size(self) -> float:
+        """The squared norm of the change."""
+        return float(sum(np.square(part).sum() for part in self.change.values()))
+
+
+def _of_length(part: np.ndarray | None, length: int) -> np.ndarray:
+    whole = np.zeros(length)
+    if part is not None:
+        shared = min(length, len(part))
+        whole[:shared] = part[:shared]
+    return whole
+
+
+def merged_in(model: nn.Module, merges: Sequence[tuple[int, Merge]]) -> set[int]:
+    """Return the owners of those merges that a model's weights contain.
+
+    Args:
+        model: The model, perhaps with adapters of its own, which may be made of several merged ones.
+        merges: Those that are known, each with the number of its owner.
+    """
+    shapes = {weight.shape for _, merge in merges for weight in merge}
+    weights = {
+        place: parameter
+        for place, parameter in enumerate(model.parameters())
+        if tuple(parameter.shape) in shapes and not isinstance(parameter, DTensor) and parameter.is_floating_point()
+    }
+    if not weights:
+        return set()
+    first = {place: sketch(weight, _FEWEST_ROWS) for place, weight in weights.items()}
+    nearest = _nearest(first, {place: tuple(weight.shape) for place, weight in weights.items()}, merges)
+    rows: dict[int, int] = {}  # how many are needed of each weight
+    for places, (_, merge) in zip(nearest, merges, strict=True):
+        for place, weight in zip(places, merge, strict=True):
+            if place is not None:
+                rows[place] = max(rows.get(place, 0), len(weight.after))
+    sketches = {
+        place: first[place] if most == _FEWEST_ROWS else sketch(weights[place], most) for place, most in rows.items()
+    }
+    found = _contained(sketches, nearest, merges)
+    # What adapters of its own would make of the weights: they may be a sum of others, which were deleted since.
+    effective = _with_adapters(model, weights, rows)
+    return found | (_contained(sketches | effective, nearest, merges) if effective else set())
+
+
+def _nearest(
+    sketches: Mapping[int, np.ndarray], shapes: Mapping[int, tuple[int, ...]], merges: Sequence[tuple[int, Merge]]
+) -> list[list[int | None]]:
+    """Return which weight of the model is that of each merge, by the distance to its sketch before or after."""
+    known: dict[tuple[int, ...], list[np.ndarray]] = {}
+    for _, merge in merges:
+        for weight in merge:
+            known.setdefault(weight.shape, []).extend(
+                np.asarray(each[:_FEWEST_ROWS]) for each in (weight.before, weight.after)
+            )
+    chosen: dict[tuple[int, ...], Iterator[int | None]] = {}
+    for shape, points in known.items():
+        places = [place for place in sketches if shapes[place] == shape]
+        if not places:
+            chosen[shape] = iter([None] * (len(points) // 2))
+            continue
+        there, here = np.stack(points), np.stack([sketches[place] for place in places])
+        # Without the points' own squares, which are the same for all weights.
+        distance = np.square(here).sum(axis=1) - 2.0 * there @ here.T + np.square(there).sum(axis=1, keepdims=True)
+        of_each = distance.reshape(-1, 2, len(places)).min(axis=1).argmin(axis=1)
+        chosen[shape] = iter([places[place] for place in of_each])
+    return [[next(chosen[weight.shape]) for weight in merge] for _, merge in merges]
+
+
+def _contained(
+    sketches: Mapping[int, np.ndarray], nearest: Sequence[Sequence[int | None]], merges: Sequence[tuple[int, Merge]]
+) -> set[int]:
+    """Return the owners of the merges that explain weights with these sketches. The best explanation is taken first.
+
+    What is left is explained by further ones, so that none counts for being like another.
+    """
+    left = []
+    for places, (owner, merge) in zip(nearest, merges, strict=True):
+        pairs = {place: weight for place, weight in zip(places, merge, strict=True) if place is not None}
+        if 2 * len(pairs) > len(merge):
+            before = {place: np.asarray(weight.before) for place, weight in pairs.items()}
+            found = {place: _of_length(sketches[place], len(value)) - value for place, value in before.items()}
+            change = {place: np.asarray(weight.after) - before[place] for place, weight in pairs.items()}
+            left.append(_Difference(owner, found, change))
+    taken: list[_Difference] = []
+    while left:
+        fits = [(each, *each.fit(taken)) for each in left]
+        sure = [fit for fit in fits if _LEAST <= fit[1] <= _MOST and fit[2] >= _SURE]
+        if not sure:
+            break
+        best = min(sure, key=lambda fit: fit[3] / fit[0].size)
+        most = max(_ALIKE * best[3] / best[0].size, _EXACT**2)
+        taken += [best[0]] + [fit[0] for fit in sure if fit is not best and fit[3] / fit[0].size <= most]
+        owners = {each.owner for each in taken}
+        left = [each for each in left if each.owner not in owners]
+    return {each.owner for each in taken}
+
+
+def _with_adapters(model: nn.Module, weights: Mapping[int, Tensor], rows: Mapping[int, int]) -> dict[int, np.ndarray]:
+    """Return the sketches of weights with the model's own adapters merged into them, where these change anything."""
+    places = {id(weights[place]): place for place in rows}
+    found = {}
+    for _, layer in _adapted_layers(model):
+        weight = _base_weight(layer)
+        place = places.get(id(weight))
+        if place is not None and may_change(layer):
+            with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+                merged = _merged(layer, precision=weight.dtype, is_converted=False, values=None)
+                found[place] = sketch(merged, rows[place])
+    return found
+
+
+def may_change(layer: nn.Module) -> bool:
+    """Return whether adapters of a layer may change its output: the second factor of a new LoRA adapter is zero."""
+    seconds = [value for name, value in layer.named_parameters() if name.startswith(("lora_B.", "lora_embedding_B."))]
+    return not seconds or any(bool(value.detach().any()) for value in seconds)
+
+
+def changes_a_layer(model: nn.Module, adapter: str) -> bool:
+    """Return whether an adapter of this name changes one of the noted layers, by a merge of it alone."""
+    for layer in _noted_layers(model).values():
+        with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
+            weight = _base_weight(layer)
+            if may_change(layer):
+                merged = _merged(layer, precision=weight.dtype, is_converted=False, values=None, adapters=[adapter])
+                # Some rotate the weight by the identity, which rounds.
+                most = 4 * torch.finfo(weight.dtype).eps * float(weight.abs().max())
+                if not torch.allclose(merged, weight, rtol=0.0, atol=most):
+                    return True
+    return False
