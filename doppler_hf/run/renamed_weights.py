@@ -18,6 +18,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from doppler_hf.errors import Refusal
+
 
 def load_renamed(model: PreTrainedModel, folder: str | Path) -> None:
     """Load the weights of a folder into a model, by the mapping of names with which Transformers saved them."""
@@ -26,9 +28,10 @@ def load_renamed(model: PreTrainedModel, folder: str | Path) -> None:
         state.update(load_file(path))
     missing = _load(model, state, device="cpu")
     if missing:
-        raise ValueError(
+        raise Refusal(
+            "weights-do-not-fit",
             f"{folder} has no value that fits {missing[0]!r} and {len(missing) - 1} other weights of "
-            f"{type(model).__name__}. Make the model exactly as it was for the training that saved them."
+            f"{type(model).__name__}. Make the model exactly as it was for the training that saved them.",
         )
 
 

@@ -345,7 +345,7 @@ def test_the_evaluation_leaves_each_layer_in_its_mode(tmp_path):
 # --- what the loop does with arguments, processes and whole evaluation sets -----------------------------------------------
 
 
-def refused(trainer, code):
+def refused_unspent(trainer, code):
     with pytest.raises(Refusal) as refusal:
         trainer.train()
     assert refusal.value.code == code
@@ -357,7 +357,7 @@ def refused(trainer, code):
 def test_evaluations_that_are_asked_for_later_need_a_delay(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.args.set_evaluate("steps", 3)
-    assert "Set args.eval_delay = 0" in refused(trainer, "no-eval-delay")
+    assert "Set args.eval_delay = 0" in refused_unspent(trainer, "no-eval-delay")
     trainer.args.eval_delay = 0
     assert any("eval_loss" in log for log in trained(trainer).state.log_history)
 
@@ -366,7 +366,7 @@ def test_evaluations_need_a_set(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.eval_dataset = None
     trainer.args.set_evaluate("steps", 3, delay=0)
-    refused(trainer, "nothing-to-evaluate")
+    refused_unspent(trainer, "nothing-to-evaluate")
 
 
 class Locked(Rows):
@@ -395,7 +395,7 @@ NOT_SENT = {
 @pytest.mark.parametrize("case", NOT_SENT)
 def test_what_a_worker_of_evaluations_cannot_get_is_refused(tmp_path, case, method):
     workers = dict(dataloader_num_workers=1, dataloader_multiprocessing_context=method)
-    said = refused(trainer_of(tmp_path, **NOT_SENT[case], **EVALUATES, **workers), "not-for-workers")
+    said = refused_unspent(trainer_of(tmp_path, **NOT_SENT[case], **EVALUATES, **workers), "not-for-workers")
     assert ("data_collator" in said) == (case == "a collator")
     assert ("eval_dataset['b']" in said) == (case == "one of two sets")
 
@@ -403,7 +403,9 @@ def test_what_a_worker_of_evaluations_cannot_get_is_refused(tmp_path, case, meth
 def test_the_start_method_of_the_process_counts(tmp_path, monkeypatch):
     """As the default of Python 3.14."""
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "forkserver")
-    refused(trainer_of(tmp_path, **NOT_SENT["a transform"], **EVALUATES, dataloader_num_workers=1), "not-for-workers")
+    refused_unspent(
+        trainer_of(tmp_path, **NOT_SENT["a transform"], **EVALUATES, dataloader_num_workers=1), "not-for-workers"
+    )
 
 
 def test_what_a_worker_can_get_is_not_refused(tmp_path):
@@ -430,7 +432,7 @@ def of_known_classes(prediction):
 @pytest.mark.parametrize("kind", [lambda rows: rows, Rows, lambda rows: {"a": text_data(8), "b": rows}])
 def test_a_metric_that_fails_on_the_whole_set_alone_is_refused(tmp_path, kind):
     options = dict(model=tiny_bert(num_labels=3), evaluated=kind(with_a_rare_class()), compute_metrics=of_known_classes)
-    said = refused(trainer_of(tmp_path, **options, **EVALUATES), "metric-fails")
+    said = refused_unspent(trainer_of(tmp_path, **options, **EVALUATES), "metric-fails")
     assert "KeyError on the labels of the whole evaluation set: 2" in said
 
 
@@ -456,7 +458,9 @@ def test_a_metric_of_tokens_meets_all_labels(tmp_path):
     trainer = trainer_of(
         tmp_path, model=BertForTokenClassification(config), compute_metrics=of_tokens, **options, **EVALUATES
     )
-    assert "AssertionError on the labels of the whole evaluation set: an unknown tag" in refused(trainer, "metric-fails")
+    assert "AssertionError on the labels of the whole evaluation set: an unknown tag" in refused_unspent(
+        trainer, "metric-fails"
+    )
 
 
 def pad_tokens(rows):
