@@ -61,7 +61,7 @@ def test_without_arguments_and_hub_it_trains_and_attacks_twice_and_leaves_a_ledg
     assert ledger.statement.num_units == 26
     limit = np.ceil(1000 * ledger.trade_off().true_positive_rate(0.01)) / 10
     assert re.search(
-        rf"│ with privacy, ε = {ledger.epsilon():.2f} │ +[\d.]+ % +│ \d+ % \(0–\d+\) +│ ≤ {limit:g} % ", printed
+        rf"│ with privacy, ε = {ledger.epsilon():.2f} │ +[\d.]+ % +│ \d+ % \(\d+–\d+\) +│ ≤ {limit:g} % ", printed
     )
     assert len([*Path("out").rglob("adapter_model.safetensors")]) == 2
 
