@@ -58,7 +58,7 @@ MAY_IMPORT = {
         "errors linalg optim privacy run shards training_args",
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
-    "run/merged_model": ("extras", "torch transformers peft"),
+    "run/merged_model": ("extras privacy.ledger.weights", "torch transformers peft safetensors"),
     "errors": ("", ""),
     "extras": ("", ""),
     "version": ("", ""),
@@ -209,8 +209,8 @@ def test_norms_are_taken_in_one_file_which_adds_up_in_any_layout():
     taken = {(path.as_posix(), said) for path in TORCHS for name, said, _ in uses_in(path) if name in NORMS}
     # The norm of a noise shape is that of a few floats of Python, and what is called `norm` alone is imported.
     others = {each for each in taken if each[1] not in ("norm", "shape.norm", "mechanism.shape.norm")}
-    # A sketch is sixteen numbers, of which nothing follows for privacy.
-    assert others == {("linalg.py", "torch.linalg.vector_norm"), ("run/lineage.py", "math.dist")}
+    # A sketch is some numbers of released weights, of which nothing follows for privacy.
+    assert others == {("linalg.py", "torch.linalg.vector_norm"), ("run/merges.py", "np.linalg.norm")}
     assert {name for path in TORCHS for name in imported(path) if name.rpartition(".")[2] in NORMS} == {
         "doppler_hf.linalg.norm"
     }

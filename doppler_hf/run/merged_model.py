@@ -112,7 +112,7 @@ def _merged_again(
         adapted = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=keeps_adapter)
     except (RuntimeError, KeyError, ValueError) as error:
         raise Refusal(
-            "another-base",
+            "adapter-does-not-fit",
             f"The adapter in {adapter} does not fit {base}. Give the model for which it was trained as --base.",
         ) from error
     return before, adapted.merge_and_unload().state_dict(), None
@@ -125,9 +125,7 @@ def _readable(source: str | Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, KeyError, ValueError, ImportError) as error:
         said = str(error).strip().split("\n")[0]
-        raise Refusal(
-            "no-such-model", f"There is no model at {source} that can be read. Give its folder or hub id. ({said})"
-        ) from error
+        raise Refusal("no-such-model", f"No model can be read at {source} ({said}). Give its folder or hub id.") from error
 
 
 def _shapes_in(adapter: Path) -> set[tuple[int, ...]]:

@@ -5,6 +5,7 @@
 - coupling: whether a loss reads the rows of other examples, exactly
 - exact_sums: reference gradients in half precision, added up in float32
 - moved_weights: trained weights moved for a second look, and given back
+- numbers_of_rows: random numbers that belong to examples
 - rounding: what rounding alone does to gradients
 - trial: the reference gradients, and why an example's change with the others
 - without_randomness: the model in training mode, without chance
