@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, TypeRefusal
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.clipping.layers import modes_kept
@@ -66,7 +66,7 @@ class _Counted:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Tensor:
         """Count a piece."""
         if not all(isinstance(each, MicroBatch) for each in piece):
-            raise TypeError("A piece must be a list of micro-batches, got other things in it.")
+            raise TypeRefusal("own-training-step", "A piece must be a list of micro-batches, got other things in it.")
         self.pieces += 1
         return torch.zeros(0)
 

@@ -20,6 +20,7 @@
 - trained_model: the model that a run trains, as its ledger knows it
 - earlier_ledgers: the ledgers of earlier trainings that a run continues
 - lineage: the private trainings that a model's weights carry
+- merges: what a merge makes of weights, and how it is recognised
 - merged_model: whether a model is a base with an adapter merged into it
 - rounds: the rounds of the sampling, new ones or those of an earlier run
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
