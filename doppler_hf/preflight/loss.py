@@ -118,6 +118,8 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
     labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if has_tokens else None
     if task == "semantic_segmentation":
         labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
+    if task == "masked_image" and rules.MASK in inputs:
+        labelled = inputs[rules.MASK].flatten(1).sum(dim=1)
     if task == "ctc" and base_model.config.ctc_loss_reduction == "sum":
         own = own / len(losses)
     labels = inputs.get("labels")
