@@ -388,8 +388,8 @@ def hidden_patch_losses(
         raise Refusal(
             "wrong-shape",
             f"{MASK} must have one value for each patch of a square image that is made up in its own size, got "
-            f"{is_hidden.ndim} dimensions of it, {images.ndim} of the images and {made_up.ndim} of what is made up, or other "
-            "sizes. Override compute_per_sample_loss.",
+            f"{is_hidden.ndim} dimensions of it, {images.ndim} of the images and {made_up.ndim} of what is made up, or "
+            "other sizes. Override compute_per_sample_loss.",
         )
     # Sensitivity: the mask, the number of hidden pixels and the mean are an example's own.
     made_up = made_up.to(torch.promote_types(made_up.dtype, torch.float32))
