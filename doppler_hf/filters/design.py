@@ -74,6 +74,21 @@ def moving_average(taps: int) -> LowPassFilter:
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
 
+def hann(length: int) -> LowPassFilter:
+    """Return the mean of the last n = `length` gradients weighted by a Hann window, b_τ ∝ sin²(π (τ + 1) / (n + 1)).
+
+    The window's two zeros are left out: with the first of them the step response would begin at 0.
+
+    Example:
+        >>> hann(3)
+        LowPassFilter(b=(0.25, 0.5, 0.25), a=(1.0,))
+    """
+    length = positive_integer("length", length)
+    half = [math.sin(math.pi * (tau + 1) / (length + 1)) ** 2 for tau in range((length + 1) // 2)]
+    window = [*half, *half[: length // 2][::-1]]
+    return _named(f"hann:length={length}", LowPassFilter(b=tuple(value / math.fsum(window) for value in window)))
+
+
 def positive_integer(name: str, value: int) -> int:
     """Return a number that must be one."""
     if not isinstance(value, Integral) or value < 1:

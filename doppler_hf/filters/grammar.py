@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from doppler_hf.errors import Refusal
-from doppler_hf.filters.design import PAPER_FILTERS, butterworth, momentum, moving_average
+from doppler_hf.filters.design import PAPER_FILTERS, butterworth, hann, momentum, moving_average
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 AUTO: Final = "auto"  # chosen by a run, so that no fixed filter belongs to it
@@ -18,6 +18,7 @@ DESIGNS: Final[Mapping[str, tuple[Callable[..., LowPassFilter], Mapping[str, typ
     "butterworth": (butterworth, {"order": int, "cutoff": float}),
     "momentum": (momentum, {"beta": float}),
     "moving-average": (moving_average, {"taps": int}),
+    "hann": (hann, {"length": int}),
 }
 
 

@@ -35,6 +35,18 @@ def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
         run.probe.refuse_ignored_labels()
 
 
+def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:
+    """Refuse a collator that makes True and False of the classes, of which torch has no cross-entropy."""
+    labels = run.probe.collated(run.probe.short).get("labels")
+    is_of_truth = isinstance(labels, Tensor) and labels.dtype == torch.bool
+    if is_of_truth and not trainer.has_own_loss and rules.has_one_label(without_adapters(trainer.model), labels):
+        raise Refusal(
+            "labels-of-truth-values",
+            "data_collator must return the numbers of classes as labels, got torch.bool. Return labels.long(), or override "
+            "compute_per_sample_loss.",
+        )
+
+
 def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
     """Refuse a model whose own loss, which `Trainer` would train, is no mean of the per-example losses trained here."""
     if trainer.has_own_loss:
@@ -118,6 +130,8 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
     labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if has_tokens else None
     if task == "semantic_segmentation":
         labelled = (inputs["labels"] != ignored_pixel(base_model)).flatten(1).sum(dim=1)
+    if task == "masked_image" and rules.MASK in inputs:
+        labelled = inputs[rules.MASK].flatten(1).sum(dim=1)
     if task == "ctc" and base_model.config.ctc_loss_reduction == "sum":
         own = own / len(losses)
     labels = inputs.get("labels")

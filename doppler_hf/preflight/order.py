@@ -96,6 +96,7 @@ def before_the_engine(run: PrivateRun, of: Any) -> None:
     refuse_processes_that_draw_alone(of.args.world_size)
     run.bring_processes_together(of.model)
     loss.refuse_ignored_labels(run, of)
+    loss.refuse_truth_values(run, of)
     model.refuse_model(run, of)
 
 

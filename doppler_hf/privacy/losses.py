@@ -11,6 +11,7 @@ The model determines the loss. As Transformers does, this file finds it by `loss
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -30,7 +31,14 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 Task = Literal[
-    "causal_lm", "seq2seq_lm", "masked_lm", "token_classification", "multiple_choice", "semantic_segmentation", "ctc"
+    "causal_lm",
+    "seq2seq_lm",
+    "masked_lm",
+    "token_classification",
+    "multiple_choice",
+    "semantic_segmentation",
+    "ctc",
+    "masked_image",
 ]
 
 OWN_LOSS: Final = (
@@ -38,13 +46,15 @@ OWN_LOSS: Final = (
     "inputs['labels'], reduction='none')"
 )
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
-WITHOUT_TOKENS: Final = ("multiple_choice", "semantic_segmentation", "ctc")  # tasks without a label for each token
+MASK: Final = "bool_masked_pos"  # which patches of an image are hidden from the model, and to be made up
+WITHOUT_TOKENS: Final = ("multiple_choice", "semantic_segmentation", "ctc", "masked_image")  # no label for each token
 
 # By the names of classes. Masked comes before causal: XLM's head is in both tables, with labels aligned with its inputs.
 _TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (
     (modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES, "multiple_choice"),
     (modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES, "semantic_segmentation"),
     (modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES, "ctc"),
+    (modeling_auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES, "masked_image"),
     (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "token_classification"),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "masked_lm"),
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal_lm"),
@@ -149,7 +159,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     Args:
         model: The model, with its wrappers.
         inputs: One micro-batch with `labels`: shape (batch, length) for tokens or CTC, (batch, height, width) for
-            segmentation, otherwise as in `classification_losses`; or with the positions of `answer_losses`.
+            segmentation, otherwise as in `classification_losses`; or with the positions of `answer_losses`, or the hidden
+            patches of `hidden_patch_losses`.
         base_model: The model without wrappers, whose class determines the task.
 
     Returns:
@@ -200,6 +211,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         if mask is not None:
             mask = F.pad(mask, (places_of_prompt(model), 0), value=1)
         return answer_losses((outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=mask)
+    if task == "masked_image" and MASK in inputs and "reconstruction" in outputs:
+        return hidden_patch_losses(outputs["reconstruction"], inputs["pixel_values"], inputs[MASK])
     logits = outputs.get("logits")
     if labels is None:
         raise _without_labels(base_model, outputs)
@@ -352,3 +365,36 @@ def answer_losses(
         label = index.where(is_inside, IGNORED_LABEL).squeeze(1)
         total = total + F.cross_entropy(of_one, label, ignore_index=IGNORED_LABEL, reduction="none") / 2
     return total
+
+
+def hidden_patch_losses(
+    made_up: Float[Tensor, "batch channels height width"],
+    images: Float[Tensor, "batch channels height width"],
+    is_hidden: Shaped[Tensor, "batch patches"],
+) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of masked image modeling: how far the hidden patches are from what the model made up.
+
+        loss_i = Σ_p [p is hidden] · |made_up_ip − image_ip| / (number of hidden pixels of i · channels)
+
+    The mean is over the example's own hidden patches; Transformers' is over those of the batch. An example without a hidden
+    patch has loss 0. The patches form a square, row by row.
+
+    Example:
+        >>> hidden_patch_losses(torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4), torch.tensor([[True, False, False, False]]))
+        tensor([1.])
+    """
+    side = math.isqrt(is_hidden[0].numel())
+    if made_up.shape != images.shape or is_hidden[0].numel() != side**2 or any(size % side for size in images.shape[2:]):
+        raise Refusal(
+            "wrong-shape",
+            f"{MASK} must have one value for each patch of a square image that is made up in its own size, got "
+            f"{is_hidden.ndim} dimensions of it, {images.ndim} of the images and {made_up.ndim} of what is made up, or "
+            "other sizes. Override compute_per_sample_loss.",
+        )
+    # Sensitivity: the mask, the number of hidden pixels and the mean are an example's own.
+    made_up = made_up.to(torch.promote_types(made_up.dtype, torch.float32))
+    hidden = is_hidden.reshape(-1, 1, side, side).to(made_up)
+    hidden = hidden.repeat_interleave(images.shape[2] // side, 2).repeat_interleave(images.shape[3] // side, 3)
+    errors = F.l1_loss(made_up, images.to(made_up), reduction="none") * hidden
+    # At least one: 0/0 would be NaN, and an example without a hidden patch would count as one that failed.
+    return errors.flatten(1).sum(dim=1) / (hidden.flatten(1).sum(dim=1).clamp(min=1) * images.shape[1])

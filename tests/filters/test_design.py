@@ -1,9 +1,11 @@
 """Designs have the shape that was asked for and unit gain; what has not is refused."""
 
+import numpy as np
 import pytest
 import scipy.signal
 
-from doppler_hf.filters import PAPER_FILTERS, butterworth, momentum, moving_average
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, butterworth, momentum, moving_average
+from doppler_hf.filters.design import hann
 from tests.support.refusals import refused
 
 # The rows of the paper's two tables, copied in the paper's own form: (b, a without the leading one, denominator).
@@ -50,9 +52,20 @@ def test_a_cutoff_too_low_for_its_order_is_refused():
         (lambda: butterworth(2, 1.0), "cutoff .*1.0"),
         (lambda: butterworth(2, 0.5j), "cutoff .*0.5j"),
         (lambda: moving_average(0), "taps .*0"),
+        (lambda: hann(0), "length .*0"),
         (lambda: momentum(1.0), "beta .*1.0"),
     ],
 )
 def test_bad_designs_are_refused_with_the_value(design, value):
     with refused("out-of-range", match=value):
         design()
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 300])
+def test_a_hann_window_is_scipys_without_its_zeros(length):
+    window = scipy.signal.windows.hann(length + 2)[1:-1]
+    designed = LowPassFilter.parse(f"hann:length={length}")
+    assert designed == hann(length)
+    assert designed.a == (1.0,)
+    np.testing.assert_allclose(designed.b, window / window.sum(), atol=1e-16, rtol=1e-12)
+    assert str(designed) == (f"hann:length={length}" if length > 1 else "none")

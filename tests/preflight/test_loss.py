@@ -11,6 +11,7 @@ from tests.support.refusals import refused
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
+from tests.support.unspent import refusal_unspent
 
 WEIGHTS = [1.0, 10.0]
 
@@ -91,3 +92,22 @@ def test_the_loss_of_the_rule_trains_and_so_does_a_model_without_one(tmp_path, c
     options = dict(model=bert(cls, **options), max_steps=1, remove_unused_columns=False)
     collator = pad_for_tokens if cls is BertForMaskedLM else pad
     assert trained(trainer_of(tmp_path, collator=collator, **options)).state.global_step == 1
+
+
+def of_truth(rows):
+    batch = pad(rows)
+    return batch | {"labels": batch["labels"] == 1}
+
+
+def test_labels_that_are_true_or_false_are_refused_unless_a_loss_takes_them(tmp_path):
+    assert "labels.long()" in refusal_unspent(trainer_of(tmp_path, collator=of_truth), "labels-of-truth-values")
+    amounts = trained(trainer_of(tmp_path / "amounts", model=tiny_bert(num_labels=1), collator=of_truth, max_steps=1))
+    assert amounts.privacy.ledger.steps_run == 1
+
+    class Own(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            labels = inputs.pop("labels").long()
+            return F.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+    own = trained(trainer_of(tmp_path / "own", cls=Own, collator=of_truth, max_steps=1))
+    assert own.privacy.ledger.steps_run == 1
