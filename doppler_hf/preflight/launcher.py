@@ -6,6 +6,7 @@ They reach the trainer past the arguments, so that the accelerator is asked what
 import os
 from typing import Any, Final
 
+import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
 from doppler_hf.errors import Refusal
@@ -14,6 +15,18 @@ from doppler_hf.training_args.checks import IMPRECISE
 
 _ACCUMULATION: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _IN_PARTS: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP)
+
+
+def refuse_autocast_around_training(args: DopplerTrainingArguments) -> None:
+    """Refuse a `torch.autocast` block around `train`, which the engine's own sums and the optimizer would run in, too."""
+    if torch.is_autocast_enabled(args.device.type):
+        dtype = str(torch.get_autocast_dtype(args.device.type)).removeprefix("torch.")
+        raise Refusal(
+            "autocast-around-training",
+            f"train() was called with torch.autocast to {dtype} switched on, which would round the sums of gradients and "
+            "the noise as well as the model. Leave autocast out, and set bf16=True in the arguments: the model then "
+            "computes in bfloat16, and nothing else does.",
+        )
 
 
 def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator: Any) -> None:

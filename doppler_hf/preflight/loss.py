@@ -109,7 +109,7 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
     with torch.no_grad(), filled_generators(0):
         losses = rules.per_sample_losses(model, dict(inputs), base_model=base_model)
     try:
-        with torch.no_grad(), filled_generators(0):  # the same dropout
+        with torch.no_grad(), filled_generators(0), rules.outputs_by_name(base_model):  # the same dropout
             outputs = model(**inputs)
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
         if "device" in str(error):  # a tensor that was left on another one is torch's to name
@@ -120,8 +120,8 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
             f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "
             "Override compute_per_sample_loss, and call the model without them.",
         ) from error
-    own = outputs.get("loss") if isinstance(outputs, dict) else None
-    if own is None or not own.isfinite().all():
+    own = rules.named_outputs(outputs, has_loss=True).get("loss")
+    if not isinstance(own, Tensor) or own.ndim > 0 or not own.isfinite():
         return
     task = rules.task_of(base_model)
     # The first token is no target of a causal model, except behind a prompt.

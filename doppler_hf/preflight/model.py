@@ -27,6 +27,8 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     """Refuse a model whose settings show that it cannot be trained privately."""
     model, probe = trainer.model, run.probe
     _refuse_trainable(model)
+    _refuse_hooks_of_gradients(model)
+    _refuse_mixed_adapters(model)
     _refuse_adapters(model)
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
@@ -50,8 +52,67 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     _refuse_shared_coins(model)
 
 
+def _refuse_hooks_of_gradients(model: nn.Module) -> None:
+    # Privacy: what a hook makes of a gradient is not clipped, and the noise would move what a hook leaves out.
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        raise Refusal(
+            "gradient-hook",
+            f"The gradient of {listed(hooked)} has a hook (register_hook or register_post_accumulate_grad_hook). A private "
+            "gradient is made of the gradients of single examples and noise, so a hook has no effect on it, and noise would "
+            "move what the hook leaves out. Remove the hook. To train only the rows of new tokens, name them in PEFT: "
+            "TrainableTokensConfig(target_modules=[EMBEDDINGS], token_indices=[...]), or LoraConfig's "
+            "trainable_token_indices.",
+        )
+
+
+def _refuse_mixed_adapters(model: nn.Module) -> None:
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftMixedModel):
+        raise Refusal(
+            "mixed-adapters",
+            "The model is a PeftMixedModel, whose adapters of several kinds have no per-example loss here. Use adapters of "
+            "one kind: get_peft_model(model, config) without mixed=True.",
+        )
+
+
+# Variants of LoRA whose layers compute more than LoRA's product: field of the config → name, and why it cannot train.
+_VARIANTS: Final = {
+    "alora_invocation_tokens": ("aLoRA", "whose adapter begins in each example at another token"),
+    "velora_config": ("VeLoRA", "which compresses the activations of which gradients are made"),
+    "monteclora_config": ("MonteCLoRA", "which samples the adapter's weights once for all examples of a batch"),
+}
+
+
+def _refuse_variants_of_lora(model: nn.Module, config: Any) -> None:
+    for field, (name, reason) in _VARIANTS.items():
+        if getattr(config, field, None):
+            raise Refusal(
+                "variant-of-lora",
+                f"The adapters are of {name}, {reason}, so that there are no per-sample gradients. Leave {field} out of the "
+                "LoraConfig.",
+            )
+    if getattr(config, "target_parameters", None):
+        wrapped = [
+            name
+            for name, module in model.named_modules()
+            if "parameter_name" in vars(module) and isinstance(vars(module)["_modules"].get("base_layer"), nn.Linear)
+        ]
+        if wrapped:
+            raise Refusal(
+                "weight-of-a-linear-layer",
+                f"The target_parameters name the weight of {listed(wrapped)}, a linear layer. PEFT then adds the adapter to "
+                "the weight itself, which leaves no per-sample gradients. Name the layer in target_modules instead.",
+            )
+
+
 def _refuse_adapters(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
+        _refuse_variants_of_lora(model, config)
         if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
             raise Refusal(
                 "penalty-on-weights",
@@ -155,7 +216,12 @@ def _limits_of(module: nn.Module) -> list[int]:
 def _refuse_trainable(model: nn.Module) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
-        raise Refusal("nothing-trained", "The model must have a trainable parameter, got none. Set requires_grad for some.")
+        raise Refusal(
+            "nothing-trained",
+            "All parameters of the model are frozen, so nothing would be trained. PEFT freezes the base model, and "
+            "merge_and_unload() leaves it frozen. Call model.requires_grad_(True) before the trainer is made, or train "
+            "adapters: get_peft_model(model, LoraConfig(...)).",
+        )
     for name, dtype in trainable.items():
         if dtype == torch.float16:
             raise Refusal(

@@ -54,6 +54,7 @@ def of_the_trainer(of: Any) -> None:
 def before_a_training(of: Any) -> None:
     """Check, when `train` is called, what may have been set since the trainer was made, and what its loop will call."""
     trainer.refuse_changed_arguments(of.args)
+    launcher.refuse_autocast_around_training(of.args)
     launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
     trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_attributes_without_effect(of)

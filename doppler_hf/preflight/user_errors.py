@@ -2,13 +2,17 @@
 
 import contextlib
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from transformers import TrainingArguments
 
 from doppler_hf.errors import Refusal
+
+_OUR_CALLS: Final = ("doppler_hf.", "torch.")
 
 # Columns that Transformers' default collator calls `labels`.
 _RENAMED: Final = ("label", "label_ids")
@@ -59,4 +63,25 @@ def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Itera
             "training-step-of-your-own",
             f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, got a "
             f"{type(error).__name__} from it. Override compute_per_sample_loss instead.",
+        ) from error
+
+
+@contextlib.contextmanager
+def told_of_gradients_in_a_loss() -> Iterator[None]:
+    """Say that a loss cannot contain gradients, if it fails because torch cannot take or differentiate them here."""
+    try:
+        yield
+    except RuntimeError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_taken = any(
+            inner.f_code is torch.autograd.grad.__code__ and not outer.f_globals.get("__name__", "").startswith(_OUR_CALLS)
+            for outer, inner in itertools.pairwise(frames)
+        )
+        if not is_taken and "@once_differentiable" not in str(error):
+            raise
+        raise Refusal(
+            "gradient-in-the-loss",
+            "The loss contains a gradient that torch.autograd.grad takes, such as a penalty with create_graph=True. "
+            "Per-sample gradients come from one backward pass, which cannot be differentiated again. Leave the penalty out "
+            "of compute_per_sample_loss.",
         ) from error

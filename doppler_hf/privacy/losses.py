@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
@@ -147,6 +147,30 @@ def as_losses(returned: Any) -> Losses:
     return Losses(values, weights=weights.detach())
 
 
+@contextlib.contextmanager
+def outputs_by_name(base_model: nn.Module) -> Iterator[None]:
+    """Let a model return its outputs by their names in the block, even if its config has `return_dict=False`."""
+    config = getattr(base_model, "config", None)
+    if getattr(config, "return_dict", True):
+        yield
+        return
+    config.return_dict = True  # type: ignore[union-attr]  # only a config has the attribute
+    try:
+        yield
+    finally:
+        config.return_dict = False  # type: ignore[union-attr]
+
+
+def named_outputs(outputs: Any, *, has_loss: bool, names: Sequence[str] = ("logits",)) -> Mapping[str, Any]:
+    """Return a model's outputs by their names.
+
+    A model of the user's own may return a tuple, as Transformers reads it: a loss if it got labels, and then the logits.
+    """
+    if isinstance(outputs, tuple):
+        return dict(zip(("loss", *names) if has_loss else names, outputs, strict=False))
+    return outputs if isinstance(outputs, dict) else {}
+
+
 def losses_of_class(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel) -> Losses:
     """Call the model once and return the losses of the rule for its class; see `per_sample_losses`."""
     is_cross_entropy = has_one_label(base_model, inputs.get("labels"))
@@ -186,7 +210,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
             inputs["labels"] = labels
     if task == "ctc" and labels is not None:
-        return ctc_losses(model, inputs, labels, base_model=base_model)
+        with outputs_by_name(base_model):
+            return ctc_losses(model, inputs, labels, base_model=base_model)
     chunked: contextlib.AbstractContextManager[list[Tensor]] = contextlib.nullcontext([])
     has_tokens = task is not None and task not in WITHOUT_TOKENS
     if has_tokens and labels is not None:
@@ -195,8 +220,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             labels = next_labels(labels)
             chunked = head_in_chunks(base_model, labels)
     try:
-        with chunked as found:
-            outputs = model(**inputs)
+        with chunked as found, outputs_by_name(base_model):
+            returned = model(**inputs)
     except (TypeError, AttributeError) as error:
         if labels is None or "labels" not in inspect.signature(base_model.forward).parameters:
             raise
@@ -205,7 +230,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
             f"own loss covers the whole batch. {OWN_LOSS}.",
         ) from error
-    outputs = outputs if isinstance(outputs, dict) else {}
+    names = ("start_logits", "end_logits") if answer else ("logits",)
+    outputs = named_outputs(returned, has_loss="labels" in inputs, names=names)
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
         mask = inputs.get("attention_mask")
         if mask is not None:

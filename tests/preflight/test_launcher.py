@@ -6,6 +6,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from doppler_hf.errors import Refusal
 from doppler_hf.run.precision import ROUNDING_BF16, computes_in_bf16, rounding_of
+from tests.support.refusals import refused
 from tests.support.trainers import arguments, checked_trainer_of, trained, trainer_of
 from tests.support.unspent import assert_unspent, refusal_unspent
 
@@ -91,3 +92,11 @@ def test_without_privacy_the_launcher_decides(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     trainer = trained(trainer_of(tmp_path, noise_multiplier=None, disable_dp=True, max_steps=1))
     assert trainer.state.global_step == 1
+
+
+def test_autocast_around_a_training_is_refused_and_bf16_does_what_it_was_for(tmp_path):
+    trainer = checked_trainer_of(tmp_path, max_steps=1)
+    with torch.autocast(trainer.args.device.type, dtype=torch.bfloat16), refused("autocast-around-training"):
+        trainer.train()
+    assert trainer.privacy.ledger is None
+    assert trained(checked_trainer_of(tmp_path, max_steps=1, bf16=True)).state.global_step == 1

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import BertForMaskedLM, BertForSequenceClassification
+from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.privacy.losses import losses_of_class
 from tests.support.refusals import refused
-from tests.support.tiny import pad, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
 from tests.support.unspent import refusal_unspent
@@ -111,3 +112,55 @@ def test_labels_that_are_true_or_false_are_refused_unless_a_loss_takes_them(tmp_
 
     own = trained(trainer_of(tmp_path / "own", cls=Own, collator=of_truth, max_steps=1))
     assert own.privacy.ledger.steps_run == 1
+
+
+class InTuples(BertForSequenceClassification):
+    """Returns a tuple whatever its config says, as older models do: a loss if there are labels, and the logits."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        logits = super().forward(input_ids, attention_mask, return_dict=True).logits
+        return (logits,) if labels is None else (F.cross_entropy(logits, labels), logits)
+
+
+class PenaltyInTuples(InTuples):
+    """Has another loss than the rule, in a tuple."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        *loss, logits = super().forward(input_ids, attention_mask, labels)
+        return (*(each + 1.0 for each in loss), logits)
+
+
+def of_tuples(cls, **overrides):
+    return bert(cls, return_dict=False, **overrides)
+
+
+@pytest.mark.parametrize("cls", [BertForSequenceClassification, BertForMaskedLM, BertForQuestionAnswering, InTuples])
+def test_a_model_that_returns_tuples_has_the_losses_that_it_has_with_names(cls):
+    model, rows = of_tuples(cls), [*text_data().select(range(4))]
+    inputs = (pad_for_tokens if cls is BertForMaskedLM else pad)(rows)
+    if cls is BertForQuestionAnswering:
+        inputs |= {name: torch.ones(4, dtype=torch.long) for name in ("start_positions", "end_positions")}
+        del inputs["labels"]
+    own = model(**inputs)[0]  # Transformers' mean
+    losses = losses_of_class(model, dict(inputs), base_model=model).values
+    assert losses.shape == (4,)
+    assert not model.config.return_dict
+    model.config.return_dict = True
+    torch.testing.assert_close(losses, losses_of_class(model, dict(inputs), base_model=model).values)
+    if cls is not BertForMaskedLM and cls is not BertForQuestionAnswering:  # whose means are over tokens, or with padding
+        torch.testing.assert_close(losses.mean(), own)
+
+
+@pytest.mark.parametrize("cls", [BertForSequenceClassification, BertForMaskedLM, InTuples])
+def test_a_model_that_returns_tuples_trains_and_is_evaluated(tmp_path, cls):
+    collator = pad_for_tokens if cls is BertForMaskedLM else pad
+    trainer = trained(
+        trainer_of(tmp_path, model=of_tuples(cls), collator=collator, max_steps=1, remove_unused_columns=False)
+    )
+    assert trainer.state.global_step == 1
+    assert trainer.evaluate()["eval_loss"] > 0.0
+
+
+def test_another_loss_in_a_tuple_is_refused(tmp_path):
+    with refused("another-loss", match="PenaltyInTuples"):
+        trainer_of(tmp_path, model=of_tuples(PenaltyInTuples), max_steps=1).train()

@@ -1,8 +1,20 @@
 """Models that are refused by their settings, and train with the fix that the message names."""
 
 import pytest
-from peft import AdaLoraConfig, EvaConfig, LoHaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+import torch
+from peft import (
+    AdaLoraConfig,
+    EvaConfig,
+    LoHaConfig,
+    LoraConfig,
+    MontecloraConfig,
+    TrainableTokensConfig,
+    VeloraConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
 
+from doppler_hf import DopplerTrainer
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
@@ -48,3 +60,92 @@ def test_the_error_of_a_layer_without_a_rule_is_shown(tmp_path):
     loha = get_peft_model(tiny_bert(), LoHaConfig(target_modules=["query"], r=2))
     with refused("layer-without-rule", match=r"\(Linear\).* RuntimeError \(vmap: called random"):
         checked_trainer_of(tmp_path, model=loha, max_steps=1).train()
+
+
+def trains(tmp_path, model, **options):
+    return trained(checked_trainer_of(tmp_path, model=model, max_steps=1, **options)).state.global_step == 1
+
+
+def lora(**options):
+    return get_peft_model(tiny_bert(), LoraConfig(**(dict(target_modules=["query"], r=2) | options)))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused_and_rows_of_tokens_train_by_peft(tmp_path, register):
+    model = tiny_bert()
+    getattr(model.get_input_embeddings().weight, register)(lambda gradient: None)
+    with refused("gradient-hook", match="TrainableTokensConfig"):
+        checked_trainer_of(tmp_path, model=model, max_steps=1).train()
+    tokens = [*range(40, 50)]
+    config = TrainableTokensConfig(target_modules=["word_embeddings"], token_indices=tokens)
+    assert trains(tmp_path / "tokens", get_peft_model(tiny_bert(), config))
+    assert trains(tmp_path / "lora", lora(trainable_token_indices={"word_embeddings": tokens}))
+
+
+def test_a_frozen_parameter_may_have_a_hook(tmp_path):
+    model = lora()
+    weight = model.get_input_embeddings().weight.requires_grad_(True)
+    weight.register_hook(lambda gradient: gradient)
+    weight.requires_grad_(False)
+    assert trains(tmp_path, model)
+
+
+def test_a_model_of_mixed_adapters_is_refused_and_one_kind_trains(tmp_path):
+    config = LoraConfig(target_modules=["query"], r=2)
+    with refused("mixed-adapters"):
+        checked_trainer_of(tmp_path, model=get_peft_model(tiny_bert(), config, mixed=True), max_steps=1).train()
+    assert trains(tmp_path, get_peft_model(tiny_bert(), config))
+
+
+@pytest.mark.parametrize(
+    "option", [dict(velora_config=VeloraConfig()), dict(monteclora_config=MontecloraConfig())], ids=["velora", "monteclora"]
+)
+def test_a_variant_of_lora_is_refused_by_its_option(tmp_path, option):
+    with refused("variant-of-lora", match=next(iter(option))):
+        checked_trainer_of(tmp_path, model=lora(**option), max_steps=1).train()
+    assert trains(tmp_path, lora())
+
+
+def test_alora_is_refused_by_its_option_and_trains_as_lora(tmp_path):
+    model = lora()
+    model.peft_config["default"].alora_invocation_tokens = [7]
+    with refused("variant-of-lora", match="alora_invocation_tokens"):
+        checked_trainer_of(tmp_path, model=model, max_steps=1).train()
+    assert trains(tmp_path, lora(alora_invocation_tokens=None))
+
+
+def test_the_weight_of_a_linear_layer_belongs_to_target_modules(tmp_path):
+    with refused("weight-of-a-linear-layer", match="target_modules"):
+        checked_trainer_of(tmp_path, model=lora(target_modules=[], target_parameters=["query.weight"]), max_steps=1).train()
+    assert trains(tmp_path, lora())
+
+
+def test_a_merged_model_is_frozen_until_it_is_told_otherwise(tmp_path):
+    merged = lora().merge_and_unload()
+    with refused("nothing-trained", match=r"model\.requires_grad_\(True\)"):
+        checked_trainer_of(tmp_path, model=merged, max_steps=1).train()
+    assert trains(tmp_path, merged.requires_grad_(True))
+
+
+class GradientPenalty(DopplerTrainer):
+    """Adds the size of a gradient to each loss."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        outputs = model(**inputs, output_hidden_states=True)
+        losses = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="none")
+        (slopes,) = torch.autograd.grad(losses.sum(), outputs.hidden_states[0], create_graph=True)
+        return losses + slopes.square().sum(dim=(1, 2))
+
+
+class GradientPenaltyWhateverTheMode(GradientPenalty):
+    def compute_per_sample_loss(self, model, inputs):
+        with torch.enable_grad():
+            return super().compute_per_sample_loss(model, inputs)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("cls", [GradientPenalty, GradientPenaltyWhateverTheMode])
+def test_a_gradient_in_the_loss_is_refused(tmp_path, cls, is_checked):
+    trainer = checked_trainer_of(tmp_path, cls=cls, max_steps=1, grad_sample_self_check=is_checked)
+    with refused("gradient-in-the-loss"):
+        trainer.train()

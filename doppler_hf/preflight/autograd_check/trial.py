@@ -41,7 +41,11 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
     if losses.shape != (number,):
         # Not their shape, which may hold the length of an example: messages end in logs.
         got, fix = (
-            ("a single number", "Set reduction='none': a mean would couple the examples."),
+            (
+                "a single number",
+                "Set reduction='none': a mean would couple the examples."
+                + (" If it is set, squeeze() has taken away a batch of one: use squeeze(-1)." if number == 1 else ""),
+            ),
             ("more or fewer", "Let the collator return one row for each example (no packing)."),
             ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens."),
         )[min(losses.ndim, 2)]
