@@ -24,7 +24,9 @@ from doppler_hf.privacy.batching.data_digest import DataDigest
 
 _LENGTH: Final = 32
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
-_NAME: Final = re.compile(r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?")  # version 0.3 added a digest
+_NAME: Final = re.compile(
+    r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?"
+)  # version 0.3 added a digest
 
 
 class RoundSecret(NamedTuple):

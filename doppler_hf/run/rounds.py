@@ -79,9 +79,10 @@ class Rounds:
         target = self._args.target_epsilon
         ours = self._args.world_size
         what = (
-            f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this one has {ours}. Each process draws from a "
-            "share of the records of its own, so the draws of the earlier run cannot go on with another number of processes. "
-            "Its round would begin again, and records that have had their turn could have a further one, which costs "
+            f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this one has {ours}. Each process draws from "
+            "a share of the records of its own, so the draws of the earlier run cannot go on with another number of "
+            "processes. Its round would begin again, and records that have had their turn could have a further one, which "
+            "costs "
         )
         again = f"Resume with {earlier} process{'es' * (earlier > 1)}"
         if target is None:
@@ -89,8 +90,8 @@ class Rounds:
             return
         raise Refusal(
             "another-number-of-processes",
-            f"{what}more ε than target_epsilon={target:g} was planned for. {again}, raise target_epsilon for a further plan, "
-            "or start a new run: an untrained model and another output_dir.",
+            f"{what}more ε than target_epsilon={target:g} was planned for. {again}, raise target_epsilon for a further "
+            "plan, or start a new run: an untrained model and another output_dir.",
         )
 
     def secret_of(self, ledger: PrivacyLedger) -> RoundSecret:

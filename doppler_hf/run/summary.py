@@ -141,7 +141,7 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     print(
         f"The model may have learnt little: its {words} of the evaluation set. "
         "Leave learning_rate out if you have set it. Larger batches, more epochs, more data, a larger ε, or a "
-        "pretrained model with LoRA help more. Train once on public data with disable_dp=True to see if privacy is the reason."
+        "pretrained model with LoRA help, too. To see if privacy is the reason, train on public data with disable_dp=True."
     )
 
 

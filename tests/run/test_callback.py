@@ -314,7 +314,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
 
 @pytest.mark.parametrize(
     ("launcher", "said"),
-    [({}, ""), ({"ACCELERATE_USE_CPU": "True"}, "; 1 process"), ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "; 1 process")],
+    [({}, ""), ({"ACCELERATE_USE_CPU": "True"}, "; 1 process"), ({"WORLD_SIZE": "1"}, "; 1 process")],
 )
 def test_the_start_says_how_many_processes_a_launcher_has_started(tmp_path, capsys, monkeypatch, launcher, said):
     for name, value in launcher.items():

@@ -149,7 +149,7 @@ def test_a_run_that_begins_another_plan_forgets_the_round_of_the_one_before(tmp_
     assert after != before
 
 
-# --- with another number of processes ---------------------------------------------------------------------------------------
+# --- with another number of processes -----------------------------------------------------------------------------------
 
 
 def left_by(processes, states):
@@ -191,7 +191,8 @@ def test_another_number_of_processes_costs_more_with_a_noise_multiplier_and_is_s
 
 
 @pytest.mark.parametrize(
-    "terms", [dict(sampling="poisson"), dict(report_train_loss="none"), *thorough(dict(sampling="poisson", noise_multiplier=1.0))]
+    "terms",
+    [dict(sampling="poisson"), dict(report_train_loss="none"), *thorough(dict(sampling="poisson", noise_multiplier=1.0))],
 )
 def test_the_number_of_processes_may_change_where_no_round_is_cut_short(tmp_path, states, terms):
     """Poisson sampling has no rounds; after a clean end between two of them a new one would have followed anyway."""
