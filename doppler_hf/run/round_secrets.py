@@ -18,13 +18,15 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
 
 _LENGTH: Final = 32
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
-_NAME: Final = re.compile(r"[0-9a-f]{16}-\d+-of-\d+(-[0-9a-f]{8})?")  # version 0.3 added a digest
+_NAME: Final = re.compile(
+    r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?"
+)  # version 0.3 added a digest
 
 
 class RoundSecret(NamedTuple):
@@ -60,6 +62,15 @@ class RoundSecret(NamedTuple):
         """Return whether the run's secret is here, but was drawn for other rows."""
         kept = self._kept()
         return kept is not None and not kept[1].is_of_same_rows(self.data)
+
+    def under_another_number(self) -> Self | None:
+        """Return where the run's secret is kept for another number of processes; None if there is no such file here."""
+        with contextlib.suppress(OSError):
+            for path in sorted(self.path.parent.glob(f"{self.run_id}-*-of-*")):
+                found = _NAME.fullmatch(path.name)
+                if found is not None and found["digest"] is None and int(found["world_size"]) != self.world_size:
+                    return self._replace(rank=int(found["rank"]), world_size=int(found["world_size"]))
+        return None
 
     def forget(self) -> None:
         """Remove the secrets of the run, of all its processes on this machine."""

@@ -7,6 +7,9 @@ import functools
 import warnings
 from typing import Any, final
 
+from accelerate.utils import gather_object
+
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.sampling import digest_of_data
@@ -41,7 +44,8 @@ class Rounds:
         if not allowed_to(keeps_rounds=True):
             return False
         kept = self.secret_of(ledger)
-        is_of_other_data = kept.is_of_other_data()
+        elsewhere = kept.under_another_number()
+        is_of_other_data = kept.is_of_other_data() or (elsewhere is not None and elsewhere.is_of_other_data())
         if is_of_other_data:
             warnings.warn(
                 "train_dataset has other rows than before, or another order, so that its round begins anew and costs ε. "
@@ -52,7 +56,11 @@ class Rounds:
         if not on_all_processes(secret is not None):
             # After a clean end between two rounds a new one is what would have followed anyway.
             costs = not (ledger.runs[-1].is_closed and allowed_to(keeps_rounds=False))
-            if statement.private and costs and not is_of_other_data:
+            # On every process, whether its machine has a file of the earlier processes or not.
+            earlier = next(filter(None, gather_object([None if elsewhere is None else elsewhere.world_size])), None)
+            if statement.private and costs and earlier is not None and not is_of_other_data:
+                self._refuse_another_number(earlier)
+            elif statement.private and costs and not is_of_other_data:
                 warnings.warn(
                     f"The earlier run's round begins anew and costs ε: its secret is not in {kept.path.parent}. Resume each "
                     "checkpoint once, where it was written.",
@@ -63,6 +71,28 @@ class Rounds:
         # Sensitivity: from the first turn that was not counted, so that none is taken twice, whatever steps are made again.
         self._sampler.go_on(secret, first_step=previous.step - ledger.steps_of_rounds)
         return True
+
+    def _refuse_another_number(self, earlier: int) -> None:
+        """Refuse to begin a round again within target_epsilon because the number of processes is another; warn without."""
+        # Sensitivity: turns are drawn within each process's own share of the units. Under another number the shares are
+        # others, so that the secret cannot tell who has had its turn, and a unit may have a further one.
+        target = self._args.target_epsilon
+        ours = self._args.world_size
+        what = (
+            f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this one has {ours}. Each process draws from "
+            "a share of the records of its own, so the draws of the earlier run cannot go on with another number of "
+            "processes. Its round would begin again, and records that have had their turn could have a further one, which "
+            "costs "
+        )
+        again = f"Resume with {earlier} process{'es' * (earlier > 1)}"
+        if target is None:
+            warnings.warn(f"{what}more ε. {again} to avoid this.", stacklevel=3)
+            return
+        raise Refusal(
+            "another-number-of-processes",
+            f"{what}more ε than target_epsilon={target:g} was planned for. {again}, raise target_epsilon for a further "
+            "plan, or start a new run: an untrained model and another output_dir.",
+        )
 
     def secret_of(self, ledger: PrivacyLedger) -> RoundSecret:
         """Return where this process keeps the secret of the run that a ledger names."""

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -30,6 +31,8 @@ _NOISY: Final = (
     0.125  # the noise of a logged loss that is told of, in units of its bound; twice that in an untrained model's loss
 )
 _LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
+# Variables that torchrun, or `accelerate launch` with one process, sets for the script.
+_OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
 
@@ -48,6 +51,10 @@ def print_start(
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
     resumed = f"; resumed at step {run.previous.step:,}" if run.previous.step else ""
+    # A launcher may start another number of processes than it seems: `accelerate launch --num_processes 2 --cpu` starts one.
+    processes = ""
+    if args.world_size > 1 or not _OF_LAUNCHERS.isdisjoint(os.environ):
+        processes = f"; {args.world_size} process{'es' * (args.world_size > 1)}"
     sizes = {parameter: parameter.numel() for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
@@ -81,7 +88,7 @@ def print_start(
         watched = [*where_raw_loss_goes(callbacks, output_dir=args.output_dir), *watched]
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
-        ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}"),
+        ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}{processes}"),
         ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {run.words['filter']}"),
         ("learning rate", f"{run.words['rate']}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
@@ -114,8 +121,8 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
                 ),
             )
         ),
-        f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`. What it "
-        "means: docs/start/dp-in-ten-minutes.md.",
+        f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`, which also "
+        "says what ε means.",
         sep="\n",
     )
     print_if_not_learnt(next((log for log in reversed(logs) if not {"eval_accuracy", "eval_loss"}.isdisjoint(log)), {}))
@@ -132,8 +139,9 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     else:
         return
     print(
-        f"The model may have learnt little: its {words} of the evaluation set. See "
-        "docs/start/troubleshooting.md#it-does-not-learn."
+        f"The model may have learnt little: its {words} of the evaluation set. "
+        "Leave learning_rate out if you have set it. Larger batches, more epochs, more data, a larger ε, or a "
+        "pretrained model with LoRA help, too. To see if privacy is the reason, train on public data with disable_dp=True."
     )
 
 

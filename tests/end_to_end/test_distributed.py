@@ -11,6 +11,7 @@ import torch
 from doppler_hf.audit import neighbour_distances
 from tests.audit.neighbour_cases import USUAL, trainer_for
 from tests.support import processes
+from tests.support.refusals import refused
 from tests.support.tiny import head_alone, text_data
 from tests.support.trainers import NoSignal, On, Recorder, at, interrupted, weights
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -96,8 +97,14 @@ def resumed(folder, world):
     return first.seen + second.seen, [[each.steps for each in plan] for plan in second.privacy.ledger.plans]
 
 
+def stopped(folder, world):
+    """Leave a run that was interrupted within its round."""
+    interrupted(Path(folder) / "stopped", gradient_accumulation_steps=2 // world)
+
+
 CASES = {
     "resumed": resumed,
+    "stopped": stopped,
     **{case: functools.partial(train, case=case) for case in ("equal", "noise")},
     "shuffled": shuffled,
     "other_terms": other_terms,
@@ -106,7 +113,7 @@ CASES = {
 }
 
 
-FURTHER = ["resumed", "other_terms"]
+FURTHER = ["resumed", "stopped", "other_terms"]
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +186,14 @@ def test_two_processes_go_on_with_their_round(two_further):
     (of_first, plans), (of_second, _) = two_further["resumed"]
     assert plans == [[6]]
     assert len(set(of_first + of_second)) == len(of_first) + len(of_second) == 48
+
+
+@pytest.mark.thorough
+def test_one_process_does_not_take_up_the_round_of_two(two_further, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "further0" / "stopped"
+    terms = dict(noise_multiplier=None, target_epsilon=8.0, max_steps=6, save_strategy="steps", save_steps=2)
+    with refused("another-number-of-processes", match="Resume with 2 processes"):
+        trainer_of(folder, data=text_data(48), **terms).train(resume_from_checkpoint=True)
 
 
 def assert_one_user_moves_the_sum_by_at_most_c(runs):

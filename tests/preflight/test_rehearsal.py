@@ -21,6 +21,7 @@ from doppler_hf.preflight import rehearsal
 from doppler_hf.preflight.rehearsal import few_rows
 from doppler_hf.privacy import LEDGER_NAME
 from scripts.training.metrics import accuracy_from_logits
+from tests.support.adapters import add_adapter
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
@@ -43,9 +44,7 @@ class Unsaveable:
 
 
 def with_adapter():
-    model = tiny_bert()
-    model.add_adapter(ADAPTER)
-    return model
+    return add_adapter(tiny_bert(), ADAPTER)
 
 
 def generating(**options):

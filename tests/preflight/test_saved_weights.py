@@ -29,6 +29,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.saved_weights import mend_of, tops_of, why_not_loaded
 from doppler_hf.privacy import LEDGER_NAME
+from tests.support.adapters import add_adapter
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
@@ -78,8 +79,7 @@ def adapted(encoders, *, kind="bert", by="peft", seed=0, **options):
     model, config = with_a_new_head(encoders, kind, seed), LoraConfig(r=2, target_modules=TARGETS[kind], **options)
     if by == "peft":
         return get_peft_model(model, config)
-    model.add_adapter(config)
-    return model
+    return add_adapter(model, config)
 
 
 def unfrozen(model, ends):
@@ -92,7 +92,7 @@ def unfrozen(model, ends):
 def two_by_transformers(encoders):
     """Of two adapters of a model of Transformers only the first is saved."""
     model = adapted(encoders, by="transformers")
-    model.add_adapter(LoraConfig(r=2, target_modules=["query"]), "second")
+    add_adapter(model, LoraConfig(r=2, target_modules=["query"]), "second")
     model.set_adapter(["default", "second"])
     return unfrozen(model, r"lora_.\.")
 

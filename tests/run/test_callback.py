@@ -309,6 +309,18 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     assert begin.strip().splitlines() == [f"{name:<14} {words}" for name, words in lines.items() if words]
     assert end.strip().splitlines()[0] == f"Privacy spent: {spent} in 4 steps."
     assert f"The ledger is in {tmp_path / 'out' / LEDGER_NAME}: check it with `doppler-hf verify" in end
+    assert "docs/" not in end  # which people do not have who installed the package
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [({}, ""), ({"ACCELERATE_USE_CPU": "True"}, "; 1 process"), ({"WORLD_SIZE": "1"}, "; 1 process")],
+)
+def test_the_start_says_how_many_processes_a_launcher_has_started(tmp_path, capsys, monkeypatch, launcher, said):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    trained(trainer_of(tmp_path, max_steps=1))
+    assert re.search(r"^data .*", capsys.readouterr().out, flags=re.M)[0].endswith(f"of 8 on average{said}")
 
 
 @pytest.mark.parametrize("column", ["patient_id", "overflow_to_sample_mapping"])  # of windows of a long text

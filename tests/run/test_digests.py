@@ -10,6 +10,7 @@ from torch import nn
 from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.run import digests
 from doppler_hf.run.digests import parameters_digest
+from tests.support.adapters import add_adapter
 from tests.support.tiny import tiny_bert
 
 
@@ -40,7 +41,7 @@ def test_a_copy_has_the_same_and_every_change_another():
     ("adapted", "is_saved"),
     [
         (get_peft_model, False),
-        (lambda model, config: model.add_adapter(config) or model, False),
+        (add_adapter, False),
         (lambda model, config: inject_adapter_in_model(config, model), True),
         (lambda model, config: nn.Sequential(get_peft_model(model, config)), True),
     ],

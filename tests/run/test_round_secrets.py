@@ -7,11 +7,13 @@ import time
 
 import pytest
 
+from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run.round_secrets import RoundSecret
+from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data
-from tests.support.trainers import On, at, interrupt, trainer_of
+from tests.support.trainers import On, at, interrupt, interrupted, trainer_of
 
 ROWS, OTHERS = (DataDigest("24 rows", {"": {1: first, 2: "b"}}) for first in "ab")
 OTHERS.fields[""][2] = "c"
@@ -38,6 +40,16 @@ def test_it_is_read_back_for_the_same_rows_alone():
     for other in (secret(2), secret(rank=1, world_size=2), secret(world_size=2)):
         assert other.secret() is None
         assert not other.is_of_other_data()
+
+
+def test_a_secret_of_the_same_run_under_another_number_of_processes_is_found(states):
+    assert secret().under_another_number() is None
+    secret().keep(SECRET)
+    secret(2, rank=1, world_size=12).keep(SECRET)
+    (states / f"{1:016x}-0-of-3-89abcdef").write_bytes(SECRET)  # as version 0.3 named it
+    assert secret().under_another_number() is None
+    assert secret(world_size=2).under_another_number() == secret()
+    assert secret(2).under_another_number() == secret(2, rank=1, world_size=12)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such permissions")
@@ -135,3 +147,69 @@ def test_a_run_that_begins_another_plan_forgets_the_round_of_the_one_before(tmp_
     assert [[each.steps for each in plan] for plan in second.privacy.ledger.plans] == [[4], [2]]
     (after,) = kept(states)
     assert after != before
+
+
+# --- with another number of processes -----------------------------------------------------------------------------------
+
+
+def left_by(processes, states):
+    """Rename the secret of a run of one process to that of a run of more."""
+    (file,) = kept(states)
+    return file.rename(states / re.sub(r"1$", f"{processes}", file.name))
+
+
+def from_there(trainer, last):
+    """Resume, and return the run as its ledger has it."""
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == last
+    return trainer.privacy.ledger.runs[-1]
+
+
+def test_a_round_is_not_begun_again_within_target_epsilon_because_of_another_number_of_processes(tmp_path, states):
+    _, second = interrupted(tmp_path)
+    file, ledger = left_by(4, states), (tmp_path / "out" / LEDGER_NAME).read_bytes()
+    with refused("another-number-of-processes", match=r"had 4 processes, and this one has 1\b.*Resume with 4 processes"):
+        second.train(resume_from_checkpoint=True)
+    assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == ledger
+    # The mend that the message names: with the earlier number the round goes on, and all its steps are affordable.
+    file.rename(states / file.name.replace("-of-4", "-of-1"))
+    assert from_there(second, 6).continues_rounds
+
+
+def test_a_higher_target_is_a_further_plan_with_any_number_of_processes(tmp_path, states):
+    interrupted(tmp_path)
+    left_by(4, states)
+    more = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=None, target_epsilon=12.0)
+    assert not from_there(trainer_of(tmp_path, data=text_data(48), **more), 6).continues_rounds
+
+
+def test_another_number_of_processes_costs_more_with_a_noise_multiplier_and_is_said(tmp_path, states):
+    _, second = interrupted(tmp_path, noise_multiplier=1.0, target_epsilon=None)
+    left_by(2, states)
+    with pytest.warns(UserWarning, match=r"had 2 processes, and this one has 1\b.*costs more ε"):
+        assert not from_there(second, 6).continues_rounds
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [dict(sampling="poisson"), dict(report_train_loss="none"), *thorough(dict(sampling="poisson", noise_multiplier=1.0))],
+)
+def test_the_number_of_processes_may_change_where_no_round_is_cut_short(tmp_path, states, terms):
+    """Poisson sampling has no rounds; after a clean end between two of them a new one would have followed anyway."""
+    terms = dict(noise_multiplier=None, target_epsilon=8.0, noise_shape="white", save_strategy="steps", save_steps=6) | terms
+    if terms["noise_multiplier"] is not None:
+        del terms["target_epsilon"]
+    trainer_of(tmp_path, data=text_data(48), callbacks=[On(step_end=at(6, stop))], max_steps=12, **terms).train()
+    if "sampling" not in terms:
+        left_by(2, states)
+    second = trainer_of(tmp_path, data=text_data(48), max_steps=12, **terms)
+    assert not from_there(second, 12).continues_rounds
+    assert [sum(each.steps for each in plan) for plan in second.privacy.ledger.plans] == [12]
+
+
+def test_other_rows_are_what_is_said_where_the_number_of_processes_is_another_too(tmp_path, states):
+    interrupted(tmp_path, noise_multiplier=1.0, target_epsilon=None)
+    left_by(2, states)
+    more = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=1.0)
+    with pytest.warns(UserWarning, match="train_dataset has other rows than before"):
+        from_there(trainer_of(tmp_path, data=text_data(48, seed=5), **more), 6)
