@@ -24,7 +24,6 @@
 - merged_model: whether a model is a base with an adapter merged into it
 - rounds: the rounds of the sampling, new ones or those of an earlier run
 - round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
-- fixed_terms: what is said of arguments that change during a training
 - own_code: whether a method is the user's own
 - precision: how coarsely a model rounds
 - digests: a digest of the parameters, by which the ledger knows the model

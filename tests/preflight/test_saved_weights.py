@@ -168,7 +168,7 @@ NEW = {
 @pytest.mark.parametrize("case", NEW)
 def test_a_new_head_that_is_frozen_and_in_no_file_is_refused(tmp_path, encoders, case):
     make, heads = NEW[case]
-    said = refused(trainer_of(tmp_path, model=make(encoders), data=ended(), evaluated=ended()), "head-not-saved")
+    said = refused(trainer_of(tmp_path, model=make(encoders), data=ended(), evaluated=[*ended()]), "head-not-saved")
     assert f"Set modules_to_save={heads}" in said
     assert ("task_type='SEQ_CLS'" in said) == (heads == ["classifier"])
 

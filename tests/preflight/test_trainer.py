@@ -89,7 +89,7 @@ def test_a_loss_of_each_example_that_is_set_on_the_trainer_is_trained(tmp_path, 
             for labels in (1 - batch["labels"], batch["labels"])
         )
     assert of_other < of_label
-    assert trainer.evaluate(text_data(64))["eval_loss"] == pytest.approx(float(of_other), rel=1e-3)
+    assert trainer.evaluate([*text_data(64)])["eval_loss"] == pytest.approx(float(of_other), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,8 @@ def test_models_that_cannot_be_compared_are_named(folders, tmp_path, capsys):
     merged(folders)
     tiny_bert(hidden_size=32).save_pretrained(tmp_path / "wide")
     for model, base, words in (
-        (folders / "merged", "/nowhere/base", "no model at /nowhere/base"),
-        ("/nowhere/merged", folders / "base", "no model at /nowhere/merged"),
+        (folders / "merged", "/nowhere/base", "No model can be read at /nowhere/base"),
+        ("/nowhere/merged", folders / "base", "No model can be read at /nowhere/merged"),
         (folders / "merged", tmp_path / "wide", "is a model of another size than the merged one"),
     ):
         assert main(["verify", str(model), "--base", str(base), "--adapter", str(folders / "out")]) == 2

@@ -348,7 +348,7 @@ def of_images(tmp_path, *, model=None, **options):
 def test_weights_that_are_written_under_other_names_are_all_loaded(tmp_path):
     """As ViT's, by a resume and as the best model: none is left as it was, or of another step."""
     saves = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
-    scores = iter([0.0, 1.0, 0.5])  # of the rehearsal, and of steps 2 and 4
+    scores = iter([0.0, 0.0, 1.0, 0.5])  # of the rehearsal, twice, and of steps 2 and 4
     metrics = dict(compute_metrics=lambda _: {"score": next(scores)}, metric_for_best_model="score", greater_is_better=True)
     best = trained(of_images(tmp_path, load_best_model_at_end=True, max_steps=4, **saves, **metrics))
     folder = tmp_path / "out" / "checkpoint-2"
@@ -397,7 +397,7 @@ def with_another_head():
 def test_the_best_model_and_a_resume_are_of_any_class(tmp_path, make):
     """Whatever `from_pretrained` would make of the configuration: the tensors of the model at hand take the values."""
     saves = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, cls=OfPixels)
-    scores = iter([0.0, 1.0, 0.5])  # of the rehearsal, and of steps 2 and 4
+    scores = iter([0.0, 0.0, 1.0, 0.5])  # of the rehearsal, twice, and of steps 2 and 4
     metrics = dict(compute_metrics=lambda _: {"score": next(scores)}, metric_for_best_model="score", greater_is_better=True)
     model = make()
     own = dict(model.named_parameters())

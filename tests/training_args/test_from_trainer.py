@@ -120,8 +120,8 @@ OF_TRAINER = [
     ("method-without-effect", dict(cls=OwnLoss)),
     ("method-without-effect", dict(cls=OwnSampler)),
     ("method-without-effect", dict(cls=OwnBoth)),
-    ("training-step-of-your-own", dict(cls=OwnStep, trains=True)),
-    ("piece-added-twice", dict(cls=OwnBatches, trains=True)),
+    ("own-training-step", dict(cls=OwnStep, trains=True)),
+    ("own-training-step", dict(cls=OwnBatches, trains=True)),
     ("method-without-effect", dict(cls=OwnOptimizer)),
     ("public-seed", dict(data_collator=Seeded(), trains=True)),
 ]
@@ -176,7 +176,7 @@ def test_a_search_is_refused_since_every_trial_would_cost_its_own_epsilon(tmp_pa
 
 def test_a_step_that_hands_on_a_batch_is_refused_and_an_error_of_ones_own_loss_is_not_taken_for_it(tmp_path):
     options = dict(train_dataset=text_data(), data_collator=pad)
-    with refused("training-step-of-your-own", match=r"OwnWeights\.training_step"):
+    with refused("own-training-step", match=r"OwnWeights\.training_step"):
         OwnWeights(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options).train()
 
     class OwnError(OwnSteps):
