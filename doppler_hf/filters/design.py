@@ -4,7 +4,7 @@ Each design has unit gain at frequency zero and prints as it was made, as `butte
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final
@@ -120,3 +120,12 @@ PAPER_FILTERS: Final[Mapping[str, LowPassFilter]] = MappingProxyType(
     }
 )
 """The eleven filters of the paper's two coefficient tables, by name (read-only)."""
+
+
+# What makes each design, and what it takes behind its colon.
+DESIGNS: Final[Mapping[str, tuple[Callable[..., LowPassFilter], Mapping[str, type[int] | type[float]]]]] = {
+    "butterworth": (butterworth, {"order": int, "cutoff": float}),
+    "momentum": (momentum, {"beta": float}),
+    "moving-average": (moving_average, {"taps": int}),
+    "hann": (hann, {"length": int}),
+}

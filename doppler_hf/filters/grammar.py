@@ -5,21 +5,14 @@ first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    auto
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from doppler_hf.errors import Refusal
-from doppler_hf.filters.design import PAPER_FILTERS, butterworth, hann, momentum, moving_average
+from doppler_hf.filters.design import DESIGNS, PAPER_FILTERS
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 AUTO: Final = "auto"  # chosen by a run, so that no fixed filter belongs to it
-# What makes each design, and what it takes behind its colon.
-DESIGNS: Final[Mapping[str, tuple[Callable[..., LowPassFilter], Mapping[str, type[int] | type[float]]]]] = {
-    "butterworth": (butterworth, {"order": int, "cutoff": float}),
-    "momentum": (momentum, {"beta": float}),
-    "moving-average": (moving_average, {"taps": int}),
-    "hann": (hann, {"length": int}),
-}
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
