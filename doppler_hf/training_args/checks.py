@@ -277,7 +277,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
                 "see an example whole, and each layer as torch has it. Start the script with a configuration without it.",
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision in IMPRECISE and not args.fp16:
+    if precision in IMPRECISE and not (args.fp16 or args.bf16):  # which come before it
         raise Refusal(
             "mixed-precision",
             f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "

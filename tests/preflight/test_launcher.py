@@ -25,6 +25,8 @@ def test_a_launcher_with_imprecise_numbers_is_refused_as_the_argument_is(tmp_pat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     with pytest.raises(ValueError, match=f"mixed precision {precision.lower()} cannot be used .* Set bf16 or no there"):
         arguments(tmp_path)
+    if precision == "fp16":  # an argument comes before the launcher
+        assert trained(trainer_of(tmp_path, max_steps=1, bf16=True)).accelerator.mixed_precision == "bf16"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     trained(trainer_of(tmp_path, max_steps=1))
 
