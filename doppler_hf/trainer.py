@@ -26,7 +26,7 @@ from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight import order as preflight
-from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_own_step, told_of_removed_columns
+from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
@@ -166,7 +166,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.enter_context(shown_with(self.args, run.shown))
             running.enter_context(one_line_if_a_process_ends())
             running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
-            running.enter_context(told_of_own_step(type(self).training_step, DopplerTrainer.training_step))
             running.enter_context(told_of_gradients_in_a_loss())
             running.push(functools.partial(self._ended, run))
             running.enter_context(raised_if_terminated())

@@ -65,7 +65,7 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     args = trainer.args
     if args.clipping != "automatic" or not args.grad_sample_self_check:
         return
-    if not overrides(type(trainer), "compute_per_sample_loss"):
+    if not overrides(trainer, "compute_per_sample_loss"):
         return
     inputs = run.probe.collated(run.probe.short)
     if not rules.has_one_label(base, inputs.get("labels")):

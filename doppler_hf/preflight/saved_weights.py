@@ -31,7 +31,7 @@ def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
     model = trainer.model
     saves_itself = type(model).save_pretrained if hasattr(type(model), "save_pretrained") else None
     is_ours_to_know = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES
-    if not is_ours_to_know or any(overrides(type(trainer), name) for name in ("save_model", "_save")):
+    if not is_ours_to_know or any(overrides(trainer, name) for name in ("save_model", "_save")):
         return  # code of the user's own saves what it wants to
     adapters = saved_adapters(model)
     with run.unwatched():  # PEFT computes a prompt when it is saved

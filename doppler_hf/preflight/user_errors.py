@@ -1,10 +1,9 @@
 """Errors in the user's code that follow from a private run's inputs, with the reason and the fix."""
 
 import contextlib
-import inspect
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -47,22 +46,6 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
             f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
             f"the forward does not name. Set label_names=[{name!r}], or remove_unused_columns=False for inputs, and for "
             "what a transform reads.",
-        ) from error
-
-
-@contextlib.contextmanager
-def told_of_own_step(own: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[None]:
-    """Say what the user's `training_step` receives, if it fails outside of `ours`, the one of `DopplerTrainer`."""
-    try:
-        yield
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if getattr(inspect.unwrap(own), "__code__", None) not in codes or ours.__code__ in codes:
-            raise
-        raise Refusal(
-            "training-step-of-your-own",
-            f"{own.__qualname__} must take a list of micro-batches and hand it to super().training_step, got a "
-            f"{type(error).__name__} from it. Override compute_per_sample_loss instead.",
         ) from error
 
 

@@ -142,6 +142,12 @@ def as_losses(returned: Any) -> Losses:
             "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number each per example. "
             "Return two tensors of shape (batch,), or the losses alone.",
         )
+    if weights.device != values.device:
+        raise Refusal(
+            "weights-of-losses",
+            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy. "
+            "Return weights.to(losses.device), or keep the table of weights there.",
+        )
     # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine cuts them to that range.
     # Like a loss, each must follow from its own example, which the check before the first step looks at.
     return Losses(values, weights=weights.detach())

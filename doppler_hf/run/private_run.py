@@ -442,17 +442,18 @@ class PrivateRun:
                 f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
                 "example, and compute_per_sample_loss one loss.",
             )
-        size, weights = micro_batch.size // micro_batch.rows_each, None
+        size, shares = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
-            weights = torch.full((size,), micro_batch.weight, device=losses.device)
+            shares = torch.full((size,), micro_batch.weight, device=losses.device)
+        weights = shares
         if of_losses is not None:
             # Sensitivity: between 0 and 1 each, so is their mean over rows that are clipped as one, and the product with the
             # share of a unit is at most that share.
-            of_rows = of_losses.to(losses).nan_to_num(nan=0.0).clamp(0.0, 1.0).unflatten(0, (size, -1)).mean(dim=1)
-            weights = of_rows if weights is None else weights * of_rows
+            of_rows = of_losses.to(losses.dtype).nan_to_num(nan=0.0).clamp(0.0, 1.0).unflatten(0, (size, -1)).mean(dim=1)
+            weights = of_rows if shares is None else shares * of_rows
         self.engine.backward(losses, weights=weights, views=micro_batch.rows_each, is_cross_entropy=is_cross_entropy)
         if self.private_loss is not None:
-            self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=weights)
+            self.private_loss.add(losses.detach().unflatten(0, (size, -1)).mean(dim=1), weights=shares)
         return losses.detach()
 
     def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:

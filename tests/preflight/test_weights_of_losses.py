@@ -115,6 +115,12 @@ class OfOneNumber(Weighted):
         return losses, weights.mean()
 
 
+class Elsewhere(Weighted):
+    def compute_per_sample_loss(self, model, inputs):
+        losses, weights = super().compute_per_sample_loss(model, inputs)
+        return losses, weights.to("meta")
+
+
 class OfThree(Weighted):
     def compute_per_sample_loss(self, model, inputs):
         return *super().compute_per_sample_loss(model, inputs), None
@@ -124,7 +130,7 @@ class OfThree(Weighted):
     ("cls", "code"),
     [
         (OfCounts, "weights-of-others"), (OfRanks, "weights-of-others"), (OfOneNumber, "weights-of-losses"),
-        (OfThree, "weights-of-losses"),
+        (OfThree, "weights-of-losses"), (Elsewhere, "weights-of-losses"),
     ],
 )  # fmt: skip
 def test_weights_of_the_batch_are_refused_before_the_first_step(tmp_path, cls, code):
@@ -156,6 +162,24 @@ class Smoothed(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         labels = inputs.pop("labels")
         return F.cross_entropy(model(**inputs).logits, labels, label_smoothing=0.2, reduction="none")
+
+
+def test_the_logged_loss_has_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(Weighted, "of_classes", torch.zeros(3))
+    options = dict(noise_multiplier=1e-6, max_steps=3, logging_steps=3, learning_rate=0.0, per_sample_max_loss=20.0)
+    trainer = trained(trainer_of(tmp_path, cls=Weighted, rehearse=False, **options))
+    (logged,) = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert logged > 0.3  # of an untrained model with two classes, divided by the expected size of a batch
+
+
+def test_a_loss_that_is_set_on_the_trainer_is_looked_at_too(tmp_path, capsys):
+    model = tiny_bert(num_labels=3)
+    with torch.no_grad():
+        model.classifier.weight.mul_(100.0)
+    trainer = trainer_of(tmp_path, model=model, max_steps=1, grad_sample_self_check=True)
+    trainer.compute_per_sample_loss = lambda model, inputs: OfClasses.compute_per_sample_loss(trainer, model, inputs)
+    trainer.train()
+    assert "these factors have no effect" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
         run, batch = trainer.privacy, dict(inputs, labels=labels)
         batches = [MicroBatch(move(batch, device="cpu"), len(labels), weight) for weight in (1.0, 0.5)]
         run._engine, run._losses_of, run._sharding = clipped, trainer._losses, trainer._sharding
+        run._may_compute = True  # as once a step is reserved
         trainer.optimizer = types.SimpleNamespace(optimizer=trainer.create_optimizer())
         with Asked() as asked:
             run.begin_sum(pieces := [OfStep(batches, step=0), OfStep([], step=0)], step=0)

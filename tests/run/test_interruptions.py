@@ -1,5 +1,6 @@
 """What ends a training before its end leaves a checkpoint and says why."""
 
+import functools
 import os
 import signal
 import threading
@@ -101,14 +102,21 @@ def test_a_layer_that_a_callback_changes_is_refused_at_the_step_and_an_earlier_c
     assert again.state.global_step == 6
 
 
-def interrupted_at_3(folder, _processes):
-    with pytest.raises(KeyboardInterrupt):
-        trainer_of(Path(folder), max_steps=8, callbacks=[On(step_end=at(3, interrupt))]).train()
+def ended_at_3(folder, _processes, *, end, error):
+    with pytest.raises(error):
+        trainer_of(Path(folder), max_steps=8, callbacks=[On(step_end=at(3, end))]).train()
+
+
+CASES = {
+    "interrupted": functools.partial(ended_at_3, end=interrupt, error=KeyboardInterrupt),
+    "terminated": functools.partial(ended_at_3, end=terminate, error=Terminated),
+}
 
 
 @pytest.mark.thorough
-def test_of_several_processes_the_first_saves(tmp_path):
-    processes.launch(__file__, tmp_path, 2, "interrupted")
+@pytest.mark.parametrize("case", CASES)
+def test_of_several_processes_the_first_saves(tmp_path, case):
+    processes.launch(__file__, tmp_path, 2, case)
     assert is_whole(tmp_path / "out" / "checkpoint-3")
     assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-3").steps_run == 3
 
@@ -127,4 +135,4 @@ def test_a_run_without_a_checkpoint_before_its_end_is_told_of(tmp_path, capsys, 
 
 
 if __name__ == "__main__":
-    processes.main({"interrupted": interrupted_at_3})
+    processes.main(CASES)
