@@ -148,6 +148,10 @@ def _takes_all(function: Any, stock: inspect.Signature) -> bool:
     if {_ANY_POSITIONAL, _ANY_KEYWORD} <= {each.kind for each in own}:
         return all(each.default is not each.empty or each.kind != _NAMED for each in own[len(theirs) :])
     same = [each.name for each in own[: len(theirs)]] == [each.name for each in theirs]
+    # What Transformers may leave out must be optional in the override, too.
+    same &= all(
+        mine.default is not mine.empty or each.default is each.empty for mine, each in zip(own, theirs, strict=False)
+    )
     required = [each for each in own[len(theirs) :] if each.default is each.empty and each.kind not in _ANY]
     return same and all(each.kind == _NAMED for each in own[: len(theirs)]) and not required
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf.privacy.losses import as_losses
@@ -43,13 +44,20 @@ class EvaluatingTrainer(ShardedTrainer):
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
         if self._sharding.is_asked_for:  # before the first training the model is whole, and on no device
             self._prepare_model()
         run = self._run
         with spoken_for_when_converted(run, self.args, model=self.model):
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if not self.args.disable_dp:
             is_own_loss = overrides(self, "compute_per_sample_loss")
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)

@@ -208,3 +208,22 @@ def test_the_calls_of_a_training_are_read_from_the_source_of_transformers(tmp_pa
     assert "save_model" not in without
     assert "predict" not in calls
     assert inspect.isfunction(Trainer.log)
+
+
+def ours():
+    classes = [cls for cls in DopplerTrainer.__mro__ if cls.__module__.startswith("doppler_hf.")]
+    names = {name for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)}
+    return sorted(name for name in names if hasattr(Trainer, name) and name not in ("__init__", "_inner_training_loop"))
+
+
+@pytest.mark.parametrize("name", ours())
+def test_a_method_of_ours_takes_what_that_of_transformers_takes_by_place_and_by_name(name):
+    """An override calls `super()` as Transformers documents it."""
+    theirs = [*inspect.signature(getattr(Trainer, name)).parameters.values()]
+    named = [each.name for each in theirs if each.kind == each.POSITIONAL_OR_KEYWORD]
+    signature = inspect.signature(getattr(DopplerTrainer, name))
+    signature.bind(*named)
+    signature.bind(named[0], **dict.fromkeys(named[1:]))
+    # What ours names itself it would otherwise pass on twice.
+    own = signature.parameters
+    assert [each for each in named if each in own and own[each].kind == own[each].KEYWORD_ONLY] == []
