@@ -261,8 +261,8 @@ def figures_of(cell):
 
 
 def test_the_accuracies_of_the_readme_are_those_of_their_pages():
-    """Each with the standard error over seeds that its page has, or as one run, if its page says so."""
-    table = README.read_text().partition("± its standard error; without ± a single run):")[2].partition("On CPUs")[0]
+    """Each has the standard error over seeds that its page states, or is one run, if its page says so."""
+    table = README.read_text().partition("a number without it is a single run.")[2].partition("**Time and memory**")[0]
     rows = re.findall(r"^\| \[[^]]*\]\(([^)#]+)[^)]*\)[^|]* \|(.+)\|$", table, flags=re.MULTILINE)
     assert len(rows) == 3
     for path, cells in rows:
