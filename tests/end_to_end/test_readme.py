@@ -35,9 +35,10 @@ from scripts.training.arguments import parse_args
 from scripts.training.lora import LoraArguments
 from scripts.training.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
-from tests.support.source import parts
+from tests.support.models import MODELS
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
+from tests.test_voice import ERRORS
 
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"
@@ -277,6 +278,10 @@ def test_the_accuracies_of_the_readme_are_those_of_their_pages():
                 assert (mean, error) in of_page, cell
 
 
+def test_the_readme_counts_the_models_whose_gradients_are_compared():
+    assert f"on {len(MODELS)} models and adapters" in " ".join(README.read_text().split())
+
+
 def test_errors_are_those_of_the_seeds_that_a_page_lists():
     """Standard errors of means, where the single runs stand beside them."""
     page = (RESULTS / "sst2.md").read_text()
@@ -295,30 +300,36 @@ def test_errors_are_those_of_the_seeds_that_a_page_lists():
 def test_the_page_for_beginners_has_the_figures_of_the_plan_that_it_prints(epsilon, capsys, monkeypatch):
     page = DOCS / "start" / "dp-in-ten-minutes.md"
     text = " ".join(prose(page).split())
-    (command,) = [command for command in commands(page) if command.startswith("doppler-hf plan")]
-    monkeypatch.setattr(planned_runs, "EPOCH_FACTORS", (1,))
+    (command,) = [command for command in commands(page) if command.startswith("doppler-hf plan ")]
+    monkeypatch.setattr(planned_runs, "EPOCH_FACTORS", (1, 2))
     monkeypatch.setattr(planned_runs, "BATCH_SIZE_FACTORS", (1, 2))
     words = shlex.split(command)[1:]
     assert words[-2:] == ["--epsilon", "3"]
     assert main([*words[:-1], str(epsilon), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (
-        f"{percent(plan['attack']['tpr_at_1e-2_fpr'])} " + ("of members " if epsilon == 1 else "") + f"at ε = {epsilon}"
-        in text
-    )
+    assert f"| ε = {epsilon} | at most {percent(plan['attack']['tpr_at_1e-2_fpr'])} |" in text
     if epsilon == 3:
-        own, twice = (
-            other["noise_multiplier"] / (other["expected_batch_size"] * other["steps"] ** 0.5)
+        noise = {
+            (other["epochs"], other["expected_batch_size"]): other["noise_multiplier"]
+            / (other["expected_batch_size"] * other["steps"] ** 0.5)
             for other in plan["alternatives"]
-        )
-        assert f"twice the batch has {own / twice:.2f} times less noise" in text
+        }
+        own = noise[3, 1000]
+        assert f"twice the batch has {own / noise[3, 2000]:.2f} times less noise" in text
+        assert f"twice the epochs have {own / noise[6, 1000]:.2f} times less noise" in text
 
 
-def test_messages_of_the_troubleshooting_page_are_in_the_code():
-    page = (DOCS / "start" / "troubleshooting.md").read_text()
-    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+def codes_of_errors():
+    """The codes of all errors of the package, as they are written where an error is made."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "doppler_hf").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
-    texts = ["".join(piece or "" for piece in parts(node)) for node in nodes]
-    assert len(quoted) > 15
-    assert [fragment for fragment in quoted if not any(fragment in text for text in texts)] == []
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
+    first = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id in ERRORS]
+    return {node.value for node in first if isinstance(node, ast.Constant)}
+
+
+def test_codes_of_the_troubleshooting_page_are_those_of_errors():
+    page = (DOCS / "start" / "troubleshooting.md").read_text()
+    named = re.findall(r"^\| `([^`]+)`", page, flags=re.MULTILINE)
+    assert len(named) > 25
+    assert len(set(named)) == len(named)
+    assert set(named) - codes_of_errors() == set()
