@@ -103,6 +103,10 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     if page.name in ("images.md", "users.md"):
         names["images"] = Dataset.from_dict({"pixel_values": torch.randn(500, 1, 8, 8).tolist(), "labels": y.tolist()})
         names["train_of_users"] = text_data(1100).add_column("user", [row // 2 for row in range(1100)])
+    if page.name == "own-loss.md":
+        answers = torch.arange(5, 25).repeat(60).view(300, 2, 2).tolist()
+        names["pairs"] = Dataset.from_dict({"input_ids": answers, "attention_mask": [[[1, 1], [1, 1]]] * 300})
+        names["reward_model"] = tiny_bert(num_labels=1)
     if page == README:  # as it stands, but without the hub
         words = Dataset.from_dict({"sentence": ["good", "bad"] * 600, "label": [1, 0] * 600, "idx": range(1200)})
         monkeypatch.setattr(
@@ -129,7 +133,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         assert names["accuracy"] > 0.9
     classes = (each for each in names.values() if isinstance(each, type) and not each.__module__.startswith("doppler_hf."))
     for task in (each for each in classes if issubclass(each, DopplerTrainer)):
-        if "patchify" in snippet:  # tests/run/test_told.py trains it
+        if "patchify" in snippet or task.rows_per_loss > 1:  # tests/run/test_told.py, and the snippet itself, train it
             continue
         trainer = task(model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
         returned = trainer.compute_per_sample_loss(trainer.model, pad(text_data(3)))
