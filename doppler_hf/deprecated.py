@@ -136,7 +136,8 @@ def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if value != only:
             raise Refusal(
                 "earlier-value",
-                f"{name} {value or 'without a value'} is no longer supported (only {only} still is). {why} Leave {name} out.",
+                f"{name} {value or 'without a value'} is no longer supported (only {only} still is). {why} Leave "
+                f"{name} out.",
             )
         warned.append(in_words(f"{name} {value}", f"Leave it out. {why}"))
     old = WORDS.get(command)

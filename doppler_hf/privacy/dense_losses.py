@@ -42,8 +42,8 @@ def pixel_losses(
     if logits.ndim != 4 or labels.ndim != 3 or len(labels) != len(logits):
         raise Refusal(
             "wrong-shape",
-            "logits must have shape (batch, classes, height, width) and labels (batch, height, width) for semantic "
-            f"segmentation, got {logits.ndim} and {labels.ndim} dimensions or other sizes. For another task override "
+            "For semantic segmentation, logits must have shape (batch, classes, height, width) and labels (batch, height, "
+            f"width); got {logits.ndim} and {labels.ndim} dimensions, or sizes that do not fit. For another task override "
             "compute_per_sample_loss.",
         )
     # Sensitivity: interpolation, mean and number of pixels are an example's own.

@@ -96,10 +96,10 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
         # Sensitivity: its numbers follow the order of the rows in the batch.
         raise Refusal(
             "generator-of-its-own",
-            f"The layer {names[module]!r} ({type(module).__name__}) holds a {type(generator).__name__} of its own, at "
-            f"{path.removeprefix('.') or 'itself'}: one record more would shift the numbers of all others, and anybody may "
-            "know its seed. Let it draw from the global generators, which are secret here: leave out a seed such as "
-            "generator_seed, or set the attribute to None.",
+            f"The layer {names[module]!r} ({type(module).__name__}) has its own random generator, a "
+            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. Its numbers may be known to an attacker, "
+            "and one record more would shift the numbers of all other records. Let the layer use the global generators, "
+            "which are secret here: leave out a seed such as generator_seed, or set the attribute to None.",
         )
 
 
@@ -118,16 +118,17 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
         # Sensitivity: from there on, the numbers of a row are known, and depend on its place in the batch.
         raise Refusal(
             "public-seed",
-            f"{what} seeds the global generator of {' and '.join(seeded)}, so that its random numbers are the same every "
-            "time. Anybody may know them, and one record more would shift those of all others. Remove the call of "
-            "manual_seed, random.seed, np.random.seed or set_seed: the trainer fills these generators with secret words.",
+            f"{what} seeds the global generator of {' and '.join(seeded)}, so its random numbers are the same every time. "
+            "An attacker may know them, and one record more would shift the numbers of all other records. Remove the call "
+            "of manual_seed, random.seed, np.random.seed or set_seed; the trainer fills these generators with secret "
+            "numbers.",
         )
     if not is_same(found[0], found[2]):
         raise Refusal(
             "not-repeatable",
-            f"{what} gives something else for the same batch, although the global generators of torch, NumPy and Python "
-            "were filled alike. It draws from a generator of its own, or keeps something from one batch to the next. Draw "
-            "from the global generators, which are secret in a private run, and keep nothing.",
+            f"{what} gives different results for the same batch, although the global generators of torch, NumPy and Python "
+            "were in the same state. It uses its own random generator, or keeps something from one batch to the next. Use "
+            "the global generators, which are secret in a private run, and keep nothing between batches.",
         )
     return found[0]
 

@@ -42,7 +42,7 @@ Task = Literal[
 ]
 
 OWN_LOSS: Final = (
-    "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
+    "Override compute_per_sample_loss to return one loss per record, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
 )
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
@@ -139,14 +139,14 @@ def as_losses(returned: Any) -> Losses:
         # Not their shapes, which are of a draw: messages end in logs.
         raise Refusal(
             "weights-of-losses",
-            "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number each per example. "
-            "Return two tensors of shape (batch,), or the losses alone.",
+            "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number per record each. "
+            "Return two tensors of shape (batch,), or the losses only.",
         )
     if weights.device != values.device:
         raise Refusal(
             "weights-of-losses",
-            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy. "
-            "Return weights.to(losses.device), or keep the table of weights there.",
+            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy "
+            "between devices. Return weights.to(losses.device), or keep the table of weights on that device.",
         )
     # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine cuts them to that range.
     # Like a loss, each must follow from its own example, which the check before the first step looks at.
@@ -204,8 +204,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if not isinstance(base_model, PreTrainedModel) and not answer:
         raise Refusal(
             "not-of-transformers",
-            f"A model must be of Transformers to have a known loss, got {type(base_model).__name__}, whose own loss covers "
-            f"the whole batch. {OWN_LOSS}.",
+            f"A private run needs one loss per record, and {type(base_model).__name__} is not a model of Transformers, so "
+            f"its per-sample loss is not known. {OWN_LOSS}.",
         )
     if "return_loss" in inputs:  # which CLIP asks whether it is True, and a collator makes a tensor of it
         raise _without_labels(base_model, {"logits_per_image": None})
@@ -233,8 +233,9 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             raise
         raise Refusal(
             "forward-without-labels",
-            f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
-            f"own loss covers the whole batch. {OWN_LOSS}.",
+            f"The per-sample loss is computed from the outputs of {type(base_model).__name__} without labels, and its "
+            f"forward failed without them with {type(error).__name__}. (With labels, it would return one loss for the "
+            f"whole batch.) {OWN_LOSS}.",
         ) from error
     names = ("start_logits", "end_logits") if answer else ("logits",)
     outputs = named_outputs(returned, has_loss="labels" in inputs, names=names)
@@ -253,8 +254,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if any(name.endswith("router_logits") for name in outputs):
         raise Refusal(
             "loss-of-the-batch",
-            f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
-            "batch. Set output_router_logits=False in its config.",
+            f"{type(base_model).__name__} has output_router_logits=True, which adds a balancing loss over the whole batch, "
+            "so no record has its own loss. Set output_router_logits=False in its config.",
         )
     if has_tokens:
         return token_losses(logits, labels, found=found)
@@ -264,8 +265,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise Refusal(
                 "logits-not-returned",
-                f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "
-                "use_auxiliary_head=False in its config.",
+                f"{type(base_model).__name__} has use_auxiliary_head=True, but its outputs do not include the logits of "
+                "that head. Set use_auxiliary_head=False in its config.",
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -278,30 +279,30 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
     if any(output.startswith("logits_per_") for output in outputs):
         return Refusal(
             "loss-of-the-batch",
-            f"The loss of {name} compares the examples of a batch, so none has its own loss, and clipping bounds nothing. "
-            "Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
-            "vision_model.post_layernorm frozen.",
+            f"The loss of {name} compares the records of a batch with each other, so no record has its own loss, and "
+            "clipping bounds nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its "
+            "unused vision_model.post_layernorm frozen.",
         )
     if outputs.get("loss") is not None:
         return Refusal(
             "loss-of-the-batch",
-            f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
-            "example, as in docs/guides/own-loss.md.",
+            f"The loss of {name} is one number for the whole batch, and a private run needs one loss per record. Override "
+            "compute_per_sample_loss to return one for each, as in docs/guides/own-loss.md.",
         )
     return Refusal(
         "no-labels",
-        f"There is no per-example loss for {name} without `labels`. Name a column of numbers so, as by "
-        "train_dataset.rename_column(NAME, 'labels'), take a collator that makes them, or override compute_per_sample_loss: "
-        "docs/start/troubleshooting.md#data.",
+        f"The batches have no `labels`, so there is no per-sample loss for {name}. Rename a column of numbers, for example "
+        "with train_dataset.rename_column(NAME, 'labels'), use a collator that makes labels, or override "
+        "compute_per_sample_loss: docs/start/troubleshooting.md#data.",
     )
 
 
 def _no_rule(model: PreTrainedModel) -> Refusal:
     return Refusal(
         "no-loss-rule",
-        f"There is no per-example loss for {type(model).__name__}: logits must be of shape (batch, num_labels) for classes, "
-        "(batch, length, classes) for tokens, or (batch, classes, height, width) for pixels. Override "
-        "compute_per_sample_loss for another task.",
+        f"There is no known per-sample loss for {type(model).__name__} with these outputs. Supported are logits of shape "
+        "(batch, num_labels) for classes, (batch, length, classes) for tokens, and (batch, classes, height, width) for "
+        "pixels. For another task override compute_per_sample_loss.",
     )
 
 
@@ -327,7 +328,7 @@ def classification_losses(
             problem_type = "single_label_classification"
     if problem_type not in get_args(ProblemType):
         raise Refusal(
-            "unknown-value", f"problem_type must be one of {', '.join(get_args(ProblemType))}, got {problem_type!r}."
+            "unknown-value", f"problem_type must be one of {', '.join(get_args(ProblemType))}; got {problem_type!r}."
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     expected = (len(logits),) if problem_type == "single_label_classification" else tuple(logits.shape)
@@ -352,9 +353,9 @@ def _fix_of_labels(logits: Float[Tensor, "batch labels"], labels: Shaped[Tensor,
     """Return what makes labels of a known shape those of a classifier."""
     if labels.ndim == 1:
         cast = "dataset.cast_column('labels', datasets.Value('int64'))"
-        return f"For one number an example set num_labels=1, for a class make the labels whole numbers: {cast}"
+        return f"For one number per record set num_labels=1; for classes make the labels whole numbers: {cast}"
     if labels.shape == logits.shape:
-        return "Make floats of them: dataset.cast_column('labels', datasets.Sequence(datasets.Value('float32')))"
+        return "Convert the labels to floats: dataset.cast_column('labels', datasets.Sequence(datasets.Value('float32')))"
     if labels[0].numel() == 1:
         return "Take the class out of its list: dataset.map(lambda row: {'labels': int(row['labels'][0])})"
     return "Set num_labels to how many labels an example has"

@@ -69,14 +69,14 @@ def summed_token_losses(
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise Refusal(
             "wrong-shape",
-            "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
-            f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
-            f"with {IGNORED_LABEL}.",
+            "For a loss per token, logits must have shape (batch, length, classes) and labels (batch, length); got "
+            f"{logits.ndim} and {labels.ndim} dimensions, or sizes that do not fit. Let the collator pad the labels like "
+            f"the inputs, with {IGNORED_LABEL}.",
         )
     if labels.is_floating_point():
         raise Refusal(
             "labels-not-indices",
-            f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.",
+            f"Labels of tokens must be indices of classes; got {labels.dtype}. Convert them to torch.long.",
         )
     return _of_each(logits, labels).sum(dim=1)
 

@@ -94,7 +94,7 @@ class ClippedGradients:
     ) -> None:
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise Refusal(
-                "out-of-range", f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}."
+                "out-of-range", f"max_grad_norm must be finite and at least {SMALLEST_BOUND:g}; got {max_grad_norm}."
             )
         for name, value, choices in (
             ("clipping", clipping, get_args(Clipping)),
@@ -103,7 +103,7 @@ class ClippedGradients:
             ("norm_rule", norm_rule, get_args(NormRule)),
         ):
             if value not in choices:
-                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}; got {value!r}.")
         if engine == "opacus" and norm_rule != "auto":
             raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
         self._model = model
@@ -111,7 +111,9 @@ class ClippedGradients:
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise Refusal("nothing-trained", "The model has no trainable parameter. Set requires_grad for some.")
+            raise Refusal(
+                "nothing-trained", "The model has no trainable parameter. Set requires_grad=True for some parameters."
+            )
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
         # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
         # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
@@ -193,19 +195,20 @@ class ClippedGradients:
                 "backward-outside", "ClippedGradients.backward was called outside its `with` block. Call it inside."
             )
         if losses.ndim != 1:
-            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
+            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example; got {losses.ndim} dimensions.")
         # Sensitivity: an example of which some views stood with another's would contribute to two clipped gradients.
         if views < 1 or len(losses) % views:
             raise Refusal(
                 "out-of-range",
-                f"views must be at least 1 and divide the number of losses, got {views}. Let the views of an example stand "
-                "together, all of them in one call of the model.",
+                f"views must be at least 1 and divide the number of losses; got {views}. Put all views of an example next "
+                "to each other, in one call of the model.",
             )
         batch_size = len(losses) // views
         if weights is not None and weights.shape != (batch_size,):
             # Not the weights: how many examples a unit has is private, and messages end in logs.
             raise Refusal(
-                "wrong-shape", "weights must be one number per example, got another shape. Return the weights of the losses."
+                "wrong-shape",
+                "weights must have one number per example, but has another shape. Return one weight for each loss.",
             )
         if any(each.requires_grad is not is_trained for each, is_trained in self._as_made):
             self.refuse_other_parameters()
@@ -260,8 +263,9 @@ class ClippedGradients:
             name = min(now ^ self.parameters.keys())
             raise Refusal(
                 "trained-parameters-changed",
-                f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
-                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train().",
+                f"The parameter {name!r} was {'unfrozen' if name in now else 'frozen'} after training began, but the set "
+                "of trained parameters must stay the same: clipping covers only the parameters that were trainable at the "
+                "start. Set requires_grad before train().",
             )
         for name, parameter in self._model.named_parameters():
             # Sensitivity: a layer that has taken the place of another one is watched by nobody.
@@ -269,8 +273,8 @@ class ClippedGradients:
             if known is not None and parameter is not known and not isinstance(parameter, DTensor):
                 raise Refusal(
                     "replaced-parameter",
-                    f"{name!r} was replaced by another parameter during the training. Its gradients would not be private. "
-                    "Change layers and adapters before train().",
+                    f"The parameter {name!r} was replaced by another one during training, so its gradients would not be "
+                    "private. Change layers and adapters before train().",
                 )
 
     def _sum_dtype(self, name: str) -> torch.dtype:

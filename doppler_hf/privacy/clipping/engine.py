@@ -154,10 +154,9 @@ class BookKeepingEngine:
             words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
             raise Refusal(
                 "layer-without-rule",
-                f"The layers {listed(notes.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
-                f"{type(error).__name__} ({words}). "
-                "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"Per-sample gradients of the layers {listed(notes.failed)} ({kinds}) failed with {type(error).__name__} "
+                f"({words}). Freeze these layers with requires_grad_(False), or train adapters of another kind, such as "
+                "LoRA: docs/start/troubleshooting.md#model.",
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
@@ -170,15 +169,16 @@ class BookKeepingEngine:
         inside = listed(name for name, size in sizes.items() if size is not None)
         # Not their shapes: the length of an example is private, and messages end in logs.
         dimensions = " or ".join(map(str, sorted({size for size in sizes.values() if size is not None})))
-        found = [f"{outside}, used outside of the forward of its layer"] if outside else []
+        found = [f"{outside}, which is used outside of its layer's forward"] if outside else []
         if inside:
-            found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
+            found.append(f"{inside}, whose layer has an input of {dimensions} dimensions that does not begin with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
-        freeze = "Set batch_first=True in them, or freeze" if inside and is_turned else "Freeze"
-        others = "or train LoRA" if outside else "and train others"
+        freeze = "Set batch_first=True in these layers, or freeze" if inside and is_turned else "Freeze"
+        others = "or train LoRA" if outside else "and train other layers"
         return (
-            f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
-            f"an adapter's, leave these layers out of its target_modules, {others}: docs/start/troubleshooting.md#model."
+            f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
+            f"requires_grad_(False). If they belong to an adapter, leave these layers out of its target_modules, {others}: "
+            "docs/start/troubleshooting.md#model."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +198,9 @@ class BookKeepingEngine:
             layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
             raise Refusal(
                 "output-repeated",
-                f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
-                "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each example, so "
+                "that it has more rows than the batch. Freeze these layers with requires_grad_(False), or train adapters "
+                "of another kind, such as LoRA: docs/start/troubleshooting.md#model.",
             ) from error
         finally:
             self.notes.is_in_forward = False
@@ -229,8 +229,9 @@ class BookKeepingEngine:
             if self.notes.batch_size is None:
                 raise Refusal(
                     "layer-called-alone",
-                    f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
-                    "model(...) as a whole, once, and let its forward return what the loss needs.",
+                    f"The layer {name!r} was called outside of the model's forward, for example by another method of the "
+                    "model, so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
+                    "forward return what the loss needs.",
                 )
             return watched(*args, **kwargs)
 

@@ -30,15 +30,15 @@ def refuse_layers(model: nn.Module) -> None:
                 is_token = child_name == "trainable_tokens_delta"
                 raise Refusal(
                     "shared-parameters",
-                    f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
-                    f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
+                    f"'{name}.{child_name}' shares its parameters with {owners[child]!r}, and shared parameters have no "
+                    f"per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
         is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
         if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
             raise Refusal(
                 "compiled-module",
-                f"The module {name or 'itself'!r} is compiled and trained, but torch compiles no layer that notes "
-                "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone.",
+                f"The module {name or 'itself'!r} is compiled and trained, but per-sample gradients cannot be computed in "
+                "compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
             )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
         # statistics. One that stays in evaluation mode has statistics that no example moves.
@@ -50,14 +50,15 @@ def refuse_layers(model: nn.Module) -> None:
     if mixing:
         raise Refusal(
             "layer-mixes-examples",
-            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Keep statistics of "
-            "pretraining as they are (docs/guides/images.md#batchnorm), or take GroupNorm or LayerNorm, as `model = "
-            "opacus.validators.ModuleValidator.fix(model)` does.",
+            f"The {named(mixing, 'mixes', 'mix')} the records of a batch, so clipping cannot bound what one record "
+            "contributes. Keep the statistics of pretraining fixed (docs/guides/images.md#batchnorm), or use GroupNorm or "
+            "LayerNorm, for example with `model = opacus.validators.ModuleValidator.fix(model)`.",
         )
     if rewriting:
         raise Refusal(
             "embedding-max-norm",
-            f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None.",
+            f"The {named(rewriting, 'has', 'have')} max_norm, which changes weights during the forward pass without noise. "
+            "Set max_norm to None.",
         )
 
 

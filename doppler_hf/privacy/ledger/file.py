@@ -69,8 +69,8 @@ def check_chain(entries: Sequence[Entry]) -> None:
             if entry[name] != value:
                 raise Refusal(
                     "ledger-changed",
-                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} must be {value!r}, got "
-                    f"{entry[name]!r}. Take the file from an unchanged copy.",
+                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} is {entry[name]!r}, but "
+                    f"{value!r} follows from the rest of the file. Restore the file from an unchanged copy.",
                 )
 
 
@@ -97,14 +97,14 @@ def read_entries(path: Path) -> list[Entry]:
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise Refusal(
-            "not-a-ledger", f"This is not the JSON of a privacy ledger: {reason}. Put back the old file."
+            "not-a-ledger", f"This file is not the JSON of a privacy ledger: {reason}. Restore the original file."
         ) from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
         raise Refusal(
             "not-a-ledger",
-            f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
-            "unchanged file, or move it away to begin a new ledger.",
+            f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Restore the "
+            "unchanged file, or move this one away to begin a new ledger.",
         )
     entries: list[Entry] = document["entries"]
     check_chain(entries)
@@ -155,8 +155,8 @@ class WriterLock:
         except Timeout:
             raise Refusal(
                 "folder-in-use",
-                f"{self._folder} is the folder of another private run, which is still going on. Use another output_dir, or "
-                "wait until that run has ended.",
+                f"Another private run is using the folder {self._folder}. Use another output_dir, or wait until that run "
+                "has ended.",
             ) from None
 
     def __exit__(self, *exception: object) -> None:

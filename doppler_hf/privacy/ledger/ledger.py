@@ -349,8 +349,8 @@ class PrivacyLedger:
         if path.exists() and not is_earlier_state(path, self.entries):
             raise Refusal(
                 "ledger-of-another-run",
-                f"{path} is the ledger of another run, with the last hash {self.load(path).head[:8]}. Two runs write to one "
-                "folder: use another output_dir for one of them.",
+                f"{path} is the ledger of another run (last hash {self.load(path).head[:8]}), so two runs are writing to "
+                "the same folder. Use another output_dir for one of them.",
             )
         write_entries(path, self.entries)
 
@@ -388,9 +388,9 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
         if not ledger.is_prefix_of(longest):
             raise Refusal(
                 "ledgers-disagree",
-                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} are of different runs, so the ε "
-                "spent is unknown. Resume from a checkpoint of the run whose ledger lies in the folder above, or put that "
-                "ledger back.",
+                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} come from different runs, so "
+                "the ε spent is unknown. Resume from a checkpoint of the run whose ledger is in the folder above, or "
+                "restore that ledger.",
             )
     return longest
 

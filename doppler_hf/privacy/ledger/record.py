@@ -203,16 +203,17 @@ class LedgerRecord:
             if there != here:
                 raise Refusal(
                     "other-terms-than-resumed",
-                    f"{name} must be {there!r}, as in the run that is resumed, got {here!r}. Resume with the same data, "
-                    "privacy_unit_column and target_delta, or train into a new output_dir.",
+                    f"The run that is resumed has {name}={there!r}, but this run has {name}={here!r}, so their ε cannot be "
+                    "counted together. Resume with the same data, privacy_unit_column and target_delta, or train into a "
+                    "new output_dir.",
                 )
         if entry["steps_run"] != counted:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
             raise Refusal(
                 "ledger-of-another-checkpoint",
-                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
-                "another checkpoint. Put back the ledger that was saved with it.",
+                f"The checkpoint is at step {entry['from_step']}, but its ledger counts only {counted} steps, so the "
+                "ledger is from another checkpoint. Restore the ledger that was saved with this checkpoint.",
             )
         from_step, keeps_rounds = entry["from_step"], entry.get("continues_rounds", False)
         went_on = statement.continues_by_the_rule_before(earlier, from_step=from_step)
@@ -322,6 +323,6 @@ def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise Refusal(
         "impossible-entry",
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from an unchanged "
-        "copy.",
+        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot follow the entries before it: {reason}. Restore the "
+        "file from an unchanged copy.",
     )

@@ -101,11 +101,11 @@ class GaussianMechanism:
         seed: int | None = None,
     ) -> None:
         if not 0.0 <= noise_multiplier < float("inf"):
-            raise Refusal("out-of-range", f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
+            raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise Refusal("out-of-range", f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"max_grad_norm must be positive and finite; got {max_grad_norm}.")
         if expected_batch_size < 1:
-            raise Refusal("out-of-range", f"expected_batch_size must be at least 1, got {expected_batch_size}.")
+            raise Refusal("out-of-range", f"expected_batch_size must be at least 1; got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
@@ -152,16 +152,16 @@ class GaussianMechanism:
         if self._num_past and step != self._next_step:
             raise Failure(
                 "steps-out-of-order",
-                f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
-                "mechanism for a new run.",
+                "Shaped noise depends on the noise of earlier steps, so steps must follow each other: expected step "
+                f"{self._next_step}; got {step}. Make a new mechanism for a new run.",
             )
         # Sensitivity: the noise is of real numbers, and would leave imaginary parts as they are.
         other = next((name for name, total in sums.items() if not total.is_floating_point()), None)
         if other is not None:
             raise Refusal(
                 "not-real",
-                f"Sums must be of floating-point numbers, got {other!r} of type {sums[other].dtype}. Keep the real and the "
-                "imaginary part in a real tensor (torch.view_as_real).",
+                f"Noise can be added to real floating-point numbers only; {other!r} has the type {sums[other].dtype}. Keep "
+                "the real and the imaginary part in a real tensor (torch.view_as_real).",
             )
         # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂ norm,
         # because each example is on one process only and contributes one clipped gradient.
