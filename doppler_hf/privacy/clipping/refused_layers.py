@@ -1,4 +1,4 @@
-"""Layers that cannot be trained privately."""
+"""Refuse layers that cannot be trained privately."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -16,7 +16,7 @@ _TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings
 
 
 def refuse_layers(model: nn.Module) -> None:
-    """Refuse layers that mix examples, write values that no noise covers, or are compiled."""
+    """Refuse layers that share parameters, mix examples, change weights without noise, or are compiled."""
     with modes_kept(model):
         in_training = {module for module in model.train().modules() if module.training}
     owners: dict[nn.Module, str] = {}
@@ -25,7 +25,7 @@ def refuse_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
-            # A use in a layer within another one that owns it too would be noted for both.
+            # If a layer inside another layer shares its parameters, each use would be noted for both.
             if isinstance(child, CONTAINERS) and held and owners.setdefault(child, name) != name:
                 is_token = child_name == "trainable_tokens_delta"
                 raise Refusal(
@@ -41,7 +41,7 @@ def refuse_layers(model: nn.Module) -> None:
                 "compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
             )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
-        # statistics. One that stays in evaluation mode has statistics that no example moves.
+        # statistics. In evaluation mode, its statistics do not change.
         is_mixing = isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
         if is_mixing and (module in in_training or module.running_mean is None):
             mixing[name] = module
@@ -63,7 +63,7 @@ def refuse_layers(model: nn.Module) -> None:
 
 
 def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
-    """Return layers with their kinds, and a verb in its number."""
+    """Return the names and classes of layers, with the verb in singular or plural."""
     kinds = ", ".join(sorted({type(module).__name__ for module in layers.values()}))
     noun, verb = ("layer", one) if len(layers) == 1 else ("layers", several)
     return f"{noun} {listed(layers)} ({kinds}) {verb}"
