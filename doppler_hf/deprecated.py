@@ -109,7 +109,8 @@ def with_earlier_arguments(cls: C) -> C:
             if value != only:
                 raise Refusal(
                     "earlier-value",
-                    f"{name}={value!r} is no longer supported (only {only!r} still is). {why} Leave {name} out.",
+                    f"{name} is deprecated: {only!r} is the only value that it still accepts; got {value!r}. {why} Leave it "
+                    "out.",
                 )
             warnings.warn(in_words(f"{name}={value!r}", f"Leave it out. {why}"), FutureWarning, stacklevel=2)
         init(self, *args, **options)
@@ -136,8 +137,8 @@ def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if value != only:
             raise Refusal(
                 "earlier-value",
-                f"{name} {value or 'without a value'} is no longer supported (only {only} still is). {why} Leave "
-                f"{name} out.",
+                f"{name} is deprecated: {only} is the only value that it still accepts; got {value or 'none'}. {why} Leave "
+                "it out.",
             )
         warned.append(in_words(f"{name} {value}", f"Leave it out. {why}"))
     old = WORDS.get(command)

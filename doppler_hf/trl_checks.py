@@ -62,8 +62,8 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any,
     if trainer.aux_loss_enabled:
         raise Refusal(
             "loss-of-the-batch",
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef} adds a balancing loss that depends on the whole batch, so "
-            "no record has its own loss that could be clipped. Set router_aux_loss_coef=0.0.",
+            f"The argument router_aux_loss_coef={trainer.router_aux_loss_coef} adds a balancing loss that depends on the "
+            "whole batch, so no record has its own loss that could be clipped. Set router_aux_loss_coef=0.0.",
         )
 
 

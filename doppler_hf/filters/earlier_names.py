@@ -39,7 +39,7 @@ def power_spectral_density(
     if method != "welch":
         raise Refusal(
             "earlier-value",
-            f"This deprecated function supports only method='welch'; got {method!r}. Use the Fourier transform of "
+            f"The only method that is left is 'welch', and this call has method={method!r}. Use the Fourier transform of "
             "doppler_hf.filters.autocorrelation(series).",
         )
     segment = max(2, 2 * len(series) // 9) if segment is None else segment

@@ -292,7 +292,7 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
     if group["orthogonal"] and any(isinstance(p, DTensor) for p in group["params"]):
         raise Refusal(
             "orthogonal-shards",
-            "orthogonal=True (Muon) needs whole matrices, but with FSDP no process has a whole matrix. Leave "
+            "Muon (orthogonal=True) needs whole matrices, but with FSDP no process has a whole matrix. Leave "
             "base_optimizer='muon' out of the training arguments, or orthogonal out of the parameter group.",
         )
     if rank is not None and not any(is_projected(p, group) for p in group["params"]):

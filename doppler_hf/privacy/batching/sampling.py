@@ -150,7 +150,9 @@ class AllocationSampler(Sampler[list[int]]):
             if not self.unit_sizes.all():
                 gap = np.flatnonzero(self.unit_sizes == 0)[0]
                 raise Refusal(
-                    "units-with-gaps", f"units must be numbered from 0 without gaps; no example has the number {gap}."
+                    "units-with-gaps",
+                    f"units must be numbered from 0 without gaps; got no {gap}. Renumber them, as "
+                    "np.unique(units, return_inverse=True) does.",
                 )
             self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
             self._examples_by_unit = np.argsort(self.units, kind="stable")

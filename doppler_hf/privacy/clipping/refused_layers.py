@@ -30,8 +30,8 @@ def refuse_layers(model: nn.Module) -> None:
                 is_token = child_name == "trainable_tokens_delta"
                 raise Refusal(
                     "shared-parameters",
-                    f"'{name}.{child_name}' shares its parameters with {owners[child]!r}, and shared parameters have no "
-                    f"per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
+                    f"The layer '{name}.{child_name}' shares its parameters with {owners[child]!r}, and shared parameters "
+                    f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
         is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
         if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
