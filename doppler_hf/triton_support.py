@@ -40,7 +40,7 @@ def are_usable(device: torch.device) -> bool:
         launch(triton.jit(_nothing), (1,), device=device)
     except Exception as error:  # Triton is missing, or finds no C compiler, or does not know the device.
         warnings.warn(
-            f"Triton does not work on this GPU ({error}), so training is slow. Install triton and a C compiler.",
+            f"Triton does not work on this GPU, so training is slow ({error}). Install triton and a C compiler.",
             stacklevel=2,
         )
         return False

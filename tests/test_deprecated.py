@@ -136,7 +136,7 @@ def test_the_words_of_a_script_stay_as_they_are(tmp_path, capsys):
     script = tmp_path / "my_train.py"
     script.write_text("import sys; assert sys.argv[1:] == ['--runs', '3', 'show']\n")
     assert main(["audit", "--script", str(script), "--runs", "3", "show"]) == 2
-    assert "without it. Check its own conditions." in capsys.readouterr().err
+    assert "ended without calling DopplerTrainer.train()" in capsys.readouterr().err
 
 
 def test_commands_of_the_tables_are_there():
