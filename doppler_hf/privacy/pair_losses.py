@@ -63,8 +63,8 @@ class _Pairs(NamedTuple):
         return odds[0] - odds[1]
 
 
-# By TRL's names, as in its `DPOTrainer`; those that it lists beside sort the log-ratios of a batch. Those without a
-# reference are of its CPOTrainer and ORPOTrainer, less the likelihood that these add, which is "sft".
+# Name in TRL → loss. The other losses of its `DPOTrainer` sort the log-ratios of a batch, so they are left out. The losses
+# without a reference are those of its CPOTrainer and ORPOTrainer, without the likelihood term, which is "sft" here.
 PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
     "sigmoid": lambda p: -F.logsigmoid(p.beta * p.margin),
     "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.mean),
