@@ -1,25 +1,25 @@
 """Differentially private fine-tuning for Hugging Face Transformers, with a low-pass filter on the private gradient.
 
-- trainer: `DopplerTrainer`: one training step from top to bottom
-- sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, on top of TRL's
-- trl_checks: what these two have in common
+- trainer: `DopplerTrainer`, with one training step from top to bottom
+- sft, dpo: `DopplerSFTTrainer` and `DopplerDPOTrainer`, which extend TRL's trainers
+- trl_checks: the common parts of these two
 - training_args: the arguments of a run
 - gradient_recorder: `GradientRecorder`, a callback that records every private gradient
 - run: one private run
-- preflight: all that is checked before its first step
+- preflight: all checks before the first step of a run
 - privacy: left of the privacy boundary: everything that touches an example
-- optim: right of it: optimizers on private gradients
+- optim: right of the boundary: optimizers on private gradients
 - linalg: numerics that both sides of the boundary share
-- triton_support: where Triton works, and how a kernel is launched
-- shards: a tensor in shards on several processes, and the whole
-- filters: coefficients and responses; NumPy and SciPy only
-- mean_pooling: `MeanPoolingForSequenceClassification`: a classifier on the mean of an encoder's tokens
+- triton_support: tests whether Triton works on a device, and launches kernels
+- shards: tensors in shards on several processes
+- filters: coefficients and responses of filters; NumPy and SciPy only
+- mean_pooling: `MeanPoolingForSequenceClassification`, a classifier on the mean of an encoder's tokens
 - audit: attacks on a run that measure what it leaks
 - cli: the command `doppler-hf`
 - errors: the classes of errors, each of which has a code
 - extras: optional dependencies
 - deprecated: names of earlier versions that still work
-- version: of the package
+- version: the version of the package
 """
 
 from importlib import import_module
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from doppler_hf.trainer import DopplerTrainer
     from doppler_hf.training_args import DopplerTrainingArguments
 
-# Without what needs an extra, so that `import *` works without it too.
+# Names that need an extra are left out, so that `import *` works without the extra.
 __all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
 __version__ = VERSION
 
@@ -57,12 +57,12 @@ keep_modules()
 
 
 def __dir__() -> list[str]:
-    """List lazily imported names too, so that notebooks complete them."""
+    """List the lazily imported names too, so that notebooks can complete them."""
     return sorted({*globals(), *_HOMES})
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: `doppler_hf.filters` and checking a ledger need no transformers."""
+    """Import a public name on first use, so that `doppler_hf.filters` and ledger checks do not import Transformers."""
     if name not in _HOMES:
         return attribute_of(__name__, name)
     if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):

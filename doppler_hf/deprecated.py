@@ -1,11 +1,11 @@
-"""Names of earlier versions that still work and warn, and what replaces them, for one minor version.
+"""Names of earlier versions, which still work for one minor version, with a warning that names the replacement.
 
-- MODULES: a module that has moved
-- NAMES: what public packages had
-- ARGUMENTS: of `DopplerTrainingArguments`, with the only value that they may still have: what a run does anyway
-- OPTIONS, WORDS: of the command `doppler-hf`, likewise
+- MODULES: modules that have moved
+- NAMES: names in public packages
+- ARGUMENTS: arguments of `DopplerTrainingArguments`, with the only value that is still allowed: the present behaviour
+- OPTIONS, WORDS: options and words of the command `doppler-hf`, with the same rule
 
-Standard library only: `import doppler_hf` reads this file.
+This file uses the standard library only, because `import doppler_hf` reads it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from doppler_hf.errors import Refusal
 MODULES: Final[Mapping[str, str]] = {
     "doppler_hf.workloads.mean_pooling": "doppler_hf.mean_pooling",
 }
-"""Old → new."""
+"""Old name → new name."""
 
 NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "doppler_hf.audit": {"DiracAuditTrainer": "doppler_hf.audit.AuditTrainer"},
@@ -30,52 +30,56 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         for name in ("corrected_output", "from_coefficients", "power_spectral_density", "write_coefficients")
     },
 }
-"""Package → old name → where it is. Those in `filters.earlier_names` go too; their docstrings say what to write instead."""
+"""Package → old name → new place. Functions in `filters.earlier_names` will go; their docstrings name the replacement."""
 
 ARGUMENTS: Final[Mapping[str, tuple[Any, str]]] = {
     "accountant": ("prv", "Each sampling has one accountant."),
-    "clipping_quantile": (None, "The clip norm C stays. Choose it with per_sample_max_grad_norm."),
+    "clipping_quantile": (None, "The clip norm C is constant. Set it with per_sample_max_grad_norm."),
     "noise_generator": ("csprng", "Noise always comes from a cryptographic generator, on a GPU too."),
-    "weight_filter": (None, "The weights are not filtered. Choose the filter of the gradients with low_pass_filter."),
+    "weight_filter": (None, "The weights are not filtered. Set the filter of the gradients with low_pass_filter."),
 }
-"""Old argument → its value, and why there is no other."""
+"""Old argument → the value that is still allowed, and why there is no other."""
 
 OPTIONS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "plan": {"--accountant": ("prv", "Each sampling has one accountant.")},
-    "estimate": {"--engine": ("book_keeping", "A training has this engine.")},
+    "estimate": {"--engine": ("book_keeping", "Training runs use this engine by default.")},
     "audit": {
         "--canary-kind": ("dirac", "Other canaries proved less."),
-        "--runs": ("1", "One training with many canaries proves more."),
+        "--runs": ("1", "One training run with many canaries proves more."),
     },
 }
-"""Command → old option → its value, and why there is no other."""
+"""Command → old option → the value that is still allowed, and why there is no other."""
 
 WORDS: Final[Mapping[str, str]] = {"filter": "show"}
-"""Command → an old word behind it, which is left out."""
+"""Command → an old word after it, which is now left out."""
 
 C = TypeVar("C", bound=type)
 
 
 def in_words(old: str, instead: str) -> str:
-    """Return the warning of an old name, and what to do."""
-    return f"{old} is deprecated, and the next minor version will not have it. {instead}"
+    """Return the deprecation warning for an old name, with the instruction what to use instead."""
+    return f"{old} is deprecated and will be removed in the next minor version. {instead}"
 
 
 def attribute_of(package: str, name: str) -> Any:
-    """Return what a public package had under an old name, or raise the `AttributeError` of a name that it never had."""
+    """Return the object with an old name of a public package, with a warning.
+
+    Raises:
+        AttributeError: If the package never had this name.
+    """
     target = NAMES.get(package, {}).get(name)
     if target is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     home, _, new = target.rpartition(".")
     found = getattr(import_module(home), new)
     instead = (found.__doc__ or "").splitlines()[0] if new == name else f"Use {target}."
-    # The caller is the package's __getattr__, and the line that is shown should be the user's.
+    # The caller is the package's __getattr__, so with stacklevel=3 the warning shows the user's line.
     warnings.warn(in_words(f"{package}.{name}", instead), FutureWarning, stacklevel=3)
     return found
 
 
 def keep_modules() -> None:
-    """Let moved modules be imported by their old names, each of which warns when something is taken from it."""
+    """Make moved modules importable by their old names, with a warning when an attribute is read."""
     for old, new in MODULES.items():
         package, _, _ = old.rpartition(".")
         if package not in sys.modules:
@@ -86,7 +90,7 @@ def keep_modules() -> None:
 
 
 def _moved(old: str, new: str, name: str) -> Any:
-    # Whoever looks through all modules asks for their __file__ and the like.
+    # Tools that look through all modules read names such as __file__, and should get no warning.
     if name.startswith("__"):
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
     found = getattr(import_module(new), name)
@@ -95,7 +99,7 @@ def _moved(old: str, new: str, name: str) -> Any:
 
 
 def with_earlier_arguments(cls: C) -> C:
-    """Let a class of training arguments take those of `ARGUMENTS` too, with the value that they had by default."""
+    """Make a class of training arguments accept the old names in `ARGUMENTS` too, with their allowed value only."""
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
@@ -104,7 +108,9 @@ def with_earlier_arguments(cls: C) -> C:
             value, (only, why) = options.pop(name), ARGUMENTS[name]
             if value != only:
                 raise Refusal(
-                    "earlier-value", f"{name} must be {only!r} or left out, got {value!r}: other values are gone. {why}"
+                    "earlier-value",
+                    f"{name} is deprecated: {only!r} is the only value that it still accepts; got {value!r}. {why} Leave it "
+                    "out.",
                 )
             warnings.warn(in_words(f"{name}={value!r}", f"Leave it out. {why}"), FutureWarning, stacklevel=2)
         init(self, *args, **options)
@@ -114,10 +120,10 @@ def with_earlier_arguments(cls: C) -> C:
 
 
 def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command line without old ones, and a warning for each of these.
+    """Return the words of a command line without old options and words, and a warning for each one that was removed.
 
     Raises:
-        ValueError: If an old option has another value than a command has anyway.
+        ValueError: If an old option has a value that is no longer supported.
     """
     command = next((word for word in words if not word.startswith("-")), "")
     left, warned = list(words), []
@@ -130,12 +136,14 @@ def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
             value = left.pop(index)
         if value != only:
             raise Refusal(
-                "earlier-value", f"{name} must be {only} or left out, got {value or 'nothing'}: other values are gone. {why}"
+                "earlier-value",
+                f"{name} is deprecated: {only} is the only value that it still accepts; got {value or 'none'}. {why} Leave "
+                "it out.",
             )
         warned.append(in_words(f"{name} {value}", f"Leave it out. {why}"))
     old = WORDS.get(command)
     behind = left.index(command) + 1 if old is not None else 0
     if old is not None and left[behind : behind + 1] == [old]:
         del left[behind]
-        warned.append(in_words(f"{command} {old}", f"Write doppler-hf {command} without it."))
+        warned.append(in_words(f"{command} {old}", f"Use doppler-hf {command} without {old}."))
     return left, warned

@@ -1,8 +1,8 @@
 """`DopplerDPOTrainer`: TRL's `DPOTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data row by row, computes the frozen reference's log-probabilities of each pair once, and evaluates. The
-loss is the rule of `privacy.pair_losses`. One pair of answers is one example: two rows, whose gradient is clipped as a
-whole.
+TRL prepares the data row by row, computes the log-probabilities of each pair under the frozen reference model once, and
+evaluates. The loss is computed in `privacy.pair_losses`. One pair of answers is one record. It becomes two rows of the
+model's input, with one gradient that is clipped as a whole.
 """
 
 import functools
@@ -41,33 +41,35 @@ from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
-_OF_ANOTHER: Final = "it is part of an option that a private run cannot have"
+_OF_ANOTHER: Final = "it belongs to an option that a private run cannot have"
 _NOT_PRIVATE: Final = {
-    "sync_ref_model": "the reference's log-probabilities are computed once, before training",
-    "use_weighting": "the loss of a pair is a function of its two log-ratios",
-    "ld_alpha": "the log-probability of an answer is the sum over all of its tokens",
-    "f_divergence_type": "the loss of a pair is a function of its two log-ratios",
+    "sync_ref_model": "the log-probabilities under the reference model are computed once, before training",
+    "use_weighting": "the loss of a pair can depend on its two log-ratios only",
+    "ld_alpha": "the log-probability of an answer is always the sum over all its tokens",
+    "f_divergence_type": "the loss of a pair can depend on its two log-ratios only",
     "f_alpha_divergence_coef": _OF_ANOTHER,
     "ref_model_mixup_alpha": _OF_ANOTHER,
     "ref_model_sync_steps": _OF_ANOTHER,
     **trl_checks.NOT_PRIVATE,
 }
-# An argument → the losses that read it.
+# Argument → the losses that read it.
 _OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": ("discopop",), "simpo_gamma": ("simpo",)}
 
 
-# TRL's classes come first, for their defaults and so that their `super()` is ours.
+# TRL's class is the first base class, so that its defaults hold and its `super()` calls reach ours.
 @with_earlier_arguments
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
-    learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 1e-6.")
+    learning_rate: float | None = HfArg(
+        default=None, help="As in DopplerTrainingArguments, but with disable_dp the default is TRL's 1e-6."
+    )
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     precompute_ref_log_probs: bool | None = HfArg(
         default=None,
-        help="Whether to compute the reference's log-probabilities once, before training. Always true with privacy. With "
-        "disable_dp TRL's False.",
+        help="Whether to compute the log-probabilities under the reference model once, before training. Always true with "
+        "privacy. With disable_dp the default is TRL's False.",
     )
     simpo_gamma: float = HfArg(default=0.5, help="The margin γ of loss_type='simpo', which is β times the paper's γ/β.")
     non_private_learning_rate = DPOConfig.learning_rate
@@ -91,21 +93,24 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
         if not self.precompute_ref_log_probs:
             raise Refusal(
                 "reference-in-batches",
-                "precompute_ref_log_probs must be True with differential privacy, got False: the reference is computed for "
-                "each pair by itself. Leave it out.",
+                "precompute_ref_log_probs=False cannot be used with differential privacy: the log-probabilities under the "
+                "reference model are computed before training, for one pair at a time. Leave it out.",
             )
         others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
         if others or not self.loss_type:
             raise Refusal(
                 "loss-of-the-batch",
-                f"The loss_type must be of {', '.join(PAIR_LOSSES)} with differential privacy, got "
-                f"{', '.join(others) or 'none'}. TRL's others look at a whole batch, so that no pair has a loss of its "
-                "own. Set one of these, or several.",
+                f"A private run supports the loss_type {', '.join(PAIR_LOSSES)}; got {', '.join(others) or 'none'}. TRL's "
+                "other losses depend on a whole batch, so no pair has its own loss that could be clipped. Set one or "
+                "several of the supported losses.",
             )
         if not self.beta > 0:
-            raise Refusal("out-of-range", f"beta must be > 0, got {self.beta}. Usual is 0.1.")
+            raise Refusal("out-of-range", f"beta must be positive; got {self.beta}. A usual value is 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
-            raise Refusal("out-of-range", f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}. Usual is 0.1.")
+            raise Refusal(
+                "out-of-range",
+                f"label_smoothing must be in [0, 0.5); got {self.label_smoothing}. A usual value is 0.1.",
+            )
         for name, readers in _OF_LOSSES.items():
             value = getattr(self, name)
             if value != checks.default_of(self, name) and {*readers}.isdisjoint(self.loss_type):
@@ -118,12 +123,12 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
 class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     """`DPOTrainer` with differential privacy: the same data sets, chat templates, references, adapters and arguments.
 
-    With `args.disable_dp` every method is TRL's. The arguments are the same as for `DPOTrainer`, in its order; `ref_model`
-    defaults to a copy of the present model, or its base without adapters. `train_dataset` must have a length.
+    With `args.disable_dp` every method is TRL's. The arguments and their order are those of `DPOTrainer`. `ref_model`
+    defaults to a copy of the model as it is given, or to its base without adapters. `train_dataset` must have a length.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`. Also for images, a data set in memory
-            with several processes, or a loss that balances experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`; also for images, for a data set in
+            memory with several processes, and for a loss that balances experts.
 
     Example:
         >>> args = DopplerDPOConfig(output_dir="out", target_epsilon=8.0, beta=0.1)
@@ -150,13 +155,13 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
-    # --- the data, and what the reference says of them ----------------------------------------------------------------
+    # --- the data, and their log-probabilities under the reference model ----------------------------------------------
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: DopplerDPOConfig, dataset_name: str) -> Any:
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.disable_dp or dataset_name != "train":
             return prepared
-        # Draws are sorted and cut by the lengths of examples, which are found in this column.
+        # Random batches are sorted and cut into micro-batches by the lengths in this column.
         limits = (args.max_length,) if args.truncation_mode == "keep_start" else (-(args.max_length or 0), None)
         return prepared.map(with_tokens, fn_kwargs={"limits": limits})
 
@@ -173,16 +178,16 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         if self.args.world_size > 1 and not dataset.cache_files:
             raise Refusal(
                 "data-in-memory",
-                f"The {name} data set must lie in files for {self.args.world_size} processes, got one in memory: TRL passes "
-                "the reference's log-probabilities to other processes in a file beside it. Save it with save_to_disk(), and "
-                "load it with load_from_disk().",
+                f"The {name} data set is in memory, and {self.args.world_size} processes need it in files, because TRL "
+                "passes the log-probabilities under the reference model to the other processes in a file next to it. Save "
+                "it with save_to_disk(), and load it with load_from_disk().",
             )
         model = self.ref_model or self.model
         with modes_kept(model):
-            model.eval()  # a reference has no dropout
-            # Sensitivity: a pair of the training set is computed alone. In a batch it would be padded, and rounded, by what
-            # is beside it, and one pair more would shift all behind it. TRL keeps the results in a file that is named
-            # after model and data; these data have a column that those of other runs do not have.
+            model.eval()  # The reference model has no dropout.
+            # Sensitivity: a pair of the training set is computed alone. In a batch, its padding and rounding would depend
+            # on the other pairs, and one pair more would shift all later pairs. TRL keeps the results in a file that is
+            # named after model and data; these data have a column that the data of other runs do not have.
             return super()._precompute_ref_logps(dataset, name, 1 if name == "train" else batch_size)
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -191,7 +196,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         return functools.partial(collate_pairs, collator=self.data_collator)
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " pairs"]:
-        """Return the loss of each pair; see `privacy.pair_losses`."""
+        """Return the loss of each pair, shape (pairs,); see `privacy.pair_losses`."""
         return pair_losses(
             log_ratios(model, inputs), references_of(inputs), lengths_of_answers(inputs), **self._weights_and_terms
         )
@@ -207,11 +212,11 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             return LossBound.guessed()
         vocabulary = without_adapters(self.model).config.get_text_config(decoder=True).vocab_size
         loss = loss_of_untrained(vocabulary=vocabulary, **self._weights_and_terms)
-        # Weights below 0 may add up to a loss of 0 or less.
+        # With negative weights, the sum of the losses may be 0 or negative.
         return LossBound.twice(loss, f"{loss:.3g} (a pair before training)") if loss > 0 else LossBound.guessed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, but no figures of training batches."""
+        """Log as TRL does, but without figures of training batches, which have no noise."""
         trl_checks.without_training_figures(self)
         super().log(logs, start_time)
 
@@ -220,7 +225,10 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch in an evaluation as TRL, which has not all of our losses but all of our figures."""
+        """Return the loss of a batch during evaluation, with TRL's figures.
+
+        For losses that TRL's DPOTrainer does not have, TRL computes the figures with another loss, which is then replaced.
+        """
         if self.args.disable_dp or not self._of_other_trainers.intersection(self.loss_types):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         own, self.loss_types = self.loss_types, ["sigmoid"] * len(self.loss_types)
@@ -233,5 +241,5 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:
-    """Return the tokens of a pair, the prompt before each answer, cut to these limits as TRL's collator does."""
+    """Return the tokens of a pair: the prompt and each answer, cut to these limits as TRL's collator does."""
     return {LENGTH_COLUMN: [(row["prompt_ids"] + row[answer])[slice(*limits)] for answer in _ANSWERS]}

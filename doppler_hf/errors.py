@@ -1,4 +1,4 @@
-"""The errors of this package. Each has a code that names its reason, so that programs need not read its message."""
+"""The errors of this package. Each has a code for its reason, so that programs need not read its message."""
 
 import copyreg
 from typing import Any
@@ -19,12 +19,12 @@ class CodedError(Exception):
         return str(self.args[1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let one process send an error to another, whatever its class takes when it is made."""
+        """Make errors picklable, so that processes can exchange them, whatever arguments a subclass's `__init__` takes."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class Refusal(CodedError, ValueError):
-    """A private run that cannot be made, or not as it was asked for. Nothing was spent.
+    """The run cannot be made as requested. No ε was spent.
 
     Example:
         >>> raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
@@ -34,8 +34,8 @@ class Refusal(CodedError, ValueError):
 
 
 class TypeRefusal(Refusal, TypeError):
-    """A class that cannot be made as it is written."""
+    """A class has a definition that a private run cannot use."""
 
 
 class Failure(CodedError, RuntimeError):
-    """A training, or a part of it, that cannot go on from here. What it has spent stays counted."""
+    """A training run, or a part of it, cannot continue. The ε that it has spent stays counted."""

@@ -1,4 +1,4 @@
-"""The package's optional extras, and the message when one is missing."""
+"""The optional extras of the package, and the error if one is missing."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -11,17 +11,22 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "plot": ("matplotlib",),
     "trl": ("trl",),
 }
-"""Extra → the modules that it brings."""
+"""Extra → the modules that it installs."""
 
 
 class MissingExtraError(CodedError, ImportError):
-    """An extra is needed that is not installed."""
+    """A required extra is not installed."""
 
 
 def require(extra: str) -> None:
-    """Check that an extra of `EXTRAS` is installed, before work that needs it."""
+    """Check that an extra of `EXTRAS` is installed, before work that needs it.
+
+    Raises:
+        MissingExtraError: If a module of the extra is missing.
+    """
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
         raise MissingExtraError(
-            "missing-extra", f'{", ".join(missing)} must be installed for this. Run pip install "doppler_hf[{extra}]".'
+            "missing-extra",
+            f'This needs packages that are not installed: {", ".join(missing)}. Run pip install "doppler_hf[{extra}]".',
         )

@@ -1,12 +1,12 @@
-"""`GradientRecorder`: a small image of each step's private gradient, to measure its spectrum, and the map that makes it.
+"""`GradientRecorder`: records a small image of each step's private gradient, from which its spectrum can be measured.
 
-The map is a count sketch (Charikar, Chen and Farach-Colton). A gradient of d coordinates becomes k = `dimensions` numbers,
-y_j = Σ_{i: h(i)=j} ε_i g_i. Coordinate i is in column i mod W of a table of width W = min(d, 2^17 - 1). Its sign is that of
-the row times that of the column, which determines the sum. E‖P g‖² is ‖g‖² over the public seed. White noise of standard
-deviation σ becomes independent noise of standard deviation σ √(d/k) in each number, up to how evenly d divides by k. P is
-linear: the filtered gradient's image is the filtered image.
+The map P from gradient to image is a count sketch (Charikar, Chen and Farach-Colton). A gradient of d coordinates becomes
+k = `dimensions` numbers, y_j = Σ_{i: h(i)=j} ε_i g_i. Coordinate i is in column i mod W of a table of width
+W = min(d, 2^17 - 1). Its sign ε_i is the sign of its row times that of its column, and the column determines h(i). Over the
+public seed, E‖P g‖² is ‖g‖². White noise of standard deviation σ becomes independent noise of standard deviation σ √(d/k) in
+each number, up to how evenly d divides by k. P is linear, so the image of the filtered gradient is the filtered image.
 
-Privacy: images of `p.grad` are post-processing of the private gradients, and as public as they are.
+Privacy: images of `p.grad` are post-processing of the private gradients, and as public as these.
 """
 
 from collections.abc import Sequence
@@ -26,23 +26,23 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.training_args import DopplerTrainingArguments
 
 FILE_NAME: Final = "private_gradients.npz"
-# A Mersenne prime: no layer's width divides it, so that a matrix's rows and columns do not line up with the table's.
+# The width is a Mersenne prime, which no layer's width divides, so that a matrix's rows do not line up with the table's.
 TABLE_WIDTH: Final = 2**17 - 1
 
 
 @final
 class CountSketch:
-    """The map from a gradient of d coordinates to k numbers; see the module."""
+    """The map from a gradient of d coordinates to k numbers; see the docstring of the module."""
 
     def __init__(self, number: int, *, dimensions: int, seed: int) -> None:
-        # Not torch's generator, from which the model's dropout is drawn.
+        # Torch's generator is not used, because the model's dropout is drawn from it.
         generator = np.random.default_rng(seed)
         self._dimensions = dimensions
         self._width = min(number, TABLE_WIDTH)
         rows = -(-number // self._width)
         self._row_signs = torch.from_numpy(generator.choice([-1.0, 1.0], rows).astype(np.float32))
         self._column_signs = torch.from_numpy(generator.choice([-1.0, 1.0], self._width).astype(np.float32))
-        # Each sum has as many columns as the others, up to one.
+        # All sums have the same number of columns, up to one.
         self._sums = torch.from_numpy(generator.permutation(self._width) % dimensions)
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class CountSketch:
         for tensor in tensors:
             flat = tensor.reshape(-1).float()
             row, column = divmod(first, self._width)
-            # With zeros for the rest of the rows in which it begins and ends.
+            # Zeros fill the rest of the table's rows in which the tensor begins and ends.
             padded = F.pad(flat, (column, -(column + len(flat)) % self._width))
             rows = padded.view(len(padded) // self._width, self._width)
             table += self._row_signs[row : row + len(rows)].to(flat) @ rows
@@ -67,18 +67,22 @@ class CountSketch:
 class GradientRecorder(TrainerCallback):
     """Records the private gradients of a training run, from which `doppler_hf.filters` estimates signal and spectrum.
 
-    With every checkpoint and at the end, `private_gradients.npz` in the output folder gets them as `private`, with
-    `noise_std`. With several processes, process 0 records. A second training begins a new recording; a resumed one too, in
-    a file that is named after the step at which it begins. The run needs white noise.
+    With every checkpoint and at the end, the recording is written to `private_gradients.npz` in the output folder, as
+    `private` and `noise_std`. With several processes, process 0 records. A second training run starts a new recording. A
+    resumed run does so too, in a file that is named after its first step. The run needs white noise.
 
     Args:
-        dimensions: k, the number of values kept of a gradient. The estimate of the signal's power has a relative standard
-            deviation of about √(2/k) over the seed, more if few coordinates hold most of it.
+        dimensions: k, how many numbers are recorded per gradient. The estimate of the signal's power has a relative standard
+            deviation of about √(2/k) over the seed, and more if few coordinates have most of the power.
         seed: The seed of the projection. It is public, and independent of the noise.
 
     Attributes:
-        noise_std: Standard deviation of the noise in each number recorded, σ_DP √(d/k); 0 before training.
-        low_pass_filter: The run's filter; none before training.
+        noise_std: Standard deviation of the noise in each recorded number, σ_DP √(d/k); 0 before training.
+        low_pass_filter: The run's filter; "none" before training.
+
+    Raises:
+        ValueError: If `dimensions` is out of range. Before the first step of a run, if the run is not private, has shaped
+            noise or weights in shards, or trains fewer parameters than `dimensions`.
 
     Example:
         >>> recorder = GradientRecorder()
@@ -89,20 +93,20 @@ class GradientRecorder(TrainerCallback):
 
     def __init__(self, *, dimensions: int = 256, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
-            raise Refusal("out-of-range", f"dimensions must lie in [1, {TABLE_WIDTH}], got {dimensions}.")
+            raise Refusal("out-of-range", f"dimensions must be from 1 to {TABLE_WIDTH}; got {dimensions}.")
         self.dimensions = dimensions
         self.seed = seed
         self.noise_std = 0.0
         self.low_pass_filter = PAPER_FILTERS["none"]
         self._private: list[Float[np.ndarray, " dimensions"]] = []
-        # Of the run, from its beginning on.
+        # Both are set when the run begins.
         self._parameters: dict[str, Tensor] = {}
         self._sketch: CountSketch | None = None
         self._file_name = FILE_NAME
 
     @property
     def private(self) -> Float64[np.ndarray, "steps dimensions"]:
-        """The private gradients, one row for each step."""
+        """The images of the private gradients, one row for each step."""
         return np.array(self._private, dtype=np.float64).reshape(-1, self.dimensions)
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -110,14 +114,15 @@ class GradientRecorder(TrainerCallback):
         if args.disable_dp:
             raise Refusal(
                 "no-private-gradients",
-                "GradientRecorder records private gradients, and disable_dp=True has none. Leave one out.",
+                "GradientRecorder records private gradients, and a run with disable_dp=True has none. Leave one out.",
             )
-        # With noise_shape="auto" the choice is among the terms of the run, which trackers get too.
+        # With noise_shape="auto", the chosen shape is among the terms of the run that trackers get.
         shape = args.to_dict().get("privacy/noise_shape", args.noise_shape)
         if shape != "white":
             raise Refusal(
                 "recorder-of-shaped-noise",
-                f"noise_shape must be 'white' with a GradientRecorder, got {shape}. Set noise_shape='white'.",
+                f"GradientRecorder needs white noise to separate signal from noise; this run has noise_shape={shape!r}. Set "
+                "noise_shape='white'.",
             )
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
@@ -125,20 +130,20 @@ class GradientRecorder(TrainerCallback):
         if any(isinstance(p, DTensor) for p in self._parameters.values()):
             raise Refusal(
                 "recorder-of-shards",
-                "GradientRecorder must have whole gradients, got trained weights in shards (FSDP). Use "
+                "GradientRecorder needs whole gradients, but FSDP splits the trained weights over the processes. Use "
                 "recipes/accelerate/ddp.yaml.",
             )
         number = sum(p.numel() for p in self._parameters.values())
         if self.dimensions > number:
             raise Refusal(
                 "more-dimensions-than-parameters",
-                f"dimensions must be at most the {number} trained parameters, got {self.dimensions}.",
+                f"dimensions must be at most the number of trained parameters, {number}; got {self.dimensions}.",
             )
         self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5
         self.low_pass_filter = optimizer.low_pass_filter
         self._private = []
-        # What a run recorded up to a checkpoint stays when it is resumed.
+        # A resumed run writes to a file of its own, so that the recording up to the checkpoint stays.
         first, path = state.global_step, Path(FILE_NAME)
         self._file_name = f"{path.stem}-from-{first}{path.suffix}" if first else FILE_NAME
 
@@ -149,7 +154,7 @@ class GradientRecorder(TrainerCallback):
             self._private.append(self._sketch([p.grad for p in self._parameters.values() if p.grad is not None]))
 
     def on_save(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write what was recorded so far: a run that is interrupted does not come to its end."""
+        """Write the recording so far, in case the run is interrupted before its end."""
         self._write(args, state)
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

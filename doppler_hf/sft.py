@@ -1,7 +1,7 @@
 """`DopplerSFTTrainer`: TRL's `SFTTrainer`, on top of `DopplerTrainer` in place of `Trainer`.
 
-TRL prepares the data row by row, and evaluates. The loss is the rule of `privacy.losses`: the mean over an example's own
-labelled tokens (the completion, the assistant's turns, or all). One row is one example.
+TRL prepares the data row by row, and evaluates. The loss is computed in `privacy.losses`: the mean over a record's own
+labelled tokens (the completion, the assistant's turns, or all). One row is one record.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _NOT_PRIVATE: Final = {
-    "packing": "a row would hold several texts, and a text could span two rows: ε would not protect one text",
-    "loss_type": "an example's loss is the mean negative log-likelihood of its own tokens",
+    "packing": "a row would hold several texts, and a text could span two rows, so ε would not protect one text",
+    "loss_type": "the loss of a record is always the mean negative log-likelihood of its own tokens",
     **trl_checks.NOT_PRIVATE,
 }
 
 
-# TRL's classes come first, for their defaults and so that their `super()` is ours.
+# TRL's class is the first base class, so that its defaults hold and its `super()` calls reach ours.
 @with_earlier_arguments
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""
 
-    learning_rate: float | None = HfArg(default=None, help="As in DopplerTrainingArguments. With disable_dp TRL's 2e-5.")
+    learning_rate: float | None = HfArg(
+        default=None, help="As in DopplerTrainingArguments, but with disable_dp the default is TRL's 2e-5."
+    )
     max_grad_norm: float | None = HfArg(default=None, help="As in DopplerTrainingArguments.")
     non_private_learning_rate = SFTConfig.learning_rate
 
@@ -51,11 +53,11 @@ class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
 class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     """`SFTTrainer` with differential privacy: the same data sets, chat templates, adapters and arguments.
 
-    With `args.disable_dp` every method is TRL's. The arguments are the same as for `SFTTrainer`, in its order.
+    With `args.disable_dp` every method is TRL's. The arguments and their order are those of `SFTTrainer`.
 
     Raises:
-        ValueError: If something would break the guarantee, as in `DopplerTrainer`, or for images or a loss that balances
-            experts.
+        ValueError: If something would break the guarantee, as in `DopplerTrainer`; also for images, and for a loss that
+            balances experts.
 
     Example:
         >>> args = DopplerSFTConfig(output_dir="out", target_epsilon=8.0, max_length=512)
@@ -79,6 +81,6 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, but no figures of training batches."""
+        """Log as TRL does, but without figures of training batches, which have no noise."""
         trl_checks.without_training_figures(self)
         super().log(logs, start_time)

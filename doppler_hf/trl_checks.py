@@ -1,8 +1,8 @@
-"""What our TRL trainers share: refusals, preparing the data without a word about a row, and logs without training figures.
+"""The common parts of our TRL trainers: refusals, data preparation that shows no row, and logs without training figures.
 
-TRL prepares the data row by row, and logs the end of every prompt that does not begin its row. While one of our trainers is
-made, a function of rows can neither log nor warn, whatever the words, the logger and the level, in this process or in one of
-`dataset_num_proc`. An error shows its message only if that is a constant of the code that raised it.
+TRL prepares the data row by row, and logs the end of every prompt that is not the beginning of its row. While one of our
+trainers is made, a function of rows can neither log nor warn, whatever the text, the logger and the level, in this process
+and in those of `dataset_num_proc`. The message of an error is shown only if it is a constant of the code that raised it.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
-# TRL's argument → the reason why a private run cannot have it.
+# TRL's argument → the reason why a private run cannot use it.
 NOT_PRIVATE: Final = {
-    "padding_free": "it joins the texts of a batch to one row, so no text can be clipped alone",
-    "activation_offloading": "it brings activations back once, and the engine of per-sample gradients asks for them again",
+    "padding_free": "it joins the texts of a batch into one row, so no text can be clipped by itself",
+    "activation_offloading": "it returns each activation once, and per-sample gradients need activations twice",
 }
-_SELECTIVE: Final = "selective"  # TRL's own key of `gradient_checkpointing_kwargs`
+_SELECTIVE: Final = "selective"  # a key that TRL adds to `gradient_checkpointing_kwargs`
 
 
 def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) -> None:
@@ -31,29 +31,30 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
         raise Refusal(
             "selective-checkpointing",
-            f"gradient_checkpointing_kwargs must not have {_SELECTIVE!r} with differential privacy, got "
-            f"{args.gradient_checkpointing_kwargs}, whose tensors the engine would need twice. Leave it out.",
+            f"{_SELECTIVE!r} in gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs} cannot be used with "
+            "differential privacy, because per-sample gradients need the recomputed tensors twice. Leave it out.",
         )
 
 
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
-    """Make one of TRL's trainers in the block, if it can be private, and show no row."""
-    if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
+    """Wrap the construction of a TRL trainer: refuse what cannot be private, and show no row of the data."""
+    if not isinstance(args, config):  # TRL would silently convert other arguments to its own class.
         raise Refusal(
-            "not-our-arguments", f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon."
+            "not-our-arguments",
+            f"args must be {config.__name__}; got {type(args).__name__}. Make a {config.__name__} with target_epsilon.",
         )
     assert isinstance(args, DopplerTrainingArguments)
     if args.disable_dp:
         yield
         return
-    if not {"image", "images"}.isdisjoint(next(iter(train_dataset or ()), ())):  # as TRL finds them
+    if not {"image", "images"}.isdisjoint(next(iter(train_dataset or ()), ())):  # TRL looks for images in the same way.
         raise Refusal(
             "images-in-texts",
-            "train_dataset must be of texts in a private run, got a column of images, whose patches models join over "
-            "the batch. Leave it out, or train a classifier of images with DopplerTrainer.",
+            "train_dataset has a column of images, which this trainer cannot train on privately, because models join the "
+            "image patches of a whole batch. Remove the column, or train an image classifier with DopplerTrainer.",
         )
-    # Sensitivity: before TRL writes the rows anew, by whose places repeats are found.
+    # Sensitivity: repeats are found by the places of rows, so this check comes before TRL writes the rows again.
     refuse_repeats(args, train_dataset)
     warn_if_evaluated(train_dataset, eval_dataset)
     with quiet_rows():
@@ -61,22 +62,22 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any,
     if trainer.aux_loss_enabled:
         raise Refusal(
             "loss-of-the-batch",
-            "The balancing loss of a router must be off with differential privacy, got "
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0.",
+            f"The argument router_aux_loss_coef={trainer.router_aux_loss_coef} adds a balancing loss that depends on the "
+            "whole batch, so no record has its own loss that could be clipped. Set router_aux_loss_coef=0.0.",
         )
 
 
 def without_training_figures(trainer: Any) -> None:
-    """Forget what TRL has found of training batches and would log beside the loss, such as accuracy and entropy."""
-    # Privacy: a private step asks TRL for none, so that nothing is lost here. These figures have no noise.
+    """Delete the figures of training batches that TRL would log with the loss, such as accuracy and entropy."""
+    # Privacy: these figures have no noise. A private step does not ask TRL for any, so nothing is lost here.
     if not trainer.args.disable_dp:
         trainer._metrics["train"].clear()
 
 
 @contextlib.contextmanager
 def quiet_rows() -> Iterator[None]:
-    """Let `Dataset.map`, on which `filter` is built too, call each function of rows as `WithoutWords` during the block."""
-    from datasets import Dataset  # which TRL brings
+    """Make `Dataset.map`, which `filter` uses too, wrap each function of rows in `WithoutWords` during the block."""
+    from datasets import Dataset  # TRL requires datasets, but this package does not.
 
     own = Dataset.map
 
@@ -84,7 +85,7 @@ def quiet_rows() -> Iterator[None]:
         with _errors_without_rows():
             return own(self, function and WithoutWords(function), *args, **kwargs)
 
-    # For the class, since most methods of a data set return one of this class, whatever theirs is.
+    # The class is patched, since most methods of a data set return an object of this class, even for subclasses.
     Dataset.map = map_quietly
     try:
         yield
@@ -93,21 +94,21 @@ def quiet_rows() -> Iterator[None]:
 
 
 class WithoutWords:
-    """A function of rows under which nothing is logged and no warning is shown. A process that is sent it has it, too."""
+    """Wraps a function of rows so that it logs nothing and shows no warning, also in a process to which it is sent."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, and say in words of our own from where something is not shown."""
-        # Privacy: not the words of a message decide whether it is shown, but that a row is at hand while it is made.
+        """Call the function, and log which module's messages were hidden."""
+        # Privacy: every message that is made while a row is processed is hidden, whatever its text.
         places: list[str] = []
         made = logging.getLogRecordFactory()
 
         def unseen(*of_record: Any, **options: Any) -> logging.LogRecord:
             record = made(*of_record, **options)
             places.append(record.name)
-            record.levelno = -1  # below that of every handler
+            record.levelno = -1  # below the level of every handler
             record.msg, record.args, record.exc_info, record.exc_text = "", (), None, None
             return record
 
@@ -130,7 +131,7 @@ def _say_once(place: str) -> None:
     if place not in _said:
         _said.add(place)
         logging.getLogger(__name__).warning(
-            "A message from %s about a row of the data is not shown, because it may hold a part of the row. To read it, "
+            "A message from %s about a row of the data is not shown, because it may contain a part of the row. To read it, "
             "make the trainer once with disable_dp=True.",
             place,
         )
@@ -145,7 +146,7 @@ class RowError(Refusal):
 
 @contextlib.contextmanager
 def _errors_without_rows() -> Iterator[None]:
-    """Raise errors of the block, if their message may hold a part of a row, without it."""
+    """Replace an error of the block by a `RowError` if its message may contain a part of a row."""
     try:
         yield
     except RowError:
@@ -154,7 +155,7 @@ def _errors_without_rows() -> Iterator[None]:
         from datasets.formatting import formatting
 
         frames = list(_frames(error.__traceback__))
-        # Privacy: a constant of the code is no part of a row, nor is the name of a column that a row does not have.
+        # Privacy: a constant of the code is not a part of a row, nor is the name of a column that a row does not have.
         constants = [constant for code, _ in frames for constant in code.co_consts]
         is_constant = all(any(type(arg) is type(each) and arg == each for each in constants) for arg in error.args)
         is_of_system = (
@@ -162,14 +163,15 @@ def _errors_without_rows() -> Iterator[None]:
         )  # such as a full disk
         is_missing_column = isinstance(error, KeyError) and frames[-1][0].co_filename == formatting.__file__
         if is_constant or is_of_system or is_missing_column or getattr(error, _MAY_BE_SHOWN, False):
-            error.__dict__[_MAY_BE_SHOWN] = True  # which it keeps where one process sends it to another
+            error.__dict__[_MAY_BE_SHOWN] = True  # The mark is kept if the error is sent to another process.
             raise
         code, line = frames[-1]
         raise RowError(
             "row-not-prepared",
             f"The rows of a data set could not be prepared: {type(error).__name__} in {code.co_name} "
-            f"({Path(code.co_filename).name}, line {line}). Its message is not shown, because it may hold a part of a row. "
-            "Look at the names and types of the columns. To read the message, make the trainer once with disable_dp=True.",
+            f"({Path(code.co_filename).name}, line {line}). The message of that error is not shown, because it may contain "
+            "a part of a row. Check the names and types of the columns. To read the message, make the trainer once with "
+            "disable_dp=True.",
         ) from None
 
 

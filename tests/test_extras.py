@@ -88,7 +88,7 @@ def test_require_names_all_that_is_missing(monkeypatch):
 @pytest.mark.parametrize("module", ["datasets", "peft"])
 def test_a_recipe_without_its_packages_is_refused_in_one_line(module, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, module, None)
-    line = f'error: {module} must be installed for this. Run pip install "doppler_hf[recipes]".'
+    line = f'error: This needs packages that are not installed: {module}. Run pip install "doppler_hf[recipes]".'
     words = [RECIPE, f"--output_dir={tmp_path}"]
     assert main(["audit", *words]) == 2
     assert capsys.readouterr().err == f"{line}\n"

@@ -23,5 +23,5 @@ __all__ = ["AuditResult", "AuditTrainer", "NeighbourResult", "neighbour_distance
 
 
 def __getattr__(name: str) -> Any:
-    """Return what an earlier version had, with a warning."""
+    """Return an attribute of an earlier version, with a deprecation warning."""
     return attribute_of(__name__, name)

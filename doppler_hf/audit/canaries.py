@@ -1,4 +1,4 @@
-"""Training sets with canaries: rows that carry their canary's number in a further column."""
+"""Training sets with canaries: rows with an additional column that holds the number of their canary."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -16,9 +16,10 @@ ORDINARY: Final = -1  # the number of a row that is no canary
 def numbered_rows(
     dataset: Any, *, rows: Int[np.ndarray, " rows"], canaries: Int[np.ndarray, " rows"], unit_column: str | None
 ) -> Any:
-    """Return chosen rows of a data set, each with the number of its canary, which becomes a user of its own.
+    """Return the chosen rows of a data set, each with the number of its canary.
 
-    The data set may be one that is transformed when it is read, and a row may be chosen several times.
+    A canary becomes a user of its own. The data set may have a transform that runs when a row is read, and a row may be
+    chosen several times.
     """
     from datasets import Dataset
 
@@ -26,12 +27,12 @@ def numbered_rows(
         kind = type(dataset).__name__
         raise Refusal(
             "not-a-dataset",
-            f"The training set must be a datasets.Dataset, got {kind}. The audit marks canaries in a column.",
+            f"Expected a datasets.Dataset as the training set; got {kind}. The audit adds a column that marks the canaries.",
         )
     if CANARY_COLUMN in dataset.column_names:
         raise Refusal(
             "column-is-taken",
-            f"The training set has a column {CANARY_COLUMN!r}, which the audit needs for itself. Rename it.",
+            f"The training set already has a column named {CANARY_COLUMN!r}, a name that the audit uses. Rename the column.",
         )
     chosen = dataset.select(rows)
     if unit_column is not None:
@@ -50,6 +51,6 @@ def numbered_rows(
 def collate_with_canaries(
     examples: Sequence[dict[str, Any]], *, collator: Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Collate examples with a collator that knows nothing of canaries, and add their numbers, shape (batch,)."""
+    """Collate examples without the canary column, then add the canaries' numbers to the batch, shape (batch,)."""
     others = [{name: value for name, value in example.items() if name != CANARY_COLUMN} for example in examples]
     return {**collator(others), CANARY_COLUMN: torch.tensor([int(example[CANARY_COLUMN]) for example in examples])}

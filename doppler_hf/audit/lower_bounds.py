@@ -1,4 +1,4 @@
-"""Lower bounds on ε from an attack on canaries, which hold with a stated confidence.
+"""Lower bounds on ε that follow from an attack on canaries and hold with a stated confidence.
 
 Secret fair coins put canaries into the training data or leave them out. An attack scores each canary: the more the trained
 model looks as if it had seen it, the higher. (ε, δ)-DP limits how well any scores can predict the coins. Scores that do
@@ -17,13 +17,13 @@ from scipy.special import betainc, betaincinv, expit, logit
 
 from doppler_hf.errors import Refusal
 
-# Fewer prove almost nothing even if all are right: 16 show ε ≥ 0.8 at an error of 0.05, shared between twenty splits.
+# Fewer guesses prove almost nothing even if all are right: 16 show ε ≥ 0.8 at an error of 0.05, shared by twenty splits.
 _FEWEST_GUESSES = 16
 
-# Ratio between neighbouring ranks of the threshold grid: the error counts that it skips cost at most ln(1.25) of ε.
+# Ratio between neighbouring ranks of the threshold grid. The error counts that the grid skips cost at most ln(1.25) of ε.
 _RANK_RATIO = 1.25
 
-# Halvings of an interval of ε that is a few dozen wide at most.
+# How often an interval of ε, a few dozen wide at most, is halved.
 _BISECTIONS = 40
 
 
@@ -80,7 +80,7 @@ def one_run_epsilon(
         # δ only lowers the bound, and for δ = 0 the equation can be solved directly.
         highest = float(logit(betaincinv(right, guesses - right + 1, error))) if right else 0.0
         if highest <= epsilon or _p_value(guesses, right, canaries, epsilon=epsilon, delta=delta) > error:
-            continue  # Shows no more than the splits before it.
+            continue  # This split shows no more than the earlier ones.
         for _ in range(_BISECTIONS):
             middle = (epsilon + highest) / 2
             if _p_value(guesses, right, canaries, epsilon=middle, delta=delta) <= error:
@@ -115,10 +115,16 @@ def clopper_pearson_epsilon(
     against the auditor. The error allowed is shared equally between all the bounds.
 
     Args:
-        scores: One score for each trial, and all else as in `one_run_epsilon`.
+        scores: One score for each trial; higher means more likely to be in the data.
         included: Whether the canary was in the trial's data.
         delta: δ, in [0, 1).
         confidence: Probability with which the bound holds, in (0, 1).
+
+    Returns:
+        The bound, in [0, ∞); 0 says that nothing was shown.
+
+    Raises:
+        ValueError: If an argument is invalid, as in `one_run_epsilon`.
     """
     _check(scores, included, delta=delta, confidence=confidence)
     inside, outside = scores[included], scores[~included]
@@ -157,7 +163,7 @@ def _p_value(guesses: int, right: int, canaries: int, *, epsilon: float, delta: 
     a single step, at v, attains it; being attained, the bound grows with ε.
     """
     tail = float(betainc(right, guesses - right + 1, expit(epsilon)))
-    # β_v / b_v from the ratios of neighbouring b_k: it is what counts where both are below the smallest double.
+    # β_v / b_v is computed from ratios of neighbouring b_k, since both may be smaller than the smallest double.
     more = np.arange(right, guesses)
     mills = 1 + np.cumprod((guesses - more) / (more + 1) * math.exp(epsilon)).sum()
     return float(tail + (1 - tail) * canaries * delta * mills / right)
@@ -166,13 +172,13 @@ def _p_value(guesses: int, right: int, canaries: int, *, epsilon: float, delta: 
 def _right_guesses(scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"]) -> list[tuple[int, int]]:
     """Return the number of guesses and of right ones, for each split of the grid."""
     canaries = len(scores)
-    # Among equal scores the wrong guesses come first: never better than an order that does not know the coins.
+    # Among equal scores the wrong guesses come first, which is never better than an order that ignores the coins.
     highest_first = included[np.lexsort((included, -scores))]
     lowest_first = ~included[np.lexsort((~included, scores))]
     right_in = np.concatenate([[0], np.cumsum(highest_first)])
     right_out = np.concatenate([[0], np.cumsum(lowest_first)])
 
-    # Every canary is guessed, so r = m wherever the cut is, and the cut may depend on the scores.
+    # Every canary is guessed, so r = m wherever the cut is. The cut may therefore depend on the scores.
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(np.sort(scores))) + 1, [canaries]])
     cut = cuts[np.argmin(np.abs(cuts - canaries / 2))]
     tallies = [(canaries, int(right_in[canaries - cut] + right_out[cut]))]
@@ -195,35 +201,35 @@ def _ranks(size: int) -> Int[np.ndarray, " ranks"]:
 def _check(
     scores: Float[np.ndarray, " canaries"], included: Bool[np.ndarray, " canaries"], *, delta: float, confidence: float
 ) -> None:
-    if included.dtype != np.bool_:  # Zeros and ones would be taken for positions.
+    if included.dtype != np.bool_:  # NumPy would read integers as positions.
         raise Refusal(
-            "not-booleans", f"included must be an array of booleans, got {included.dtype}. Use included.astype(bool)."
+            "not-booleans", f"included must be an array of booleans; got {included.dtype}. Use included.astype(bool)."
         )
     if scores.shape != included.shape:
         raise Refusal(
             "other-lengths",
-            f"scores and included must have one entry for each canary, got {len(scores)} and {len(included)}. Pass both for "
-            "the same canaries, in the same order.",
+            f"scores and included must have the same length; got {len(scores)} and {len(included)}. Pass one entry of each "
+            "for every canary, in the same order.",
         )
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise Refusal(
             "not-finite",
-            f"scores must be finite, got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
+            f"scores must be finite; got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
             "a constant score, chosen without looking at its coin.",
         )
     if included.all() or not included.any():
         raise Refusal(
             "one-sided-coins",
-            f"included must have canaries in and out, got {int(included.sum())} in and {int((~included).sum())} out. Flip a "
-            "fair coin for each, and use more of them.",
+            f"Some canaries must be in the training set and some out of it; included has {int(included.sum())} in and "
+            f"{int((~included).sum())} out. Flip a fair coin for each canary, and use more canaries.",
         )
     if not 0.0 <= delta < 1.0:
-        raise Refusal("out-of-range", f"delta must lie in [0, 1), got {delta}. Use the δ of the claimed guarantee.")
+        raise Refusal("out-of-range", f"delta must be in [0, 1); got {delta}. Use the δ of the claimed guarantee.")
     check_confidence(confidence)
 
 
 def check_confidence(confidence: float) -> None:
     """Refuse a confidence outside of (0, 1)."""
     if not 0.0 < confidence < 1.0:
-        raise Refusal("out-of-range", f"confidence must lie in (0, 1), got {confidence}. Usual is 0.95.")
+        raise Refusal("out-of-range", f"confidence must be in (0, 1); got {confidence}. A usual value is 0.95.")

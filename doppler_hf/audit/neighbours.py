@@ -1,18 +1,20 @@
 """The neighbour test: can one record change an update more than the proof allows?
 
-For data sets that differ in one unit of privacy, and the same coins for all others, the sums that reach the mechanism must
-differ by at most C. The real trainer makes batches in threes: some units S, then S and one more unit u, then u alone. The
-test watches the sums that the mechanism receives, returns zeros as private gradients, and compares
+A unit of privacy is one record, or one user with `privacy_unit_column`. If two data sets differ in one unit, and all other
+units get the same random numbers, the sums that reach the mechanism may differ by at most C. The real trainer makes batches
+in threes: some units S, then S and one more unit u, then u alone. The test watches the sums that the mechanism receives,
+returns zeros as private gradients, and compares
 
-    distance   ‖sum(S ∪ u) − sum(S)‖ / C             which the guarantee assumes to be at most 1
-    coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    how much u changes what the others contribute; 0 but for rounding
+    distance   ‖sum(S ∪ u) − sum(S)‖ / C             The guarantee assumes that it is at most 1.
+    coupling   ‖sum(S ∪ u) − sum(S) − sum(u)‖ / C    How much u changes what the others contribute; 0 except for rounding.
 
-A second half of the pairs meets a model with moved weights, since the first ones may hide what a layer does: the output of
-an adapter is zero at the start.
+The second half of the pairs meets a model with moved weights, since the initial weights may hide what a layer does: the
+output of an adapter is zero at the start.
 
-The coins are held. The model is in training mode without dropout, a random data set gives an example the same numbers each
-time, and a unit with too many examples contributes its first ones. A random collator draws for a whole batch, so its coins
-cannot be held for one example. `privacy.randomness` makes all of these follow secret coins.
+All random numbers are held fixed. The model is in training mode without dropout, a random data set gives an example the same
+numbers each time, and a unit with too many examples contributes its first ones. A random collator draws numbers for a whole
+batch, so they cannot be held fixed for one example. In a training run all of these follow secret random numbers
+(`privacy.randomness`).
 """
 
 import contextlib
@@ -51,21 +53,24 @@ from doppler_hf.shards import part_here
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# Relative, of sums in float32: one of n terms is off by some √n·2⁻²⁴, and batches of other sizes are rounded otherwise.
+# The relative rounding error of sums in float32. A sum of n terms is off by some √n·2⁻²⁴, and batches of different sizes
+# are rounded differently.
 ROUNDING: Final = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
 class NeighbourResult:
-    """Pairs of neighbouring draws of one trainer. NOT PRIVATE: without noise, they show an example's gradient norm.
+    """The outcome of the neighbour test. NOT PRIVATE: the figures have no noise and show an example's gradient norm.
+
+    A pair is two batches of one trainer that differ in one record (or user, with `privacy_unit_column`).
 
     Attributes:
-        distances: How far one more unit moves the clipped sum, in units of C, shape (pairs,).
-        couplings: How far it moves the others' contributions, in units of C, shape (pairs,).
-        draw_size: Units in each draw besides that one.
-        expected_batch_size: B of the run, in units.
-        tolerance: How far above 1 rounding alone may bring a distance.
-        rounding: How far rounding alone may move another unit's contribution.
+        distances: How far one more record moves the clipped sum, in units of C, shape (pairs,).
+        couplings: How far that record moves the contributions of the others, in units of C, shape (pairs,).
+        draw_size: Number of records in each batch besides the tested one.
+        expected_batch_size: B of the run, in records.
+        tolerance: How far above 1 a distance may be because of rounding alone.
+        rounding: How far rounding alone may move the contribution of another record, in units of C.
     """
 
     distances: Float[np.ndarray, " pairs"]
@@ -77,17 +82,20 @@ class NeighbourResult:
 
     @property
     def contradicts_claim(self) -> bool:
-        """Whether one unit moved the sum by more than C, or what others contribute by more than rounding does."""
+        """Whether one record moved the sum by more than C, or moved what the others contribute by more than rounding."""
         return bool(self.distances.max() > 1.0 + self.tolerance) or self.moves_others
 
     @property
     def moves_others(self) -> bool:
-        """Whether one unit moved what others contribute by more than rounding does, which the proof rules out."""
+        """Whether one record moved what the others contribute by more than rounding, which the proof rules out."""
         return bool(self.couplings.max() > self.rounding * self.draw_size**0.5)
 
     @property
     def extrapolated(self) -> Float[np.ndarray, " pairs"]:
-        """The distances in a batch of B units, if every other one moves as far as these; rounding does not count."""
+        """The distances in a batch of B records, if each other record moves as far as those tested; rounding is left out.
+
+        In units of C, shape (pairs,).
+        """
         beyond_rounding = np.where(self.couplings > self.rounding * self.draw_size**0.5, self.couplings, 0.0)
         return self.distances + beyond_rounding * max(self.expected_batch_size / self.draw_size - 1.0, 0.0)
 
@@ -103,22 +111,30 @@ def neighbour_distances(
     Args:
         trainer: A trainer with privacy, before or after training.
         pairs: How many pairs of batches.
-        draw_size: How many units a batch has besides the tested one; by default the expected batch size, at most 32. The
-            tested one is first the largest unit, then the smallest, one of the rarest label, then any.
-        tolerance: How far above 1 rounding alone may bring a distance: 1e-6 for a model in float64.
+        draw_size: How many records (users, with `privacy_unit_column`) a batch has besides the tested one; by default the
+            expected batch size, at most 32. The tested record is first the largest, then the smallest, then one of the
+            rarest label, then any.
+        tolerance: How far above 1 a distance may be because of rounding alone: 1e-6 for a model in float64.
+
+    Returns:
+        The distances and couplings of all pairs, in units of C. They are not private.
 
     Raises:
         ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
     """
     if pairs < 1:
-        raise Refusal("out-of-range", f"pairs must be at least 1, got {pairs}.")
+        raise Refusal("out-of-range", f"pairs must be at least 1; got {pairs}.")
     if trainer.args.disable_dp:
-        raise Refusal("no-privacy-to-test", "disable_dp must be False for a neighbour test, got True. Leave it out.")
+        raise Refusal(
+            "no-privacy-to-test",
+            "The neighbour test checks a private run, and this trainer has disable_dp=True. Leave disable_dp out.",
+        )
     number_of_units = trainer.privacy.sampler.num_units
     size = min(32, trainer.privacy.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
     if not 1 <= size < number_of_units:
         raise Refusal(
-            "out-of-range", f"draw_size must lie in [1, {number_of_units - 1}], below the number of units, got {size}."
+            "out-of-range",
+            f"draw_size must be from 1 to {number_of_units - 1}, less than the number of records (or users); got {size}.",
         )
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
@@ -127,13 +143,14 @@ def neighbour_distances(
     if is_held and is_random_data(held, ends):
         raise Refusal(
             "random-collator",
-            "data_collator must not be random in a neighbour test, got one that draws new masks for every batch. Take one "
-            "without randomness, or mask in the data set.",
+            "The neighbour test cannot use a random data_collator. This one draws new random numbers (such as masks) for "
+            "every batch, so two batches differ by more than one record. Use a data_collator without randomness, or move "
+            "the masking into the data set.",
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)
     draws = neighbouring_draws(trainer.privacy, pairs=pairs, size=size, labels=labels)
     tested = copied(trainer)
-    # By its distances nobody sees a number that is known beforehand.
+    # The distances would not reveal random numbers that an attacker knows beforehand, so these are looked for here.
     with filled_generators(0):
         rows = fetch(loader.examples, ends, numbers=loader.numbers)
     refuse_known_numbers_in_collator(loader.collator, rows)
@@ -148,14 +165,14 @@ def neighbour_distances(
             if is_held:
                 hold(run)
             witnesses.extend(witnesses_of(run))
-            # The weights move between two pairs, so that the three draws of each meet the same model.
+            # The weights move between two pairs, so that the three batches of one pair meet the same model.
             witnesses[0].after[pairs // 2] = lambda: moving.enter_context(moved_weights(tested.model))
             return run
 
         tested._new_run = scripted_run  # type: ignore[method-assign]
-        # A share of error below 1 would hide that a record counts twice.
+        # A cross-entropy loss would have a share of error below 1, which would hide that a record counts twice.
         tested._losses = lambda inputs: trained_losses(inputs)._replace(is_cross_entropy=False)  # type: ignore[method-assign]
-        # Transformers and the training step switch the model to training mode.
+        # Transformers and the training step would switch the model back to training mode.
         as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
         with as_it_is, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             tested.train()
@@ -173,14 +190,14 @@ def neighbour_distances(
 
 
 def is_random_data(loader: PrivateLoader, indices: list[int]) -> bool:
-    """Return whether random numbers show in a batch of some examples, which is made sixteen times."""
+    """Return whether a batch of the same examples differs between sixteen different seeds."""
     first, *others = (batch_of(loader, indices, seed=seed) for seed in range(16))
     tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
     return not all(torch.equal(value, batch[name]) for batch in others for name, value in tensors.items())
 
 
 def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
-    """Return a batch as in training, whose random numbers depend only on the seed."""
+    """Return a batch as training makes it, except that its random numbers depend only on the seed."""
     with filled_generators(seed):
         examples = fetch(loader.examples, indices, numbers=loader.numbers)
         fill_generators(seed)
@@ -190,7 +207,7 @@ def batch_of(loader: PrivateLoader, indices: list[int], *, seed: int) -> Inputs:
 def neighbouring_draws(
     run: PrivateRun, *, pairs: int, size: int, labels: Int[np.ndarray, " units"] | None = None
 ) -> list[Int[np.ndarray, " _"]]:
-    """Return batches in threes, as numbers of units: others, others and one more unit, and that unit alone."""
+    """Return batches in threes, as indices of units: some units, the same and one more, and that one alone."""
     generator, sampler = np.random.default_rng(0), run.sampler
     sizes = sampler.lengths if sampler.unit_sizes is None else sampler.unit_sizes
     extremes = [] if sizes is None else [int(np.argmax(sizes)), int(np.argmin(sizes))]
@@ -208,9 +225,9 @@ def neighbouring_draws(
 
 @final
 class HeldExamples(Dataset[Any]):
-    """A random data set whose examples get the same random numbers at every fetch, whatever is beside them.
+    """A random data set whose examples get the same random numbers at every fetch, whatever else is in the batch.
 
-    Examples are fetched one by one, each as often as it has views, whose numbers differ.
+    Examples are fetched one by one, each as often as it has views. The views of one example get different numbers.
     """
 
     def __init__(self, examples: Any, *, views: int = 1) -> None:
@@ -222,7 +239,7 @@ class HeldExamples(Dataset[Any]):
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the next view of an example, or the first."""
+        """Return the next view of the example that was fetched last, or the first view of another."""
         index = int(index)
         self._number = (self._number + 1) % self._views if index == self._last else 0
         self._last = index
@@ -231,11 +248,11 @@ class HeldExamples(Dataset[Any]):
 
 
 class Witness:
-    """A mechanism that watches the sums that reach another one, and releases zeros.
+    """A mechanism that watches the sums that reach the real one, and releases zeros.
 
     Attributes:
-        moved: Of every pair of draws the distance and the coupling, in units of the bound.
-        after: What is called after so many pairs.
+        moved: The distance and the coupling of every pair of batches, in units of the bound C.
+        after: Number of finished pairs → function that is then called.
     """
 
     def __init__(self, mechanism: GaussianMechanism) -> None:
@@ -252,7 +269,7 @@ class Witness:
         step: int,
         shards: Mapping[str, DTensor] = {},
     ) -> dict[str, Float[Tensor, "..."]]:
-        """Keep the sums over all processes, and return zeros."""
+        """Keep the sums over all processes, and return zeros of the same shapes."""
         kept = {name: total.detach().clone() for name, total in sums.items()}
         if dist.is_initialized():
             for total in kept.values():
@@ -266,29 +283,29 @@ class Witness:
             bound = self._mechanism.max_grad_norm
             self.moved.append((norm_of(change.values()) / bound, norm_of(rest.values()) / bound))
             self.after.get(len(self.moved), lambda: None)()
-        # No step moves a weight, so that the three draws of a pair meet the same model.
+        # Zeros move no weight, so that the three batches of a pair meet the same model.
         return {name: torch.zeros_like(part_here(shards.get(name, total))) for name, total in sums.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """Answer everything else as the mechanism does."""
+        """Return any other attribute of the real mechanism."""
         return getattr(self._mechanism, name)
 
 
 def script(run: PrivateRun, draws: list[Int[np.ndarray, " _"]], args: DopplerTrainingArguments) -> None:
-    """Let the sampler of a run draw these batches (modified in place)."""
+    """Make the sampler of a run draw these batches (modified in place)."""
     of_shard = [np.sort(draw[draw % args.world_size == args.process_index]) for draw in draws]
     run.sampler.drawn_units = lambda step: of_shard[step]  # type: ignore[method-assign]
-    # Zeros take a unit's first examples.
+    # With coins of zero, a unit with too many examples contributes its first ones.
     run.sampler.coins = lambda count, *, step: np.zeros(count)  # type: ignore[method-assign]
 
 
 def hold(run: PrivateRun) -> None:
-    """Let the loaders of a run give an example the same random numbers each time (modified in place)."""
+    """Make the loaders of a run give an example the same random numbers each time (modified in place)."""
     load, views = run.loader, run.statement.augmentation_multiplicity
 
     def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
         loader = load(HeldExamples(dataset, views=views), collator)
-        # To the checks before the first step an example is one row, and always the same.
+        # The checks before the first step expect that an example is one row and does not change.
         loader.examples = HeldExamples(dataset)
         return loader
 
@@ -296,7 +313,7 @@ def hold(run: PrivateRun) -> None:
 
 
 def witnesses_of(run: PrivateRun) -> list[Witness]:
-    """Put witnesses in place of the mechanisms of a run (modified in place), and return them."""
+    """Replace the mechanisms of a run by witnesses (modified in place), and return the witnesses."""
     run.mechanism = of_gradient = Witness(run.mechanism)  # type: ignore[assignment]
     if run.private_loss is None:
         return [of_gradient]
@@ -306,9 +323,9 @@ def witnesses_of(run: PrivateRun) -> list[Witness]:
 
 
 def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
-    """Return the arguments of a training that moves no weight, and leaves nothing behind."""
+    """Return the arguments for a training run that moves no weight and leaves no files behind."""
     args = copy.copy(args)
-    # White noise: under another shape a unit could not be in two draws that follow each other.
+    # The noise is white, because under another shape a unit could not be in two consecutive batches.
     changes = {
         "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
         "noise_shape": "white",
@@ -322,7 +339,7 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
 
 @contextlib.contextmanager
 def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
-    """Hold the model's coins: in training mode without dropout, or in evaluation mode if others are left."""
+    """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode."""
     model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
     with without_dropout(model):
         is_held = not is_random(losses_of(trainer), inputs)
@@ -331,7 +348,7 @@ def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]
 
 
 def copied(trainer: DopplerTrainer) -> DopplerTrainer:
-    """Return a trainer of the same model, without a ledger, with those callbacks alone that training needs."""
+    """Return a trainer of the same model, without a ledger and with only the callbacks that training needs."""
     tested, handler = copy.copy(trainer), copy.copy(trainer.callback_handler)
     handler.callbacks = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
     tested.callback_handler, tested.state = handler, copy.copy(trainer.state)
@@ -340,5 +357,5 @@ def copied(trainer: DopplerTrainer) -> DopplerTrainer:
 
 
 def losses_of(trainer: DopplerTrainer) -> Callable[[Any], Tensor]:
-    """Return the function that a trainer's checks call with a micro-batch, for one loss of each example."""
+    """Return the function from a micro-batch to per-sample losses, shape (batch,), that a trainer's checks call."""
     return lambda inputs: trainer._losses(inputs).values

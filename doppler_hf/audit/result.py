@@ -1,4 +1,4 @@
-"""The outcome of an audit: a lower bound on ε beside the claim, and the scores and coins that it rests on."""
+"""The outcome of an audit: a lower bound on ε, the claimed ε, and the scores and coins from which the bound follows."""
 
 import json
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ AUDIT_NAME: Final = "privacy_audit.json"
 
 @dataclass(frozen=True, eq=False)
 class AuditResult:
-    """An audit of a training.
+    """The outcome of an audit of one training run.
 
     Attributes:
-        scores: The canaries' scores, shape (canaries,); higher is more likely in the training set.
+        scores: The canaries' scores, shape (canaries,); higher means more likely to be in the training set.
         included: The coins, shape (canaries,): whether the canary was in the training set.
         claimed_epsilon: The upper bound on ε that the run's ledger states.
         delta: δ of the claim and of the bounds.
@@ -34,14 +34,14 @@ class AuditResult:
 
     @cached_property
     def lower_bounds(self) -> dict[str, float]:
-        """Return a lower bound on ε by each method, all of which hold at once with probability `confidence`.
+        """Return a lower bound on ε by each method. All of them hold at once with probability `confidence`.
 
-        "one run" assumes nothing about how canaries influence each other's scores; "independent trials" is tighter, and
-        needs scores that are independent given the coins, as those of a trainer that does what it claims are.
+        "one run" assumes nothing about how canaries influence each other's scores. "independent trials" is tighter, but
+        needs scores that are independent given the coins. A trainer that does what it claims makes such scores.
         """
-        # At a large δ only the second shows anything; only the first holds if canaries influence each other.
+        # At a large δ only the second method shows anything; only the first holds if canaries influence each other.
         methods = {"one run": one_run_epsilon, "independent trials": clopper_pearson_epsilon}
-        each = 1.0 - (1.0 - self.confidence) / len(methods)  # the error allowed is shared
+        each = 1.0 - (1.0 - self.confidence) / len(methods)  # The allowed error is shared by the methods.
         return {
             name: bound(self.scores, self.included, delta=self.delta, confidence=each) for name, bound in methods.items()
         }
@@ -53,12 +53,12 @@ class AuditResult:
 
     @property
     def contradicts_claim(self) -> bool:
-        """Whether the run leaks more than it claims, up to the chance 1 − confidence of a false alarm."""
+        """Whether the run leaks more than it claims; a false alarm has a probability of at most 1 − confidence."""
         return self.lower_bound > self.claimed_epsilon
 
     @property
     def right_guesses(self) -> int:
-        """The number of coins guessed right if the higher half of the scores is called in and the lower half out."""
+        """The number of right guesses, if canaries in the higher half of the scores are guessed in, and the others out."""
         return int(np.sum((self.scores > np.median(self.scores)) == self.included))
 
     def save(self, folder: str | Path) -> Path:
@@ -67,7 +67,7 @@ class AuditResult:
         path.parent.mkdir(parents=True, exist_ok=True)
         outcome = "lower_bound", "lower_bounds", "contradicts_claim", "right_guesses"
         terms = {name: getattr(self, name) for name in ("claimed_epsilon", "delta", "confidence", *outcome)}
-        # With coins and scores, so that others can compute the bound by another method.
+        # The file has coins and scores too, so that readers can compute a bound by another method.
         rows = {"included": self.included.tolist(), "scores": self.scores.tolist()}
         values = {"format_version": 2, "canaries": len(self.scores), **terms, **rows}
         path.write_text(json.dumps(values, ensure_ascii=False) + "\n")

@@ -1,12 +1,12 @@
 """`AuditTrainer`: the real trainer with canaries in its data and an attacker who watches what it releases.
 
-Canary i is in the training set if coin i says so. Otherwise the run is the audited one: the same sampler, engine, clipping,
-noise, optimizer and accountant, with N the number of training rows.
+Canary i is in the training set if coin i says so. In all else the run is the audited one: the same sampler, engine,
+clipping, noise, optimizer and accountant, with N the number of training rows.
 
-The canaries are Dirac canaries, the worst case of what an example can reveal: canary i's loss is K·wᵢ with a weight wᵢ of
-its own, added to the model. Its gradient K·eᵢ, with K far above C, is clipped to C′·eᵢ. So coordinate i of the private
-gradient has, in units of C′/B, exactly the pair of distributions that the accountant bounds (`likelihood`). C′ is C for
-vanilla and automatic clipping, and C/√L for each of L layers.
+The canaries are Dirac canaries, the worst case of what an example can reveal: the loss of canary i is K·wᵢ, where wᵢ is an
+additional weight of the model for this canary. Its gradient K·eᵢ, with K far above C, is clipped to C′·eᵢ. So coordinate i
+of the private gradient has, in units of C′/B, exactly the pair of distributions that the accountant bounds (`likelihood`).
+C′ is C for vanilla and automatic clipping, and C/√L for each of L layers.
 """
 
 from functools import partial
@@ -30,25 +30,26 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # The name of the canaries' weights in the model.
 TABLE: Final = "audit_canaries"
-# By this factor a canary's gradient exceeds the clip norm, and so does its contribution if clipping is missing.
+# How many times a canary's gradient exceeds the clip norm. Without clipping, its contribution would be that much too large.
 STRETCH: Final = 1000.0
 
 
 class AuditTrainer(DopplerTrainer):
-    """A `DopplerTrainer` for one audited run, seen white-box: the strongest attack, and the cheapest.
+    """A `DopplerTrainer` for one audited run with a white-box attack, the strongest attack and the cheapest.
 
-    The canaries are further rows of the training set. Their scores are independent given the coins when the trainer does
-    what it claims, so that one run counts as `num_canaries` trials. Listed before your own trainer, it audits that one:
+    The canaries are additional rows of the training set. Their scores are independent given the coins when the trainer does
+    what it claims, so that one run counts as `num_canaries` trials. To audit a trainer of your own, name it as the second
+    base class:
 
         class AuditOfMine(AuditTrainer, MyTrainer): ...
 
     Args:
-        model: The model; it gets one weight for each canary, is trained on them, and useless afterwards.
+        model: The model. It gets one weight for each canary and is trained on the canaries, so it is useless afterwards.
             `compute_per_sample_loss` must call it.
         args: `DopplerTrainingArguments`, with privacy.
         num_canaries: m, each included with probability 1/2.
         train_dataset: A `datasets.Dataset`.
-        **kwargs: As `DopplerTrainer`.
+        **kwargs: The other arguments of `DopplerTrainer`.
 
     Attributes:
         included: The coins, shape (num_canaries,).
@@ -75,23 +76,23 @@ class AuditTrainer(DopplerTrainer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
-            raise Refusal("not-our-arguments", f"args must be DopplerTrainingArguments, got {type(args).__name__}.")
+            raise Refusal("not-our-arguments", f"args must be DopplerTrainingArguments; got {type(args).__name__}.")
         if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
             raise Refusal(
                 "no-privacy-to-test",
-                "The run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set. Set target_epsilon "
-                "to have a claim to audit.",
+                "This run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set, so the audit has "
+                "no claim to test. Remove that argument and set target_epsilon.",
             )
         if args.world_size > 1:
             raise Refusal(
                 "audit-in-processes",
-                f"The audit must run in one process, got {args.world_size}. Start it without a launcher.",
+                f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
             )
         if num_canaries < 1:
-            raise Refusal("out-of-range", f"num_canaries must be at least 1, got {num_canaries}.")
-        coins = np.random.default_rng()  # from the operating system's entropy
+            raise Refusal("out-of-range", f"num_canaries must be at least 1; got {num_canaries}.")
+        coins = np.random.default_rng()  # seeded by the operating system
         self.included = coins.integers(2, size=num_canaries).astype(bool)
-        # Of a canary only the number matters: the row behind it may be any.
+        # Only the number of a canary matters, so that any row may carry it.
         rows = coins.integers(len(train_dataset), size=int(self.included.sum()))
         training_set = numbered_rows(
             train_dataset,
@@ -101,19 +102,24 @@ class AuditTrainer(DopplerTrainer):
         )
         self._numbers: Tensor | None = None
         self._looked_up: Tensor | None = None
-        # Before the trainer is made: it lists the parameters that get noise, and canaries without it would be no audit.
+        # The weights are added before the trainer is made, because it lists the parameters that get noise. Canaries without
+        # noise would audit nothing.
         self._add_weights_to(model)
         super().__init__(model=model, args=args, train_dataset=training_set, **kwargs)
         self.data_collator = partial(collate_with_canaries, collator=self.data_collator)
-        # Transformers keeps the columns that the model's forward names, and labels.
+        # Transformers removes columns that are neither arguments of the model's forward nor labels, so the canary column is
+        # declared a label.
         self.label_names = [*self.label_names, CANARY_COLUMN]
         self.attacker = _Attacker(self)
         self.add_callback(self.attacker)
 
     def _add_weights_to(self, model: nn.Module) -> None:
-        """Add a weight for each canary, looked up after each forward: the engine, and the checks, then know the batch."""
+        """Add a weight for each canary, and look it up after each forward, when the engine and the checks know the batch."""
         if hasattr(model, TABLE):
-            raise Refusal("audited-before", f"The model has been audited before: it has canaries ({TABLE}). Load it anew.")
+            raise Refusal(
+                "audited-before",
+                f"This model has been audited before and still has the weights of canaries ({TABLE}). Load the model again.",
+            )
         table = nn.Embedding(len(self.included), 1)
         nn.init.zeros_(table.weight)
         model.add_module(TABLE, table)
@@ -126,7 +132,7 @@ class AuditTrainer(DopplerTrainer):
 
     @property
     def stretch(self) -> float:
-        """K, the norm of a canary's gradient before it is clipped."""
+        """K, the norm of a canary's gradient before clipping."""
         return STRETCH * max(self.args.per_sample_max_grad_norm, 1.0)
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -139,7 +145,7 @@ class AuditTrainer(DopplerTrainer):
         finally:
             self._numbers = None
         assert self._looked_up is not None, "compute_per_sample_loss did not call the model"
-        # Of every row one loss: a canary's contributes to its own weight alone, whatever the row behind it is.
+        # Every row has one loss. A canary's loss has a gradient in the canary's own weight only, whatever its row holds.
         values = torch.where(canaries >= 0, self.stretch * self._looked_up, losses.values)
         if losses.weights is None:
             return values
@@ -151,6 +157,9 @@ class AuditTrainer(DopplerTrainer):
         Args:
             confidence: The probability with which the lower bounds on ε hold.
 
+        Returns:
+            The claim, the lower bounds on ε, and the scores and coins from which they follow.
+
         Raises:
             ValueError: If confidence is outside (0, 1).
         """
@@ -158,7 +167,7 @@ class AuditTrainer(DopplerTrainer):
         self.train()
         scores = self.attacker.ratios.scores()
         return AuditResult(
-            # A constant where one is not finite: valid, because it does not depend on the coins.
+            # A score that is not finite is replaced by a constant. This is valid, because a constant ignores the coins.
             scores=np.where(np.isfinite(scores), scores, 0.0),
             included=self.included,
             claimed_epsilon=self.privacy.epsilon(),
@@ -168,7 +177,7 @@ class AuditTrainer(DopplerTrainer):
 
 
 class _Attacker(TrainerCallback):
-    """Reads every canary's coordinate of the private gradients that a run releases, before the weights move."""
+    """Reads every canary's coordinate of the private gradients that a run releases, before each optimizer step."""
 
     ratios: LikelihoodRatios
 
@@ -176,7 +185,7 @@ class _Attacker(TrainerCallback):
         self._trainer, self._contribution = trainer, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compute what a canary contributes once it is clipped."""
+        """Compute what a canary contributes after clipping."""
         run, model = self._trainer.privacy, self._trainer.model
         layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
         parts = len(layers) if args.clipping_granularity == "per_layer" else 1
@@ -193,7 +202,7 @@ class _Attacker(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         mechanism, step = self._trainer.privacy.mechanism, state.global_step
         unit = self._contribution / mechanism.expected_batch_size
-        # Of the noise before it is shaped, which may be larger or smaller than that of a step.
+        # `LikelihoodRatios` takes the noise before shaping, which may be larger or smaller than the noise of a step.
         white = mechanism.noise_std(step) / mechanism.shape.std(step) * mechanism.shape.norm
         seen = self._trainer.model.get_parameter(f"{TABLE}.weight").grad.detach()
         self.ratios.see(seen.flatten().double().cpu().numpy() / unit, sigma=white / unit)

@@ -1,13 +1,13 @@
-"""Audit a training: train it with canaries, attack the run, and compare the proven ε with the claimed ε.
+"""Audit a training run: train with canaries, attack the run, and compare the proven ε with the claimed ε.
 
 Secret coins decide which canaries are in the training set. An attack scores the canaries, and the scores give a lower bound
-on ε, which holds with the given confidence. A bound above the claim shows a defect, and the exit code is 1. A bound below it
-proves nothing. The canaries are Dirac canaries, a gradient of their own for each, seen white-box: the strongest attack, for
-any model.
+on ε, which holds with the given confidence. If the bound is above the claim, the run has a defect, and the exit code is 1. A
+bound below the claim proves nothing. Each canary is a Dirac canary: it has a weight of its own, which the attacker sees at
+every step. This is the strongest attack, for any model.
 
-The run uses a temporary folder and writes only privacy_audit.json into the training's output_dir. After a recipe any of its
-fields may follow as a flag. Options come before --script, and the script's own arguments after it. The audit replaces its
-`DopplerTrainer.train()`.
+The audited run uses a temporary folder and writes only privacy_audit.json into output_dir. Fields of a recipe may follow it
+as flags. Options of this command come before --script, and the script's own arguments after it. The audit runs in place of
+the script's `DopplerTrainer.train()`.
 
   doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
   doppler-hf audit --canaries 1000 --script my_train.py --learning_rate 1e-3
@@ -28,7 +28,7 @@ from doppler_hf.cli import script
 from doppler_hf.errors import Refusal
 from doppler_hf.trainer import DopplerTrainer
 
-# An audited model is discarded: it is neither evaluated nor saved nor reported.
+# An audited model is discarded, so it is neither evaluated, saved nor reported.
 DISCARDED: Final[dict[str, Any]] = {
     "eval_strategy": IntervalStrategy.NO,
     "eval_on_start": False,
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, attack, and print the outcome."""
 
     def audit(trainer: DopplerTrainer) -> tuple[AuditResult, Path]:
-        # Elsewhere: a model with canaries, and its ledger, must not be taken for those of a training.
+        # A temporary folder is used, so that nobody takes the model with canaries, or its ledger, for the real ones.
         with tempfile.TemporaryDirectory() as folder:
             auditor = auditor_of(trainer, num_canaries=args.canaries, folder=folder)
             result = auditor.audit(confidence=args.confidence)
@@ -62,18 +62,22 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    console.print(f"Scores and coins are in {path}.", markup=False, soft_wrap=True)
+    console.print(f"Scores and coins were written to {path}.", markup=False, soft_wrap=True)
     return 1 if result.contradicts_claim else 0
 
 
 def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> AuditTrainer:
-    """Return a trainer with canaries for the same model, data, collator, loss and arguments, which writes into a folder."""
+    """Return a trainer with canaries for the same model, data, collator, loss and arguments, with `folder` as output_dir.
+
+    Raises:
+        ValueError: If the trainer's class has an `__init__` of its own, or the trainer cannot be audited.
+    """
     kind = type(trainer)
     if kind.__init__ is not DopplerTrainer.__init__:
         raise Refusal(
             "trainer-of-your-own",
-            f"Expected a trainer that is made as DopplerTrainer is; got {kind.__name__}, which has an __init__ of its own. "
-            f"Audit it in Python, with class Audited(AuditTrainer, {kind.__name__}): docs/trust/audits.md.",
+            f"{kind.__name__} has an __init__ of its own, so this command does not know how to make it with canaries. Audit "
+            f"it in Python, with class Audited(AuditTrainer, {kind.__name__}): docs/trust/audits.md.",
         )
     args = copy.copy(trainer.args)
     for name, value in {**DISCARDED, "output_dir": folder}.items():
@@ -98,8 +102,8 @@ def table_of(result: AuditResult) -> Table:
         *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
         ("δ", f"{result.delta:.3g}"),
         ("confidence", f"{result.confidence:g}"),
-        ("canaries", f"{canaries:,}, {int(result.included.sum()):,} of them in"),
-        ("guessed right", f"{result.right_guesses:,}, {result.right_guesses / canaries:.1%}"),
+        ("canaries", f"{canaries:,}, {int(result.included.sum()):,} of them in the training set"),
+        ("guessed right", f"{result.right_guesses:,} of {canaries:,} ({result.right_guesses / canaries:.1%})"),
     )
     table = Table(title="Privacy audit", show_header=False)
     for row in rows:
@@ -108,13 +112,13 @@ def table_of(result: AuditResult) -> Table:
 
 
 def verdict(result: AuditResult) -> str:
-    """Return the outcome in one sentence."""
+    """Return the outcome in a sentence or two."""
     if result.contradicts_claim:
         return (
-            f"THE CLAIM IS WRONG: this run leaks at least ε = {result.lower_bound:.4g}, and claims "
+            f"THE CLAIM IS WRONG: this run leaks at least ε = {result.lower_bound:.4g}, but claims "
             f"{result.claimed_epsilon:.4g} (confidence {result.confidence:g})."
         )
     return (
-        f"No defect found: ε of at least {result.lower_bound:.4g} is proven, {result.claimed_epsilon:.4g} is claimed. The "
-        "run may still leak what this attack does not measure."
+        f"No defect found: the attack proves an ε of at least {result.lower_bound:.4g}, and the run claims "
+        f"{result.claimed_epsilon:.4g}. The run may still leak what this attack does not measure."
     )

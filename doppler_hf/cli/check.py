@@ -1,17 +1,19 @@
-"""Check a training: can one record change an update more than the proof allows?
+"""Check a training run: can one record change an update more than the proof allows?
 
-The guarantee assumes that one record (or user) moves the clipped sum of a step by at most C, whatever the others are. The
-trainer of a recipe or of your script makes pairs of batches that differ in one record, with its own data, collator, model,
-loss and accumulation. The sums that reach the mechanism are compared. The exit code is 1 if a distance is above C, or if the
-others move with that record. No weight moves and no privacy is spent. Dropout is off, and the collator must not be random.
+The guarantee assumes that one record (or user) moves the clipped sum of a step by at most C, whatever the other records are.
+The trainer of a recipe or of your script makes pairs of batches that differ in one record, with its own data, collator,
+model, loss and accumulation. The check compares the sums that reach the mechanism. The exit code is 1 if a distance is above
+C, or if the record changes the contributions of the others. No weight moves and no ε is spent. Dropout is off, and the
+collator must not be random.
 
-The distances are not private: with automatic clipping they show an example's gradient norm. They are printed, and written
-nowhere.
+The distances are not private: with automatic clipping they show the gradient norm of a record. They are printed, but written
+to no file.
 
   doppler-hf check recipes/image/digits-eps8.yaml --pairs 32
   doppler-hf check --pairs 32 --script my_train.py --learning_rate 1e-3
 
-Options come before --script, and the script's own arguments after it. The check replaces its `DopplerTrainer.train()`.
+Options of this command come before --script, and the script's own arguments after it. The check runs in place of the
+script's `DopplerTrainer.train()`.
 """
 
 import argparse
@@ -44,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     result = script.use_trainer(args, check)
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    # Privacy: on the screen, and in no file, since distances and couplings are computed from examples, without noise.
+    # Privacy: the figures go to the screen and into no file, since distances and couplings are computed from examples,
+    # without noise.
     console.print("These figures are not private: do not publish them.")
     return 1 if result.contradicts_claim else 0
 
@@ -54,24 +57,25 @@ def table_of(result: NeighbourResult) -> Table:
     table = Table(title="Neighbour test", show_header=False)
     for row in (
         ("pairs of batches", f"{len(result.distances):,}"),
-        ("records in a batch", f"{result.draw_size:,} and one more, of a batch of {result.expected_batch_size:,}"),
-        ("one record moves the sum by", f"{result.distances.max():.6f} C at most"),
-        ("it moves the others by", f"{result.couplings.max():.2g} C at most"),
+        ("records in a batch", f"{result.draw_size:,} and one more (a batch of the run: {result.expected_batch_size:,})"),
+        ("one record moves the sum by", f"at most {result.distances.max():.6f} C (allowed: 1 C)"),
+        ("it moves the other records by", f"at most {result.couplings.max():.2g} C (allowed: rounding)"),
     ):
         table.add_row(*row)
     return table
 
 
 def verdict(result: NeighbourResult) -> str:
-    """Return the outcome in one sentence."""
+    """Return the outcome in a sentence or two."""
     if not result.contradicts_claim:
-        return "No defect found: no tested record moved the sum by more than C. Untested ones may."
+        return "No defect found: no tested record moved the sum by more than C. Records that were not tested may do so."
     if result.distances.max() <= 1.0 + result.tolerance and result.extrapolated.max() <= 1.0 + result.tolerance:
         return (
-            f"THE CLAIM IS WRONG: one record moves what others contribute by up to {result.couplings.max():.4g} C. The "
-            "proof assumes that it moves nothing but its own contribution. Let each loss depend on its example alone."
+            f"THE CLAIM IS WRONG: one record changes the contributions of other records by up to "
+            f"{result.couplings.max():.4g} C. The proof assumes that it changes its own contribution only. Let the loss of "
+            "each record depend on that record alone."
         )
     return (
         f"THE CLAIM IS WRONG: one record moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
-        f"{result.extrapolated.max():.4g} C, where the ledger claims 1."
+        f"{result.extrapolated.max():.4g} C. The ε in the ledger assumes at most 1 C."
     )

@@ -1,7 +1,7 @@
 """Show low-pass filters: their figures and coefficients as tables, their responses as a picture.
 
-A filter is named as in low_pass_filter: a preset, a design, or its coefficients. Without names, the paper's eleven filters
-are shown.
+Name a filter as in the argument low_pass_filter: a preset, a design, or its coefficients. Without names the command shows
+the eleven filters of the paper.
 
   doppler-hf filter momentum second-order "b=0.1,0.1;a=1,-0.8" --plot filters.png
   doppler-hf filter butterworth:order=2,cutoff=0.1
@@ -20,24 +20,25 @@ from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_filters
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
 
 READING: Final = (
-    "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
-    "started (to 10 % of the final noise): in steps. pole: the largest modulus. order: buffers per parameter. See "
-    "docs/method/filters.md."
+    "order: memory, in buffers per parameter. noise passed: share of the noise power that passes, Σκ². cutoff: frequency of "
+    "half the power (-3 dB), as a fraction of Nyquist. delay, settled, started: in steps; settled to within 2 % of a step's "
+    "final value, started to within 10 % of the final noise. largest pole: its modulus. See docs/method/filters.md."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf filter`."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="filters; the paper's by default")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as " + ", ".join(PICTURE_ENDINGS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="filters to show; by default those of the paper")
+    endings = " or ".join(PICTURE_ENDINGS)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the filters into FILE, which ends in {endings}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the filters, print them, and draw them."""
     if args.plot is not None:
-        check_picture(args.plot)  # before the tables, which would hide the message
+        check_picture(args.plot)  # The check comes before the tables, which would hide its message.
     console = Console()
-    # By their own names: two spellings of one filter are one row.
+    # The keys are the filters' own names, so that two spellings of one filter are one row.
     filters = {str(each): each for each in map(LowPassFilter.parse, args.names)} or PAPER_FILTERS
     console.print(figures_table(filters))
     console.print(coefficients_table(filters))
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
-    """Lay out the figures, a filter in a row."""
-    numbers = ["order", "Σκ²", "-3 dB", "delay", "settled", "started", "pole"]
+    """Return a table of the figures, one filter per row."""
+    numbers = ["order", "noise\npassed", "cutoff", "delay", "settled", "started", "largest\npole"]
     columns = [Column("filter", overflow="fold"), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
     table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name, low_pass_filter in filters.items():
@@ -62,7 +63,7 @@ def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
 
 
 def coefficients_table(filters: Mapping[str, LowPassFilter]) -> Table:
-    """Lay out the coefficients to six digits, a filter in a row."""
+    """Return a table of the coefficients to six digits, one filter per row."""
     columns = [Column(name, overflow="fold") for name in ("filter", "b", "a")]
     table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name, low_pass_filter in filters.items():

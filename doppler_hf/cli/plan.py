@@ -1,7 +1,7 @@
 """Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.
 
-Give batch size, length (epochs or steps), and either epsilon or the noise multiplier, of which the other follows. The table
-below keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read.
+Give the batch size, the length (epochs or steps), and either epsilon or the noise multiplier; the other one is computed. A
+second table keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --noise-multiplier 1 --low-pass-filter first-order-v1
@@ -24,17 +24,22 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
-    "Above 0.005 C image classifiers from scratch learnt little. Where it stops falling, larger batches and more epochs no "
-    "longer help. B·T: the cost in time. See docs/guides/choosing.md."
+    "noise: per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, image "
+    "classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs no "
+    "longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × steps, "
+    "the cost in time. See docs/guides/choosing.md."
 )
-MOST_PRINTED: Final = 8  # coefficients of a strategy
+MOST_PRINTED: Final = 8  # The coefficients of a longer strategy are not printed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf plan`."""
     parser.add_argument(
-        "--num-examples", type=int, required=True, metavar="N", help="size of the training set; of users, their number"
+        "--num-examples",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of records in the training set; with privacy_unit_column, the number of users",
     )
     parser.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
     parser.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
@@ -44,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--noise-multiplier",
         type=float,
         metavar="σ",
-        help="in units of the clip norm, in place of --epsilon; of gradient and loss together, so that a training needs "
-        "noise_multiplier=1.005·σ for the same ε, unless it has report_train_loss=none",
+        help="in units of the clip norm, in place of --epsilon; covers gradient and loss together, so a training script "
+        "needs noise_multiplier=1.005·σ for the same ε, unless it has report_train_loss=none",
     )
     parser.add_argument("--delta", type=float, metavar="δ", help="default: N^-1.1")
     parser.add_argument(
@@ -58,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute what follows, compare with other runs, and print."""
+    """Compute ε or the noise multiplier, compare the run with others, and print the tables."""
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
@@ -67,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
-    # Of the ε asked for, not the one reached: a plan's own is a little below, and would bend the comparison.
+    # The alternatives get the target ε. The plan itself reaches a slightly smaller ε, which would distort the comparison.
     table = alternatives(request, planned, facts["target_epsilon"])
     if args.json:
         runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
-        # Infinity is no JSON, and no plan has it.
+        # JSON has no infinity; no plan contains one.
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         terms = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
@@ -82,16 +87,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | None) -> tuple[dict[str, Any], TradeOff]:
-    """Return every number of the plan by name, the JSON object without its alternatives, and the best attack.
+    """Return every number of the plan by name (the JSON object without its alternatives), and the best attack.
 
-    Noise and filter are those that a training takes, which chooses the shape of the noise if it is not given σ.
+    Noise and filter are those that a training run would choose: without a given σ, it also chooses the shape of the noise.
     """
     delta = request.target_delta
     shape, low_pass_filter, planned = taken_by_training(request, planned, named)
     sigma = planned.noise_multiplier
     releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)
-    # At frequency zero, where the signal is if it changes slowly.
+    # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
     best = trade_off([releases])
@@ -126,12 +131,13 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
 
 
 def facts_table(facts: dict[str, Any]) -> Table:
-    """Lay out what `describe` returns for a reader."""
+    """Return a table of what `describe` returns."""
     bands = NoiseShape.parse(facts["noise_shape"]).bands
-    shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json has it)"
+    shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json prints it)"
     delay = f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T"
+    noise = f"{facts['average_noise_std'] / facts['max_grad_norm']:.2g} C"
     rows = {
-        "num_examples": ("training examples N", f"{facts['num_examples']:,}"),
+        "num_examples": ("training records N", f"{facts['num_examples']:,}"),
         "batch_size": ("expected batch size B", f"{facts['batch_size']:,}"),
         "sample_rate": ("sampling rate q = B/N", f"{facts['sample_rate']:.4g}"),
         "epochs": ("epochs", f"{facts['epochs']:.6g}"),
@@ -141,26 +147,26 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
         "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
-        "average_noise_std": ("noise" if bands == 1 else "noise, shaped", f"{facts['average_noise_std']:.2g}"),
+        "average_noise_std": ("noise per coordinate", noise + ("" if bands == 1 else ", shaped")),
         "delta": ("δ", f"{facts['delta']:.4g}"),
         "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
     table = Table(title="Plan", show_header=False)
     for name, (label, value) in rows.items():
-        table.add_row(label, value + (" (solved for)" if name == facts["solved_for"] else ""))
+        table.add_row(label, value + (" (computed)" if name == facts["solved_for"] else ""))
     return table
 
 
 def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun, *, title: str) -> Table:
-    """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
-    columns = ["", "epochs", "batch size B", "steps T", "noise", "B·T"]
+    """Return a table of the runs of equal ε, with an arrow at the run that was asked for."""
+    columns = ["", "epochs", "batch\nsize", "steps", "noise", "records\nprocessed"]
     right = (Column(name, justify="right") for name in columns)
     laid_out = Table(*right, title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for epochs, runs in table.items():
         for other in runs:
             laid_out.add_row(
                 *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
-                *(f"{other.average_noise_std:.2e}", f"{other.examples_processed:,}"),
+                *(f"{other.average_noise_std / other.max_grad_norm:.2g} C", f"{other.examples_processed:,}"),
                 style="bold" if other is planned else None,
             )
         laid_out.add_section()

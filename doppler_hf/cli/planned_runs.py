@@ -1,4 +1,4 @@
-"""The ε, noise and length of a run before it is started, and its alternatives of equal ε, without model or data.
+"""The ε, noise and length of a run before it starts, and its alternatives of equal ε, without a model or data.
 
     q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = σC/B
 
@@ -15,7 +15,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
 
-# A few hundredths of the data: see docs/guides/choosing.md.
+# The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
@@ -34,12 +34,15 @@ class PlannedRun:
 
     @property
     def sample_rate(self) -> float:
-        """Probability q = B/N with which each example is drawn at each step."""
+        """Probability q = B/N with which each record is drawn at each step."""
         return self.expected_batch_size / self.num_examples
 
     @property
     def average_noise_std(self) -> float:
-        """σC/(B√T), per coordinate of the average of all T mean gradients; a filter, of gain 1 there, hardly changes it."""
+        """σC/(B√T), the noise per coordinate of the average of all T mean gradients.
+
+        A filter hardly changes it, because its gain at frequency zero is 1.
+        """
         return self.noise_multiplier * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
 
     @property
@@ -53,7 +56,7 @@ class PlanRequest:
     """A run of E epochs, or T steps (`max_steps`), with either ε or σ; δ is N^−1.1 by default.
 
     Raises:
-        ValueError: If a number is out of range, B is left out, or not exactly one of ε and σ, and of E and T, is given.
+        ValueError: If a number is out of range, B is missing, or not exactly one of ε and σ, and of E and T, is given.
 
     Example:
         >>> PlanRequest(num_examples=50_000, batch_size=1000, epochs=3, noise_multiplier=1.0).solve().steps
@@ -74,32 +77,34 @@ class PlanRequest:
         if self.num_examples < 2:
             raise Refusal(
                 "out-of-range",
-                f"--num-examples must be at least 2, got {self.num_examples}. Give the size of the training set.",
+                f"--num-examples must be at least 2; got {self.num_examples}. Give the size of the training set.",
             )
         for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
-                raise Refusal("out-of-range", f"--{name.replace('_', '-')} must be a finite number > 0, got {value}.")
+                raise Refusal("out-of-range", f"--{name.replace('_', '-')} must be positive and finite; got {value}.")
         if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
-            # A mechanism that publishes one of the N examples at random satisfies DP with a larger δ.
+            # A mechanism that publishes one of the N records at random satisfies DP with a larger δ.
             raise Refusal(
                 "delta-too-large",
-                f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}, got {self.delta:g}. Leave it "
-                "out for N^-1.1.",
+                f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}; got {self.delta:g}. Leave it "
+                "out to use N^-1.1.",
             )
         if self.batch_size is None:
             first = max(1, round(FIRST_SHARE * self.num_examples))
-            raise Refusal("no-batch-size", f"--batch-size must be given. Begin with --batch-size {first}.")
+            raise Refusal("no-batch-size", f"--batch-size is missing. Start with --batch-size {first}.")
         if self.batch_size > self.num_examples:
             raise Refusal(
-                "batch-too-large", f"--batch-size must be at most {self.num_examples}, got {self.batch_size}. Lower it."
+                "batch-too-large",
+                f"--batch-size must be at most the {self.num_examples} records of the training set; got {self.batch_size}. "
+                "Lower it.",
             )
         for one, other in (("epochs", "max_steps"), ("epsilon", "noise_multiplier")):
             given = [vars(self)[name] for name in (one, other) if vars(self)[name] is not None]
             if len(given) != 1:
                 flags = f"--{one} and --{other.replace('_', '-')}"
-                mend = "Leave one out" if given else "Give one"
-                raise Refusal("one-of-two", f"One of {flags} must be set, got {'both' if given else 'none'}. {mend}.")
+                fact = "are both given; leave one of them out" if given else "are both missing; give one of them"
+                raise Refusal("one-of-two", f"Exactly one of two flags is needed. {flags} {fact}.")
 
     @property
     def target_delta(self) -> float:
@@ -113,7 +118,7 @@ class PlanRequest:
         return math.ceil(self.num_examples / self.batch_size)
 
     def solve(self, *, rough: bool = False) -> PlannedRun:
-        """Return the run with the σ that was given, or the least that is within ε; `rough` as in `get_noise_multiplier`."""
+        """Return the run with the given σ, or with the smallest σ that keeps ε; for `rough` see `get_noise_multiplier`."""
         assert self.batch_size is not None
         steps = self.max_steps
         if steps is None:
@@ -138,8 +143,8 @@ def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[
     """Calibrate runs around the `run` of a request, with other batch sizes and numbers of epochs, to the same ε and δ.
 
     Returns:
-        Epochs, ½ to 4 times those of the run → runs with ¼ to 4 times its batch size, as far as that is smaller than the
-        data set and some noise reaches the ε. The run itself is returned unchanged.
+        Epochs → runs of that length. The epochs are ½ to 4 times those of the run, and the batch sizes ¼ to 4 times its
+        batch size, if they are smaller than the data set and some noise reaches the ε. The run itself is returned unchanged.
     """
     epochs = epochs_of(request, run)
     same = replace(request, noise_multiplier=None, max_steps=None, epochs=epochs, epsilon=epsilon)
@@ -148,13 +153,13 @@ def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[
         if (length, batch_size) == (epochs, run.expected_batch_size):
             return run
         try:
-            # A table shows three digits, for which the rough grid is enough.
+            # The table shows three digits, for which the rough grid is enough.
             return replace(same, epochs=length, batch_size=batch_size).solve(rough=True)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 
     batch_sizes = {max(1, round(factor * run.expected_batch_size)) for factor in BATCH_SIZE_FACTORS}
-    # A batch of all examples leaves nothing to chance: it is compared only if it was asked for.
+    # A batch of all records leaves nothing to chance, so it is shown only if it was asked for.
     sizes = sorted(size for size in batch_sizes if size < run.num_examples or size == run.expected_batch_size)
     table = {
         length: [calibrated(size, length) for size in sizes] for length in (factor * epochs for factor in EPOCH_FACTORS)
@@ -163,20 +168,21 @@ def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[
 
 
 def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
-    """Return E as it was given, before Transformers rounds up to whole steps, or T/⌈N/B⌉."""
+    """Return the given E, before Transformers rounds it up to whole steps, or T/⌈N/B⌉."""
     return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
 
 
 def taken_by_training(
     request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None
 ) -> tuple[NoiseShape, LowPassFilter, PlannedRun]:
-    """Return noise shape and filter that a training of a planned run takes, and the run with the σ and T of that shape.
+    """Return the noise shape and filter that a training run would choose, and the planned run with their σ and T.
 
-    The training is given ε or, where the request has none, σ, whose noise is white; it chooses the filter if that is None.
-    The optimizer is Adam, the rate falls linearly, and memory suffices.
+    If the request has σ in place of ε, the noise is white. A given filter is kept. Assumed are Adam, a learning rate that
+    falls linearly, and enough memory.
     """
     white = WHITE, low_pass_filter or PAPER_FILTERS["none"], run
-    # Without ε no shapes of equal ε; and Poisson sampling may draw a record in every step, which a shape forbids.
+    # Shapes are compared at equal ε, so they need a target ε. Poisson sampling may draw a record in every step, which shaped
+    # noise does not allow.
     if request.epsilon is None or run.sampling == "poisson":
         return white
 
@@ -197,7 +203,7 @@ def taken_by_training(
     if shape.is_white:
         return white
     steps = run.steps
-    if request.max_steps is None:  # a length in epochs ends where every group has had its turns
+    if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
         steps = steps_of_whole_turns(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
     sigma = get_noise_multiplier(strategy=shape.c, steps=steps, **terms)

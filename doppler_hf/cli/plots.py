@@ -1,6 +1,7 @@
-"""Pictures of filters, as files, whose ending, one of `PICTURE_ENDINGS`, sets the format. Folders are made.
+"""Pictures of filters, as files.
 
-Matplotlib is imported when one is drawn; pyplot, whose state is the notebook's, never.
+The ending of a file's name, one of `PICTURE_ENDINGS`, sets the format, and missing folders are created. Matplotlib is
+imported when a picture is drawn. Pyplot is never imported, because its state belongs to the user's notebook.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ FREQUENCY: Final = "frequency (fraction of Nyquist)"
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything else is done."""
     if path.suffix not in PICTURE_ENDINGS:
-        raise Refusal("unknown-value", f"--plot must end in one of {', '.join(PICTURE_ENDINGS)}, got {path}.")
+        raise Refusal("unknown-value", f"The file of --plot must end in {' or '.join(PICTURE_ENDINGS)}; got {path}.")
     require("plot")
 
 
@@ -35,7 +36,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     """Draw filters in time and frequency: impulse and step response, gain and group delay."""
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
-    # Down to a tenth of the lowest cutoff, where every filter passes all.
+    # The axis reaches down to a tenth of the lowest cutoff, where every filter passes everything.
     slowest = min(each.cutoff for each in figures)
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
     from matplotlib.figure import Figure
@@ -44,11 +45,11 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     (impulse, step), (gain, delay) = figure.subplots(2, 2)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
-        # The colours repeat after ten.
+        # The colours repeat after ten filters, so the line style changes then.
         style = ("-", "--", ":", "-.")[index // 10 % 4]
         impulse.plot(impulse_response(low_pass_filter, steps), style, marker=marker, markersize=3, label=label)
         step.plot(step_response(low_pass_filter, steps), style, marker=marker, markersize=3)
-        # A zero of the filter is at minus infinity, which no axis shows.
+        # A zero of the filter would be at minus infinity decibels, which no axis shows.
         decibels = 20 * np.log10(np.maximum(np.abs(frequency_response(low_pass_filter, frequencies)), 1e-9))
         gain.semilogx(frequencies, decibels, style)
         delay.semilogx(frequencies, group_delay(low_pass_filter, frequencies), style)
@@ -73,5 +74,5 @@ def write(figure: Any, path: str | Path) -> None:
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise Refusal(
-            "picture-not-written", f"The picture {path} cannot be written ({error.strerror}). Give another folder."
+            "picture-not-written", f"The picture {path} cannot be written ({error.strerror}). Choose another folder."
         ) from error

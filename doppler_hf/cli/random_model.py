@@ -1,4 +1,4 @@
-"""A model of random weights and a batch of random inputs, by its configuration alone: nothing but that is downloaded."""
+"""A model with random weights and batches of random inputs, made from its configuration: no weights are downloaded."""
 
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from transformers import (
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import per_sample_losses
 
-# Task → Transformers' class, and PEFT's name.
+# Task → its class in Transformers, and its name in PEFT.
 TASKS: Final[dict[str, tuple[Any, Any]]] = {
     "text-classification": (AutoModelForSequenceClassification, "SEQ_CLS"),
     "causal-lm": (AutoModelForCausalLM, "CAUSAL_LM"),
@@ -26,15 +26,18 @@ TASKS: Final[dict[str, tuple[Any, Any]]] = {
 
 
 class RandomModel:
-    """A model of random weights, and batches for it, of texts of `length` tokens or of images as large as it takes.
+    """A model with random weights, and random batches of texts of `length` tokens, or of images of the model's size.
 
     Args:
         name: A hub name, or a folder with config.json.
         task: One of `TASKS`.
-        length: Tokens of a text; None for images.
+        length: Tokens per text; None for images.
         lora_r: Rank of adapters; 0 trains all weights.
         lora_target_modules: Layers with adapters, comma separated; by default PEFT's choice for the model.
-        device: Where the weights are.
+        device: Device of the weights.
+
+    Raises:
+        ValueError: If no such model is found, or `length` or `lora_target_modules` does not suit the model.
     """
 
     def __init__(
@@ -54,19 +57,23 @@ class RandomModel:
             )
         self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"
         if self._is_image == (length is not None):
-            need = "must be left out for images" if self._is_image else "must be given for texts"
-            raise Refusal("length-of-images", f"--length {need}, got {length}. Images have the size of the configuration.")
+            raise Refusal(
+                "length-of-images",
+                f"--length {length} has no effect on images, whose size is in the configuration. Leave it out."
+                if self._is_image
+                else "--length is missing. Give the number of tokens of a text, for example --length 128.",
+            )
         try:
             config = AutoConfig.from_pretrained(name)
         except OSError as error:
             raise Refusal(
-                "no-such-model", f"--model must be a hub name or a folder with a config.json, got {name!r}: {error}"
+                "no-such-model", f"Expected a hub name or a folder with a config.json as --model; got {name!r}: {error}"
             ) from error
         positions = getattr(config, "max_position_embeddings", None)
         if length and positions and length > positions:
             raise Refusal(
                 "length-too-large",
-                f"--length must be at most the model's {positions} positions, got {length}. Give --length {positions}.",
+                f"--length must be at most the {positions} positions of this model; got {length}. Use --length {positions}.",
             )
         self._config, self._length = config, length
         self._generator = torch.Generator().manual_seed(0)
@@ -80,23 +87,24 @@ class RandomModel:
                 names = None if lora_target_modules is None else lora_target_modules.split(",")
                 config = LoraConfig(
                     r=lora_r,
-                    # PEFT knows all-linear only as a plain string.
+                    # PEFT understands all-linear only as a plain string.
                     target_modules="all-linear" if names == ["all-linear"] else names,
                     task_type=task_type,
-                    # Without a task PEFT would freeze the head, which is new.
+                    # Without a task type, PEFT would freeze the head, which is new.
                     modules_to_save=["classifier"] if task_type is None else None,
                 )
                 self.model = get_peft_model(self.base, config).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
-        """Return a random batch of that many examples, all of the same length."""
+        """Return a random batch of `size` examples, all of the same length."""
         labels = torch.randint(self._config.num_labels, (size,), generator=self._generator)
         if self._is_image:
             side, channels = self._config.image_size, getattr(self._config, "num_channels", 3)
             inputs = {"pixel_values": torch.randn(size, channels, side, side, generator=self._generator), "labels": labels}
         else:
             assert self._length is not None
-            ends = [self._config.pad_token_id, *np.atleast_1d(self._config.eos_token_id)]  # of which there may be several
+            # A model may have several end-of-sequence tokens.
+            ends = [self._config.pad_token_id, *np.atleast_1d(self._config.eos_token_id)]
             words = torch.tensor([number for number in range(self._config.vocab_size) if number not in ends])
             tokens = words[torch.randint(len(words), (size, self._length), generator=self._generator)]
             of_task = tokens if self._is_lm else labels
@@ -104,6 +112,6 @@ class RandomModel:
         return {name: values.to(self.base.device) for name, values in inputs.items()}
 
     def losses_of(self, inputs: dict[str, Tensor], *, in_bf16: bool = False) -> Float[Tensor, " batch"]:
-        """Return the loss of each example of a batch, computed in bfloat16 as a training with `bf16` does."""
+        """Return the per-sample losses of a batch, shape (batch,); in bfloat16 they are computed as with `bf16=True`."""
         with torch.autocast(self.base.device.type, dtype=torch.bfloat16, enabled=in_bf16):
             return per_sample_losses(self.model, inputs, base_model=self.base)

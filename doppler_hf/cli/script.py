@@ -1,7 +1,8 @@
-"""A training script up to its first training, whose trainer `check` and `audit` take: your script, or that of a recipe.
+"""Run a training script up to its first training, and give its trainer to `check` or `audit`.
 
-A recipe is a command line of a script of the repository. Which script that is, `scripts/training/recipe.py` knows. The
-folder `scripts` is no part of the package: it is looked for beside the package, and above the recipe and the current folder.
+The script is the user's, or that of a recipe. A recipe holds the arguments of a script of the repository, and
+`scripts/training/recipe.py` knows which script. The folder `scripts` is not part of the package. It is looked for beside the
+package, in the folders above the recipe, and in the current folder and those above it.
 """
 
 import argparse
@@ -21,11 +22,11 @@ from doppler_hf.trainer import DopplerTrainer
 PACKAGE: Final = Path(__file__).resolve().parents[1]
 CHOOSES_THE_SCRIPT: Final = Path("scripts/training/recipe.py")
 T = TypeVar("T")
-OF_MISTAKES: Final = "error: "  # with which the scripts of the repository end, and then one line
+OF_MISTAKES: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two ways to name a training."""
+    """Declare the two ways to name a training run."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
@@ -40,38 +41,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) -> T:
-    """Run the script that the arguments name up to its first training, and return what `use` makes of the trainer.
+    """Run the script that the arguments name up to its first private training, and return what `use` returns.
 
-    Trainings of a script without privacy are made on the way, as baselines. A recipe has only one, which `use` may refuse.
+    Training runs without privacy before it, such as baselines, are carried out. A recipe has only one training run; if that
+    is without privacy, `use` gets it and may refuse it.
     """
     if args.script is None:
         return first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
     if args.fields:
         raise Refusal(
             "unknown-options",
-            f"Unknown options before --script: {' '.join(args.fields)}. Give the script's own words after it.",
+            f"Unknown options before --script: {' '.join(args.fields)}. Put the script's own arguments after the script.",
         )
     words = args.script
     if not words or not Path(words[0]).is_file():
-        raise Refusal("no-script", f"--script must be followed by the path of a script, got {' '.join(words) or 'nothing'}.")
+        raise Refusal("no-script", f"Expected the path of a script after --script; got {' '.join(words) or 'nothing'}.")
     return first_trainer(words, use, is_baseline_run=True)
 
 
 class _Used(BaseException):
-    """Carries what came of the trainer out of a script, past whatever exceptions the script handles."""
+    """Carries the outcome out of a script, past any exception that the script handles."""
 
     def __init__(self, outcome: Any, error: Exception | None) -> None:
         self.outcome, self.error = outcome, error
 
 
 def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool) -> T:
-    """Run a script with its arguments, and use its first trainer, or its first private one, in place of training it."""
+    """Run a script with its arguments, and call `use` with its trainer in place of the first training.
+
+    With `is_baseline_run`, training runs without privacy are carried out, and `use` gets the first private trainer.
+    """
     train = DopplerTrainer.train
 
     def use_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if is_baseline_run and trainer.args.disable_dp:
             return train(trainer, *args, **options)
-        with mock.patch.object(DopplerTrainer, "train", train):  # what uses it may train
+        with mock.patch.object(DopplerTrainer, "train", train):  # `use` may train.
             try:
                 outcome, error = use(trainer), None
             except Exception as raised:
@@ -92,7 +97,7 @@ def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, i
             raise
     raise Refusal(
         "script-without-training",
-        f"{words[0]} must call DopplerTrainer.train(), but ended without it. Check its own conditions.",
+        f"{words[0]} ended without calling DopplerTrainer.train(). Check that its arguments make it train.",
     )
 
 
@@ -104,16 +109,16 @@ def _as_python_has_it(words: Sequence[str]) -> Iterator[None]:
 
 
 def _script_of(words: Sequence[str]) -> list[str]:
-    """Return the script for a recipe and the flags after it, and the words that the script takes."""
+    """Return the path of the script for a recipe, and the arguments for it."""
     recipe = Path(words[0]).resolve()
-    # Beside the package first, since both are then of one version.
+    # The folder beside the package comes first, since its scripts have the package's version.
     places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]
     clone = next((place for place in places if (place / CHOOSES_THE_SCRIPT).is_file() and _is_clone(place)), None)
     if clone is None:
         raise Refusal(
             "no-clone",
-            f"Expected a clone of the repository, whose scripts train recipes; got none near {words[0]} or the current "
-            "folder. Call this command in a clone, or give a training script of yours with --script.",
+            f"Recipes are trained by scripts in a clone of the repository, and none was found near {words[0]} or the "
+            "current folder. Call this command in a clone, or give your own training script with --script.",
         )
     with mock.patch.object(sys, "path", [str(clone), *sys.path]):
         command_of = import_module(CHOOSES_THE_SCRIPT.with_suffix("").as_posix().replace("/", ".")).command_of

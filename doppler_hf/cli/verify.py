@@ -1,16 +1,16 @@
 """Check a privacy ledger: that it was not edited, and that its ε follows from what was released.
 
-Checked are the schema, the chain of hashes, whether the ledgers of the checkpoints beside it are earlier states of it,
-whether the weights beside it are those that the run has saved, and every ε in it, recomputed from noise multiplier, sample
-rate and steps by the accountant that states it. The exit code is 1 if any of this fails, if ε is above its target, or if the
-training was not private.
+The command checks the schema and the chain of hashes, that the ledgers of the checkpoints are earlier states of this ledger,
+and that the weights next to it are weights that the run saved. It computes every ε again from noise multiplier, sample rate
+and steps, with the accountant that the ledger names. The exit code is 1 if any of this fails, if ε is above its target, or
+if the run was not private.
 
-The chain reveals every edit except two: a tail that was cut off, and a file that was rewritten as a whole. Against these,
-keep the last hash (the head) in a place that cannot be changed, and give it as --head. No file can prove that the training
-did what the file says.
+The chain reveals every edit except two: entries cut off at the end, and a file that was rewritten as a whole. Against these,
+keep the last hash (the head) in a place that nobody can change, and give it as --head. No file can prove that the training
+run did what the file says.
 
-A model that was made by merging an adapter into its base is checked against both: --adapter is the output folder of the
-private run, in which the ledger is, and --base the model that was adapted. The merge is computed again.
+To check a model that was made by merging an adapter into its base, give the output folder of the private run, where the
+ledger is, as --adapter, and the base model as --base. The merge is computed again.
 
   doppler-hf verify out/
   doppler-hf verify merged/ --base BASE --adapter out/
@@ -40,12 +40,13 @@ from doppler_hf.privacy.ledger.terms import (
     of_fixed_length_in_words,
     older_rule_in_words,
     terms_in_words,
+    unit_in_words,
 )
 from doppler_hf.privacy.ledger.weights import weight_files
 
-# The same code on another machine may add in another order.
+# The same code may add numbers in a different order on another machine.
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
-# Another version may bound ε on another grid, at most a percent below this one.
+# Another version may bound ε on another grid, and its bound may be up to one percent lower.
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
 _ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting", "numpy")
 
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", metavar="MODEL", help="with --adapter: the model into which it was merged, a folder or hub id"
     )
-    parser.add_argument("--head", metavar="HASH", help="the last hash, as published elsewhere: 64 hexadecimal digits")
+    parser.add_argument("--head", metavar="HASH", help="the last hash, as you published it: 64 hexadecimal digits")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,15 +68,15 @@ def run(args: argparse.Namespace) -> int:
     if (args.base is None) != (args.adapter is None):
         raise Refusal(
             "half-of-a-pair",
-            "--base and --adapter belong together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.",
+            "--base and --adapter are only useful together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.",
         )
     given = args.path if args.adapter is None else args.adapter
     path = given / LEDGER_NAME if given.is_dir() else given
     if not path.exists():
         raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
-        # A ledger that matches fewer digits could be found by trial and error.
-        raise Refusal("not-a-head", f"--head must be all 64 hexadecimal digits of the hash, got {args.head!r}.")
+        # A forger could find a ledger that matches fewer digits by trial and error.
+        raise Refusal("not-a-head", f"--head must be all 64 hexadecimal digits of the hash; got {args.head!r}.")
     console = Console()
     try:
         ledger = PrivacyLedger.load(path)
@@ -94,25 +95,25 @@ def run(args: argparse.Namespace) -> int:
         if not weights:
             mismatches.append(f"There is no adapter in {path.parent}. Give the folder in which the private run saved it.")
         else:
-            from doppler_hf.run.merged_model import merge_mismatches  # which loads models
+            from doppler_hf.run.merged_model import merge_mismatches  # The module loads models, so it is imported late.
 
             mismatches += merge_mismatches(args.path, base=args.base, adapter=path.parent)
-    # The verdict first: who asks for it may read no further.
+    # The verdict comes first, since many readers stop after it.
     if mismatches:
-        console.print(f"NOT VERIFIED: {len(mismatches)} of the checks failed.")
+        console.print("NOT VERIFIED: " + ("1 check" if len(mismatches) == 1 else f"{len(mismatches)} checks") + " failed.")
     else:
-        terms, unit = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})", ledger.statement.unit_of_privacy
-        guarantee = f"{terms}-differential privacy for {unit} after {ledger.steps_run:,} steps"
+        terms = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})"
+        guarantee = f"{terms}-differential privacy for {unit_in_words(ledger)} after {ledger.steps_run:,} steps"
         if ledger.earlier is not None:
             total = f"({ledger.spent.epsilon:.4g}, {ledger.spent.delta:.3g})"
-            guarantee += f" of this training, and {total} with the earlier ones if all used the same data"
+            guarantee += f" of this training run, and {total} together with the earlier runs if all used the same data"
         console.print(f"{verdict_on(weights)} {guarantee}.", markup=False, soft_wrap=True)
         if weights:
-            console.print(f"The weights in {', '.join(weights)} are those that it saved.", markup=False, soft_wrap=True)
+            console.print(f"Weights checked: {', '.join(weights)}.", markup=False, soft_wrap=True)
         else:
             console.print("No weight files were found next to the ledger. Copy them there to check them too.")
         if args.adapter is not None:
-            said = f"The model in {args.path} is {args.base} with this adapter merged into it, up to rounding."
+            said = f"The model in {args.path} is {args.base} with this adapter merged into it, except for rounding."
             console.print(said, markup=False, soft_wrap=True)
     notes = filter(None, (older_rule_in_words(ledger), of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
@@ -122,23 +123,24 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
     )
-    console.print(f"The head is {ledger.head}", soft_wrap=True)
+    console.print(f"Head (last hash) of the ledger: {ledger.head}", soft_wrap=True)
     if args.head is None:
-        console.print("Without --head, a ledger that was cut off or rewritten as a whole goes unnoticed.")
+        console.print("Without --head, this command does not notice a ledger that was cut off or rewritten as a whole.")
     return 1 if mismatches else 0
 
 
 def verdict_on(weights: Iterable[str]) -> str:
-    """Return the verdict on a ledger whose checks have passed, with or without weights beside it."""
+    """Return the verdict on a ledger whose checks have passed, with or without weights next to it."""
     return "VERIFIED:" if any(weights) else "LEDGER ONLY:"
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
-    """Return the entries whose ε is not the one that follows from what was released."""
+    """Return a line for each entry whose ε does not follow from what was released."""
     found = []
     for claim in ledger.claims:
         recomputed = recompute(claim.account.epsilon, delta=ledger.statement.target_delta) if claim.private else math.inf
-        # A looser bound of another version holds too: before 0.3 a cut round counted for every group as for the first.
+        # A looser bound of another version holds too. Before 0.3, an incomplete round counted for every group as it does for
+        # the first.
         is_looser = not is_of_now(claim.versions) and recomputed < claim.epsilon < math.inf
         if not is_looser and not math.isclose(claim.epsilon, recomputed, rel_tol=tolerance(claim.versions)):
             found.append(
@@ -149,38 +151,38 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
 
 
 def recompute(epsilon: Callable[..., float], *, delta: float) -> float:
-    """Return a function of δ, NaN if its numbers are out of range."""
+    """Return ε at δ, or NaN if the numbers of the ledger are out of range."""
     try:
         return epsilon(delta=delta)
-    except ValueError:  # The numbers are of a ledger that no run writes.
+    except ValueError:  # No run writes a ledger with such numbers.
         return math.nan
 
 
 def tolerance(versions: Mapping[str, str]) -> float:
-    """Return the relative difference allowed between an ε computed with these `versions` and one computed now."""
+    """Return the allowed relative difference between an ε that was computed with these `versions` and one computed now."""
     return _SAME_VERSIONS_TOLERANCE if is_of_now(versions) else _OTHER_VERSIONS_TOLERANCE
 
 
 def is_of_now(versions: Mapping[str, str]) -> bool:
-    """Return whether an ε with these `versions` was computed as it is now."""
+    """Return whether these `versions` are the installed ones, so that ε is computed in the same way."""
     own = package_versions()
     return all(versions[name] == own[name] for name in _ACCOUNTING_PACKAGES)
 
 
 def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
-    """Return whether the training was not private, or cost more than its target."""
+    """Return a line if the run was not private or cost more than its target."""
     if ledger.why_not_private is not None:
         return [f"NOT PRIVATE: {ledger.why_not_private}."]
     statement = ledger.statement
     spent = recompute(functools.partial(get_total_epsilon, ledger.history), delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
-        return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs {spent:.8g}."]
+        return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs ε = {spent:.8g}."]
     return []
 
 
 def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return the checkpoints in `folder` whose ledger is no earlier state of this one, or of one set aside."""
+    """Return a line for each checkpoint in `folder` whose ledger is not an earlier state of this one or of one set aside."""
     family = [ledger, *ledgers_in(folder).values()]
     found = []
     for path in sorted(folder.glob(f"checkpoint-*/{LEDGER_NAME}")):
@@ -191,59 +193,67 @@ def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
             continue
         if not any(checkpoint.is_prefix_of(other) for other in family):
             found.append(
-                f"{path} is no earlier state of the ledger in {folder}: one is of another run, or the latter was cut off."
+                f"{path} is not an earlier state of the ledger in {folder}: the two come from different runs, or entries at "
+                "the end of the latter were cut off."
             )
     return found
 
 
 def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return whether weights in `folder` are none of those that the run has saved."""
+    """Return a line if weights in `folder` are not weights that the run saved."""
     unknown = ledger.unknown_weights(folder)
     if not unknown:
         return []
     line = (
-        f"The ledger does not speak for {', '.join(unknown)} in {folder}: changed, or of another training. Put back the "
-        "weights that were saved with the ledger, and move others away."
+        f"The run of this ledger did not save these weights: {', '.join(unknown)} in {folder}. They were changed, or come "
+        "from another run. Put back the weights that were saved with the ledger, and move other weights away."
     )
     if any(name.startswith("adapter_model.") for files in ledger.saved for name in files):
         line += (
-            " If they are the adapter of this training merged into its base, run "
-            f"doppler-hf verify {folder} --base BASE --adapter FOLDER, where FOLDER is the output folder of the training."
+            " If they are the adapter of this run merged into its base, run "
+            f"doppler-hf verify {folder} --base BASE --adapter FOLDER, where FOLDER is the output folder of the run."
         )
     return [line]
 
 
 def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return a line for every ledger in `folder` of another training than this one's, and what they mean for its ε."""
+    """Return a line for every ledger in `folder` of a different training run, and what these mean for the total ε."""
     lines = []
     for path, other in ledgers_in(folder).items():
         if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
             continue
         name, delta = other.statement.accountant, other.statement.target_delta
-        lines.append(f"{path.name} is of another training: ε = {other.epsilon():.4g} at δ = {delta:.3g}, by {name}.")
-    return [*lines, "If they used the same data, ε of all of them add up, and so do their δ."] if lines else []
+        lines.append(
+            f"{path.name} is the ledger of another training run: ε = {other.epsilon():.4g} at δ = {delta:.3g}, computed by "
+            f"{name}."
+        )
+    return [*lines, "If the runs used the same data, their ε add up, and so do their δ."] if lines else []
 
 
 def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
-    """Return whether the ledger's head differs from the one that was published."""
+    """Return a line if the ledger's head differs from the one that was published."""
     if ledger.head == head.lower():
         return []
     later = any(entry["hash"] == head.lower() for entry in ledger.entries)
-    what = "the ledger has gone on since" if later else "this is another ledger, or its tail was cut off"
+    what = (
+        "entries were added to the ledger after that head"
+        if later
+        else "this is a different ledger, or entries at its end were cut off"
+    )
     return [f"The head is {ledger.head}, not {head.lower()}: {what}."]
 
 
 def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Table:
-    """Lay out the terms of the guarantee, what was run, and what that means."""
+    """Return a table of the terms of the guarantee, the steps, and the meaning of ε."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
-    end = "to its end" if last.is_closed else f"interrupted: at least {last.steps_released:,} of them were run"
+    end = "the run ended" if last.is_closed else f"the run was interrupted; at least {last.steps_released:,} steps were run"
     table = Table(title="Privacy ledger", show_header=False)
     for row in (
         *terms_in_words(ledger),
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
-        ("ε, as planned", f"{ledger.epsilon():.6g} by {statement.accountant}"),
+        ("ε of the whole plan", f"{ledger.epsilon():.6g}, computed by {statement.accountant}"),
         *meaning,
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ):

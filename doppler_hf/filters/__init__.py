@@ -1,16 +1,16 @@
 """Low-pass filters on the time axis of training: design, analyse, estimate and choose them (NumPy and SciPy only).
 
-- low_pass_filter: the filter and its validity
+- low_pass_filter: the filter, and the conditions for a valid one
 - design, grammar: presets and designs, and their names
 - noise_shape: the noise over time, white or shaped
-- response: impulse, step, frequency, delay, noise gain; and a summary in one row
+- response: impulse, step and frequency response, delay, noise gain, and a summary of them
 - on_circle: polynomials at a frequency, in twice the precision of float64
-- spectrum: measured autocorrelations and signal, and the filter that they call for
-- closed_loop, auto: the loss that noise costs, and the choice with the least
-- earlier_names: functions that are deprecated
+- spectrum: measured autocorrelations and signal power, and the best filter for them
+- closed_loop, auto: the loss that noise costs, and the filter and noise shape with the smallest loss
+- earlier_names: deprecated functions
 
-A response of no steps is an empty array, as is what is asked at no frequency, and a sum over no steps is 0. A mean, a design
-and a choice need one step at least, and refuse none with a ValueError. A negative number of steps is always refused.
+A response of no steps, or at no frequency, is an empty array, and a sum over no steps is 0. A mean, a design and a choice
+need at least one step, and raise ValueError without one. A negative number of steps always raises ValueError.
 """
 
 from typing import Any
@@ -53,5 +53,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what an earlier version had, with a warning."""
+    """Return an attribute of an earlier version, with a deprecation warning."""
     return attribute_of(__name__, name)

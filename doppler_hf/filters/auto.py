@@ -1,8 +1,8 @@
-"""The filter and the noise shape with the least loss in `closed_loop`, from public numbers alone.
+"""The filter and the noise shape with the smallest loss in `closed_loop`, chosen from public numbers alone.
 
-The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, of delay D = β / (1 - β). Its real pole keeps the loop of filter and
-weights stable wherever SGD is; the paper's filters of second order do not. Each number of bands has its own σ, since a
-record is in the batch of its turn with b times the probability. Bands double while the loss falls.
+The filter is momentum, m_t = β m_{t-1} + (1 - β) g_t, with delay D = β / (1 - β). Its real pole keeps the loop of filter and
+weights stable wherever SGD is stable; the paper's filters of second order do not. Each number of bands b has its own σ,
+since a record joins the batch of its turn with b times the probability. The number of bands doubles while the loss falls.
 """
 
 import math
@@ -15,7 +15,7 @@ from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
 MAX_DELAY_SHARE: Final = 0.02  # the longest delay, as a share of the run
-MIN_DELAY: Final = 0.5  # a shorter one, Σκ² > 1/2, is not worth its buffer
+MIN_DELAY: Final = 0.5  # A shorter delay (Σκ² > 1/2) is not worth its buffer.
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:
@@ -43,12 +43,12 @@ def auto_noise_shape(
     """Pick the noise shape with the least loss among runs of equal ε; white where none is better by `WORTHWHILE`.
 
     Args:
-        noise_multiplier_of: σ for a number of bands, at equal ε; infinite where there is none. It is asked for 1, 2, 4, ...
-            bands until the loss stops falling.
+        noise_multiplier_of: Function from a number of bands to σ at equal ε; infinite if no σ reaches this ε. It is called
+            with 1, 2, 4, ... bands until the loss stops falling.
         steps: Length of the run T.
-        learning_rates: As for `auto_filter`.
+        learning_rates: The learning rate of each step, in any unit, shape (steps,); constant by default.
         low_pass_filter: The filter of the run; None for `auto_filter` with each number of bands.
-        most_bands: The most that fit into memory; None for any number.
+        most_bands: The largest number of bands that fits into memory; None for no limit.
 
     Example:
         >>> sigmas = {1: 0.83, 2: 0.98, 4: 1.21, 8: 1.54, 16: 2.02}  # MNIST, ε = 3, B = 1000, T = 300

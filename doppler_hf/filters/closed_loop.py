@@ -1,13 +1,13 @@
-"""The loss that privacy noise costs when the gradient pulls weights back; filter and noise shape are chosen by it.
+"""The loss that privacy noise costs when the gradient pulls the weights back; it decides the filter and the noise shape.
 
-In a direction of curvature λ the weights are w_{t+1} = w_t - η m_t, m = κ * (λw + n), n the noise of the gradient. With
-x = ηλ and H the filter's response this is a closed loop:
+In a direction of curvature λ, the weights are w_{t+1} = w_t - η m_t, with m = κ * (λw + n) and n the noise of the gradient.
+With x = ηλ and H the filter's response this is a closed loop:
 
     w = -η H / (e^{iω} - 1 + xH) · n,    ½ λ E w² = ½ η noise_std² L(x),    L(x) = x ∫ |H|² S / |e^{iω} - 1 + xH|² dω/2π,
 
-S = ‖c‖²/|c(e^{-iω})|² the power density of noise of the strategy c. White noise without a filter has L(x) = 1 / (2 - x). By
-convention, learning rates change slowly and curvatures spread evenly on a logarithmic scale up to x = 1. They begin at x =
-10 η̂ / Σ η, where the gradient turns by its own length in a tenth of the way of the weights.
+with S = ‖c‖²/|c(e^{-iω})|² the power density of the noise of strategy c. White noise without a filter has L(x) = 1/(2 - x).
+The model assumes that learning rates change slowly, and that curvatures spread evenly on a logarithmic scale up to x = 1.
+The scale begins at x = 10 η̂ / Σ η, where the gradient changes by its own length in a tenth of the path of the weights.
 """
 
 import functools
@@ -25,14 +25,15 @@ from doppler_hf.filters.design import positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-TURN_SHARE: Final = 0.1  # of the way of the weights, in which the gradient turns by its own length in the flattest direction
+# In the flattest direction, the gradient changes by its own length within this share of the path of the weights.
+TURN_SHARE: Final = 0.1
 SHARPEST: Final = 1.0  # x = ηλ of the sharpest direction, at the full learning rate
-WORTHWHILE: Final = 0.02  # the share of the loss that is worth a delay, a buffer, or a larger noise of single steps
-# The largest modulus of a strategy's root, and the share by which the loss must fall for it. Within the first a step's noise
-# is at most five times white noise. Behind the momentum of long runs the second saves a quarter of the loss, with noise up
-# to fifteen times as large.
+WORTHWHILE: Final = 0.02  # A smaller gain in loss is not worth a delay, a buffer, or larger noise in single steps.
+# The largest modulus of a strategy's root → the share by which the loss must fall to allow it. With moduli up to 0.9, the
+# noise of a step is at most five times white noise. With 0.99 it may be fifteen times white noise, but behind the momentum
+# of long runs this saves a quarter of the loss.
 LARGEST_ROOTS: Final[Mapping[float, float]] = {0.9: 0.0, 0.99: WORTHWHILE}
-_DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # of the grid
+_DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # Sizes of the grid.
 
 
 @final
@@ -41,7 +42,10 @@ class ClosedLoop:
 
     Args:
         x: ηλ of every direction, above 0, shape (directions,).
-        weights: Weight of each direction, of sum 1, shape (directions,); equal by default.
+        weights: Weight of each direction, shape (directions,), with sum 1; equal weights by default.
+
+    Raises:
+        ValueError: If there is no direction, or some x is not positive.
 
     Example:
         >>> loop, momentum = ClosedLoop.of_run(300), LowPassFilter(b=(0.1,), a=(1.0, -0.9))
@@ -53,35 +57,38 @@ class ClosedLoop:
         self, x: Float64[np.ndarray, " directions"], weights: Float64[np.ndarray, " directions"] | None = None
     ) -> None:
         if not len(x) or not x.min() > 0:
-            raise Refusal(
-                "out-of-range", f"x must be ηλ of one direction or more, each above 0, got {x}. Leave flat directions out."
-            )
+            raise Refusal("out-of-range", f"Each x (ηλ of a direction) must be above 0; got {x}. Leave flat directions out.")
         self._x = x
         self._weights = np.full(len(x), 1 / len(x)) if weights is None else weights
-        # ∫ dω/2π over both signs of ω, on a logarithmic scale down to where nothing changes any more.
+        # The measure of ∫ dω/2π over both signs of ω, on a logarithmic scale that starts where nothing changes any more.
         log_omega = np.linspace(math.log(1e-3 * x.min()), math.log(math.pi), _FREQUENCIES)
         self._omega = np.exp(log_omega)
         self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
         self._measure[-1] /= 2
-        self._passed = functools.cache(self._passed_by)  # asked for each filter with several shapes
+        self._passed = functools.cache(self._passed_by)  # Each filter is tried with several noise shapes.
 
     @classmethod
     def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
-        """Return the directions of a run at every size of its learning rate, weighted by its share of the way."""
+        """Return the directions of a run at each level of its learning rate, weighted by the path that level covers.
+
+        Raises:
+            ValueError: If `steps` is not positive, `learning_rates` has another length, or all of them are 0.
+        """
         rates = _relative_rates(positive_integer("steps", steps), learning_rates)
         flattest = min(1 / (TURN_SHARE * math.fsum(rates)), SHARPEST)
         middles = (np.arange(_DIRECTIONS) + 0.5) / _DIRECTIONS
         curvatures = flattest ** (1 - middles) * SHARPEST**middles
         shares = np.quantile(rates, (np.arange(_RATES) + 0.5) / _RATES)
-        # A rate that is zero nearly all the time leaves those at which the weights go.
+        # Zeros are left out. If the learning rate is zero nearly all the time, all its positive values are used.
         shares = shares[shares > 0] if shares.any() else rates[rates > 0]
         return cls(np.outer(shares, curvatures).ravel(), np.repeat(shares / shares.sum() / _DIRECTIONS, _DIRECTIONS))
 
     def loss(self, low_pass_filter: LowPassFilter, shape: NoiseShape = WHITE) -> float:
         """Return the mean of L(x) over the directions, which scales with σ²; infinite if the loop is unstable in one.
 
-        It is right to 0.2 % for filters that delay by up to 10,000 steps. Slower ones may ring with the weights between two
-        frequencies of the grid: at a delay of 100,000 steps the loss of the sharpest direction is 9 % too small.
+        The error is at most 0.2 % for filters that delay by up to 10,000 steps. Slower filters may have a resonance with the
+        weights between two frequencies of the grid: at a delay of 100,000 steps the loss of the sharpest direction is 9 %
+        too small.
         """
         passed = self._passed(low_pass_filter)
         if passed is None:
@@ -89,10 +96,10 @@ class ClosedLoop:
         return shape.norm**2 * float(np.sum(passed / np.abs(self._response(np.array(shape.c))) ** 2))
 
     def best_shape(self, bands: int, low_pass_filter: LowPassFilter) -> NoiseShape:
-        """Return the strategy of b bands with the least loss behind a filter, its coefficients to four decimals.
+        """Return the strategy of b bands with the smallest loss behind a filter, with coefficients to four decimals.
 
-        L depends on |c|² alone and is convex in it at fixed ‖c‖², so it has one minimum. Of the strategies that attain it,
-        this is the one with all roots inside the unit circle.
+        L depends on |c|² alone and is convex in it at fixed ‖c‖², so it has one minimum. Several strategies attain it; the
+        returned strategy has all roots inside the unit circle.
         """
         start, passed = NoiseShape.banded(bands), self._passed(low_pass_filter)
         if start.is_white or passed is None:
@@ -110,7 +117,7 @@ class ClosedLoop:
         found = scipy.optimize.minimize(log_loss, np.array(start.c[1:]), jac=True, method="L-BFGS-B").x
         roots = np.roots([1.0, *found])
         inside = np.where(np.abs(roots) > 1, 1 / np.conj(roots), roots)
-        # A filter that blocks the highest frequency would let noise there grow without bound.
+        # Behind a filter that blocks the highest frequency, noise at this frequency could otherwise grow without bound.
         moduli = np.maximum(np.abs(inside), 1e-12)
         best, least = start, self.loss(low_pass_filter, start)
         for most, worthwhile in LARGEST_ROOTS.items():
@@ -120,8 +127,8 @@ class ClosedLoop:
         return best
 
     def _passed_by(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
-        """Return what the loop makes of white noise, by frequency; None if it is unstable."""
-        # (1 - z⁻¹) A + x z⁻¹ B has its roots inside the unit circle.
+        """Return the power of white noise behind the loop, by frequency; None if the loop is unstable."""
+        # The loop is stable if (1 - z⁻¹) A + x z⁻¹ B has its roots inside the unit circle.
         order = max(len(low_pass_filter.b), len(low_pass_filter.a))
         b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
         open_loop, feedback = np.convolve([1.0, -1.0], a), np.concatenate([[0.0], b])
@@ -148,12 +155,15 @@ def _largest_roots(
 
 
 def _with_roots(roots: Inexact[np.ndarray, " roots"]) -> NoiseShape:
-    """Return the strategy with these roots, its coefficients to four decimals."""
+    """Return the strategy with these roots, with coefficients to four decimals."""
     return NoiseShape(tuple(np.trim_zeros(np.round(np.real(np.poly(_in_leja_order(roots))), 4), "b")))
 
 
 def _in_leja_order(roots: Inexact[np.ndarray, " roots"]) -> Inexact[np.ndarray, " roots"]:
-    """Return the roots such that each is the farthest, by product, from those before: `np.poly` then keeps its digits."""
+    """Return the roots in Leja order, in which `np.poly` loses no digits.
+
+    Each root is the one whose product of distances to all earlier roots is largest.
+    """
     ordered, left = [], roots
     distances = np.log(np.maximum(np.abs(left), 1e-300))
     while len(left):
@@ -165,16 +175,17 @@ def _in_leja_order(roots: Inexact[np.ndarray, " roots"]) -> Inexact[np.ndarray, 
 
 
 def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float64[np.ndarray, " steps"]:
-    """Return the learning rates in units of the greatest."""
+    """Return the learning rates in units of the largest."""
     if learning_rates is None:
         return np.ones(steps)
     if len(learning_rates) != steps:
         raise Refusal(
-            "other-lengths", f"learning_rates must have one rate for each of the {steps} steps, got {len(learning_rates)}."
+            "other-lengths",
+            f"learning_rates must have one entry for each of the {steps} steps; got {len(learning_rates)} entries.",
         )
     if not max(learning_rates):
         raise Refusal(
             "all-rates-zero",
-            "learning_rates must not all be 0, since the weights would not move. Give at least one above 0.",
+            "All learning_rates are 0, so the weights would not move. Give at least one above 0.",
         )
     return np.array(learning_rates) / max(learning_rates)

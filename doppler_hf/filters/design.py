@@ -1,6 +1,6 @@
-"""A classical design, averages, and the paper's presets (its two coefficient tables).
+"""Filter designs (Butterworth and averages), and the presets of the paper (its two coefficient tables).
 
-Each design has unit gain at frequency zero and prints as it was made, as `butterworth:order=2,cutoff=0.1`.
+Each design has unit gain at frequency zero and prints as its name, such as `butterworth:order=2,cutoff=0.1`.
 """
 
 import math
@@ -16,7 +16,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.on_circle import values_on_circle
 
-# By how much the gain at the cutoff may miss the design, once the coefficients are rounded to float64.
+# The largest allowed error of the gain at the cutoff after the coefficients are rounded to float64.
 CUTOFF_GAIN_ATOL: Final = 1e-3
 
 
@@ -38,12 +38,12 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     """
     order = positive_integer("order", order)
     if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise Refusal("out-of-range", f"cutoff must be a fraction of Nyquist inside (0, 1), got {cutoff}.")
+        raise Refusal("out-of-range", f"cutoff must be a fraction of Nyquist inside (0, 1); got {cutoff}.")
     name = f"butterworth:order={order},cutoff={float(cutoff)!r}"
     b, a = scipy.signal.butter(order, float(cutoff))
-    # SciPy's gain at frequency zero misses 1 where the cutoff is low.
+    # At a low cutoff, the gain at frequency zero of SciPy's filter is not exactly 1.
     low_pass_filter = _named(name, LowPassFilter(b=tuple(b * (math.fsum(a) / math.fsum(b))), a=tuple(a)))
-    # Poles near 1 are differences of coefficients that are rounded to float64, and a high power of that distance.
+    # Rounding the coefficients moves poles near 1, and with several such poles it changes the gain.
     gain = float(
         np.abs(
             np.divide(
@@ -54,22 +54,30 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     if abs(gain - 0.5**0.5) > CUTOFF_GAIN_ATOL:
         raise Refusal(
             "unstable-filter",
-            f"The coefficients of {name} must have the gain 0.7071 at the cutoff, got {gain:.4g}: float64 cannot hold its "
-            "poles. Lower the order or raise the cutoff.",
+            f"Rounding to float64 spoils the coefficients of {name}: the gain at the cutoff should be 0.7071, and is "
+            f"{gain:.4g}. Lower the order or raise the cutoff.",
         )
     return low_pass_filter
 
 
 def momentum(beta: float) -> LowPassFilter:
-    """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t, for a decay β in [0, 1): Adam's β₁."""
+    """Return the exponential moving average m_t = β m_{t-1} + (1 - β) g_t, for a decay β in [0, 1): Adam's β₁.
+
+    Raises:
+        ValueError: If beta is outside [0, 1).
+    """
     if not (isinstance(beta, Real) and 0 <= beta < 1):
-        raise Refusal("out-of-range", f"beta must be a decay in [0, 1), got {beta}.")
+        raise Refusal("out-of-range", f"beta must be a decay in [0, 1); got {beta}.")
     beta = float(beta)
     return _named(f"momentum:beta={beta!r}", LowPassFilter(b=(1 - beta,), a=(1.0, -beta)))
 
 
 def moving_average(taps: int) -> LowPassFilter:
-    """Return the mean of the last n = `taps` gradients, which keeps n - 1 states per parameter."""
+    """Return the mean of the last n = `taps` gradients, which keeps n - 1 states per parameter.
+
+    Raises:
+        ValueError: If taps is not a positive integer.
+    """
     taps = positive_integer("taps", taps)
     return _named(f"moving-average:taps={taps}", LowPassFilter(b=(1 / taps,) * taps))
 
@@ -77,7 +85,10 @@ def moving_average(taps: int) -> LowPassFilter:
 def hann(length: int) -> LowPassFilter:
     """Return the mean of the last n = `length` gradients weighted by a Hann window, b_τ ∝ sin²(π (τ + 1) / (n + 1)).
 
-    The window's two zeros are left out: with the first of them the step response would begin at 0.
+    The two zeros at the window's ends are left out, because the first would make the step response begin at 0.
+
+    Raises:
+        ValueError: If length is not a positive integer.
 
     Example:
         >>> hann(3)
@@ -90,9 +101,9 @@ def hann(length: int) -> LowPassFilter:
 
 
 def positive_integer(name: str, value: int) -> int:
-    """Return a number that must be one."""
+    """Return a number as an int, and refuse anything but a positive integer."""
     if not isinstance(value, Integral) or value < 1:
-        raise Refusal("out-of-range", f"{name} must be an integer of at least 1, got {value}.")
+        raise Refusal("out-of-range", f"{name} must be an integer of at least 1; got {value}.")
     return int(value)
 
 
@@ -122,7 +133,7 @@ PAPER_FILTERS: Final[Mapping[str, LowPassFilter]] = MappingProxyType(
 """The eleven filters of the paper's two coefficient tables, by name (read-only)."""
 
 
-# What makes each design, and what it takes behind its colon.
+# Name → the function of the design, and the arguments that follow the colon.
 DESIGNS: Final[Mapping[str, tuple[Callable[..., LowPassFilter], Mapping[str, type[int] | type[float]]]]] = {
     "butterworth": (butterworth, {"order": int, "cutoff": float}),
     "momentum": (momentum, {"beta": float}),

@@ -38,7 +38,9 @@ def power_spectral_density(
     """Use scipy.signal.welch(series, fs=2, detrend=False, return_onesided=False, axis=0), and the mean over coordinates."""
     if method != "welch":
         raise Refusal(
-            "earlier-value", f"method must be 'welch', got {method!r}. Transform doppler_hf.filters.autocorrelation(series)."
+            "earlier-value",
+            f"The only method that is left is 'welch', and this call has method={method!r}. Use the Fourier transform of "
+            "doppler_hf.filters.autocorrelation(series).",
         )
     segment = max(2, 2 * len(series) // 9) if segment is None else segment
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)

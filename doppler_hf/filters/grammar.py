@@ -1,4 +1,4 @@
-"""One grammar for filters, in recipes, flags and messages: presets, designs, coefficients, and `auto`, which a run chooses.
+"""The names of filters in recipes, flags and messages: presets, designs, coefficients, and `auto`, chosen by the run.
 
 first-order-v1    butterworth:order=2,cutoff=0.1    b=0.1,0.1;a=1,-0.8    auto
 """
@@ -12,26 +12,27 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters.design import DESIGNS, PAPER_FILTERS
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
-AUTO: Final = "auto"  # chosen by a run, so that no fixed filter belongs to it
+AUTO: Final = "auto"  # The run chooses the filter, so this name stands for no fixed filter.
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return ' (did you mean …?)' with the nearest known word, or '' if the word is known or none is near."""
+    """Return ' (did you mean …?)' with the most similar known word, or '' if the word is known or none is similar."""
     near = [] if word in known else difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def parse_filter(text: str) -> LowPassFilter:
-    """Return the filter of a name; `LowPassFilter.parse` is this function.
+    """Return the filter with this name; `LowPassFilter.parse` is this function.
 
     Args:
         text: A key of `PAPER_FILTERS`; a design as ``butterworth:order=2,cutoff=0.1``; or ``b=0.1,0.1;a=1,-0.8``.
 
     Returns:
-        The filter, with ``LowPassFilter.parse(str(filter)) == filter``; one of `PAPER_FILTERS` if it has equal coefficients.
+        The filter, with ``LowPassFilter.parse(str(filter)) == filter``. If a filter of `PAPER_FILTERS` has the same
+        coefficients, that filter is returned.
 
     Raises:
-        ValueError: If the text is none of these, the filter is not valid, or a run chooses its coefficients.
+        ValueError: If the text has none of these forms, the filter is not valid, or the text is "auto".
     """
     compact = re.sub(r"\s", "", text)
     if compact in PAPER_FILTERS:
@@ -39,11 +40,11 @@ def parse_filter(text: str) -> LowPassFilter:
     if compact == AUTO:
         raise Refusal(
             "not-a-fixed-filter",
-            f"{text!r} is not a fixed filter: its coefficients come from a training run. Give a preset, a design or "
+            f"{text!r} has no fixed coefficients, because a training run chooses the filter. Give a preset, a design or "
             "coefficients here.",
         )
     low_pass_filter = _read_coefficients(text) if compact.startswith("b=") else _designed(text, compact)
-    # A preset's name is shorter than its coefficients, and says where they are from.
+    # The name of a preset is shorter than its coefficients, and says where they come from.
     return next((preset for preset in PAPER_FILTERS.values() if preset == low_pass_filter), low_pass_filter)
 
 
@@ -60,21 +61,21 @@ def _designed(text: str, compact: str) -> LowPassFilter:
     if sorted(given) != sorted(keys):
         form = f"{word}:{','.join(f'{key}=...' for key in keys)}"
         found = ", ".join(repr(key) + did_you_mean(key, keys) for key in given) or "nothing"
-        raise Refusal("filter-syntax", f"{text!r} must have the form {form!r}, got {found} after {word!r}.")
+        raise Refusal("filter-syntax", f"Expected {form!r}; got {found} after {word!r} in {text!r}.")
     return design(**numbers_of(pairs, keys, text=text))
 
 
 def numbers_of(
     pairs: Iterable[tuple[str, str, str]], kinds: Mapping[str, type[int] | type[float]], *, text: str
 ) -> dict[str, Any]:
-    """Return the numbers of ``key=number`` in parts, each of the kind that belongs to its key; `text` is their whole."""
+    """Return key → number for parsed pairs ``key=number``, each of the kind of its key; `text` is for the error message."""
     numbers = {}
     for key, _, value in pairs:
         try:
             numbers[key] = kinds[key](value)
         except ValueError:
             wanted = "a whole number" if kinds[key] is int else "a number"
-            raise Refusal("filter-syntax", f"{key} must be {wanted}, got {value!r} in {text!r}.") from None
+            raise Refusal("filter-syntax", f"{key} must be {wanted}; got {value!r} in {text!r}.") from None
     return numbers
 
 
@@ -93,6 +94,6 @@ def _unreadable(text: str) -> Refusal:
     near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *DESIGNS, AUTO))
     return Refusal(
         "no-such-filter",
-        f"A filter must be one of {', '.join(PAPER_FILTERS)}, a design such as butterworth:order=2,cutoff=0.1, or "
-        f"coefficients such as b=0.1,0.1;a=1,-0.8, got {text!r}{near}. All are in docs/method/filters.md.",
+        f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design such as "
+        "butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See docs/method/filters.md.",
     )

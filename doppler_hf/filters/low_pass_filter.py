@@ -2,8 +2,8 @@
 
     m_t = - Σ_{τ=1..n_a} a_τ m_{t-τ} + Σ_{τ=0..n_b} b_τ g_{t-τ}        (Algorithm 2, line 6)
 
-As in SciPy ``a[0] = 1`` is written out: the paper's "-9/11" is ``a = (1, -9/11)``. Stable means that the roots of
-z^n + a_1 z^{n-1} + ... + a_n lie inside the unit circle; the paper's appendix asks it of their reciprocals by mistake.
+As in SciPy, ``a[0] = 1`` is written out: the paper's "-9/11" is ``a = (1, -9/11)``. A filter is stable if all roots of
+z^n + a_1 z^{n-1} + ... + a_n are inside the unit circle; the paper's appendix by mistake demands this of their reciprocals.
 """
 
 import math
@@ -20,7 +20,7 @@ from doppler_hf.errors import Refusal
 
 DC_GAIN_RTOL: Final = 1e-6
 
-MAX_POLE_MODULUS: Final = 1 - 1e-6  # a slower pole averages over more steps than any run has, and cannot be checked
+MAX_POLE_MODULUS: Final = 1 - 1e-6  # A slower pole averages over more steps than any run has, and cannot be checked.
 
 
 @final
@@ -35,9 +35,9 @@ class LowPassFilter:
         a: Feedback coefficients 1, a_1 ... a_{n_a}, on the past outputs.
 
     Raises:
-        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole does not lie inside the unit
-            circle; the gain at frequency zero, Σb/Σa, is not 1 (it would rescale the learning rate); or the step response,
-            which the optimizer divides by, is not positive.
+        ValueError: If a coefficient is not a finite real number; ``a[0]`` is not 1; a pole is not inside the unit circle;
+            the gain at frequency zero, Σb/Σa, is not 1 (it would rescale the learning rate); or the step response, by
+            which the optimizer divides, is not positive.
 
     Example:
         >>> print(LowPassFilter(b=(0.1, 0.1), a=(1, -0.8)))
@@ -48,17 +48,19 @@ class LowPassFilter:
 
     b: tuple[float, ...]
     a: tuple[float, ...] = (1.0,)
-    # What the filter was made as, in the grammar; a design sets it, so that it cannot contradict the coefficients.
+    # The name of the design, if one made this filter. The design sets it, so that it cannot contradict the coefficients.
     design: str = field(default="", init=False, repr=False, compare=False)
-    # `parse_filter` of the grammar, which sets it: the grammar is built on the designs, and they on this class.
+    # `grammar` sets this to `parse_filter`. It cannot be defined here, because `grammar` imports the designs, which import
+    # this class.
     parse: ClassVar[Callable[[str], "LowPassFilter"]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "b", _real_coefficients("b", self.b))
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
         if self.a[0] != 1.0:
-            raise Refusal("not-normalized", f"a[0] must be 1, got {self.a[0]!r}. Divide b and a by it.")
-        # In this order: only a stable filter has a gain at frequency zero, and only with both its step response settles.
+            raise Refusal("not-normalized", f"a[0] must be 1; got {self.a[0]!r}. Divide b and a by it.")
+        # The order matters. Only a stable filter has a gain at frequency zero, and only with that gain of 1 does its step
+        # response settle.
         _check_poles(self.a)
         _check_dc_gain(self.b, self.a)
         _check_step_response(self.b, self.a)
@@ -69,14 +71,14 @@ class LowPassFilter:
         return max(len(self.b), len(self.a)) - 1
 
     def __str__(self) -> str:
-        """Return the name in the grammar: what the filter was made as, or its coefficients, each float in full."""
+        """Return the filter's name: its design, or its coefficients with all digits."""
         b, a = (",".join(map(repr, coefficients)) for coefficients in (self.b, self.a))
         return self.design or f"b={b};a={a}"
 
 
 def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:
     """Yield the impulse response of a stable filter block by block, until a block carries negligible energy."""
-    # A block longer than the recursion's memory is never silent by accident: all that follows would be zero too.
+    # A block is longer than the recursion's memory, so if a block is zero, so is everything after it.
     block = max(4096, len(b), len(a))
     impulse, states = np.zeros(block), np.zeros(max(len(b), len(a)) - 1)
     impulse[0] = 1.0
@@ -87,11 +89,11 @@ def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[n
         energy = float(kappa @ kappa)
         total_energy += energy
         if not math.isfinite(total_energy):
-            # Several poles at one place: a root of multiplicity m is known to the m-th root of the precision only.
+            # If m poles coincide, rounding moves them by the m-th root of the precision, so the check of poles may pass.
             raise Refusal(
                 "unstable-filter",
-                f"The response of a={tuple(a)} grows without end, which its poles do not show in float64. Move the poles "
-                "inwards, or put fewer in one place.",
+                f"The filter with a={tuple(a)} is unstable: its impulse response grows without limit (its poles look stable "
+                "only because of rounding). Move the poles inwards, or place fewer of them at the same point.",
             )
         yield kappa
         if energy <= 1e-18 * total_energy:
@@ -99,24 +101,24 @@ def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[n
 
 
 def filtered(b: Sequence[float], a: Sequence[float], values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what a filter makes of some values; of none, which SciPy refuses for some filters, nothing."""
+    """Return the output of a filter, shape (values,); an empty input, which SciPy may refuse, gives an empty array."""
     return np.asarray(scipy.signal.lfilter(b, a, values)) if len(values) else np.zeros(0)
 
 
 def number_of_steps(steps: int) -> int:
-    """Return how many steps a response has, which may be 0."""
+    """Return a number of steps as an int, and refuse a negative one."""
     if not isinstance(steps, Integral) or steps < 0:
-        raise Refusal("out-of-range", f"steps must be an integer of at least 0, got {steps}.")
+        raise Refusal("out-of-range", f"steps must be an integer of at least 0; got {steps}.")
     return int(steps)
 
 
 def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:
     values = tuple(coefficients)
     if not values:
-        raise Refusal("no-coefficients", f"{name} must have at least one coefficient, got none.")
+        raise Refusal("no-coefficients", f"{name} must have at least one coefficient; got none.")
     for index, value in enumerate(values):
         if np.iscomplexobj(value) or not math.isfinite(value):
-            raise Refusal("not-finite", f"{name}[{index}] must be a finite real number, got {value}.")
+            raise Refusal("not-finite", f"{name}[{index}] must be a finite real number; got {value}.")
     return tuple(map(float, values))
 
 
@@ -125,8 +127,8 @@ def _check_poles(a: Sequence[float]) -> None:
     if modulus > MAX_POLE_MODULUS:
         raise Refusal(
             "unstable-filter",
-            f"The poles of a={tuple(a)} must lie strictly inside the unit circle (at most {MAX_POLE_MODULUS} from 0), got "
-            f"{modulus:.9g}. Shrink a[1:], lower the order or raise the cutoff.",
+            f"The filter with a={tuple(a)} is unstable: its largest pole has modulus {modulus:.9g}, and at most "
+            f"{MAX_POLE_MODULUS} is allowed. Shrink a[1:], lower the order or raise the cutoff.",
         )
 
 
@@ -134,7 +136,7 @@ def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if abs(gain - 1) > DC_GAIN_RTOL:
         fix = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
-        raise Refusal("wrong-gain", f"The DC gain sum(b)/sum(a) must be 1, got {gain:.9g}. {fix}.")
+        raise Refusal("wrong-gain", f"The gain at frequency zero, sum(b)/sum(a), must be 1; got {gain:.9g}. {fix}.")
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
@@ -145,7 +147,7 @@ def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
             index = int(np.argmax(responses <= 0))
             raise Refusal(
                 "step-response-not-positive",
-                f"The step response must be positive, since the bias correction divides by it, got {responses[index]:.9g} "
-                f"at step {first_step + index} (from 0). Choose b and a whose step response stays positive.",
+                f"The step response is {responses[index]:.9g} at step {first_step + index} (counted from 0), and the bias "
+                "correction divides by it, so it must be positive. Choose b and a with a positive step response.",
             )
         response, first_step = float(responses[-1]), first_step + len(kappa)

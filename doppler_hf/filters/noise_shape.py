@@ -4,12 +4,12 @@ With a strategy c = (1, c_1, …, c_{b-1}) and white z_t of variance σ²‖c‖
 
     y_t = z_t - Σ_{k=1}^{b-1} c_k y_{t-k},    that is  y = C⁻¹ z,    C the banded Toeplitz matrix whose first column is c.
 
-Privacy: CG + Cy has white noise Cy. If every unit takes part at most once in b steps, its contributions to CG stand in
-disjoint rows, each of norm ‖c‖ times its gradient's. This is the Gaussian mechanism of noise multiplier σ, once in b steps
-(Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). The sum of y over the steps is smaller by 1/Σc.
+Privacy: CG + Cy has white noise Cy. If every unit takes part at most once in b steps, its contributions to CG are in
+disjoint rows, each with norm ‖c‖ times that of its gradient. This is the Gaussian mechanism of noise multiplier σ, once in
+b steps (Choquette-Choo et al. 2023, https://arxiv.org/abs/2306.08153). The sum of y over the steps is smaller by 1/Σc.
 
-The default strategy is the series of (1 - x)^(-1/2), cut to b terms. The whole series is the best Toeplitz factor of the
-prefix sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
+The default strategy is the series of (1 - x)^(-1/2), cut off after b terms. The whole series is the best Toeplitz factor of
+the prefix sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
 """
 
 import itertools
@@ -35,7 +35,7 @@ class NoiseShape:
 
     Raises:
         ValueError: If a coefficient is not finite, the first is not 1, the last is 0, or a root of z^{b-1} + c_1 z^{b-2} ...
-            lies outside the unit circle, so that the noise would grow.
+            is outside the unit circle, so that the noise would grow.
     """
 
     c: tuple[float, ...] = (1.0,)
@@ -45,36 +45,41 @@ class NoiseShape:
         if not self.c or self.c[0] != 1.0:
             raise Refusal(
                 "not-normalized",
-                f"The strategy c of a noise shape must begin with 1, got {self.c}. Divide it by its first entry.",
+                f"The strategy c of a noise shape must begin with 1; got {self.c}. Divide it by its first entry.",
             )
         if not all(map(math.isfinite, self.c)):
             raise Refusal(
-                "not-finite", f"The strategy c of a noise shape must be finite, got {self.c}. Leave out what is not."
+                "not-finite",
+                f"The coefficients of a noise shape must be finite numbers; got {self.c}. Replace the others.",
             )
         if self.c[-1] == 0.0:
             raise Refusal(
                 "ends-with-zero",
-                f"The strategy c of a noise shape must not end with 0, which costs ε, got {self.c}. Leave it out.",
+                f"The noise shape c={self.c} ends with 0, which costs ε and has no other effect. Leave the last 0 out.",
             )
         modulus = max(np.abs(np.roots(self.c)), default=0.0)
         if modulus > MAX_POLE_MODULUS:
             raise Refusal(
                 "noise-grows",
-                f"The noise of the strategy c={self.c} must not grow with the steps, got a pole of modulus {modulus:.9g}. "
-                "Let the coefficients fall.",
+                f"The noise of c={self.c} would grow from step to step, because it has a pole of modulus {modulus:.9g}. "
+                "Choose coefficients that decrease.",
             )
 
     @classmethod
     def banded(cls, bands: int) -> "NoiseShape":
         """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ..."""
         if bands < 1:
-            raise Refusal("out-of-range", f"bands must be at least 1, got {bands}. 1 is white noise.")
+            raise Refusal("out-of-range", f"bands must be at least 1 (white noise); got {bands}.")
         # c_k = (2k choose k) / 4^k
         return cls(tuple(itertools.accumulate(((2 * k - 1) / (2 * k) for k in range(1, bands)), operator.mul, initial=1.0)))
 
     @classmethod
     def parse(cls, text: str) -> "NoiseShape":
-        """Return the shape of a name: white, banded:bands=4, or banded:c=1,0.5,0.375."""
+        """Return the noise shape with this name: white, banded:bands=4, or banded:c=1,0.5,0.375.
+
+        Raises:
+            ValueError: If the text has none of these forms, or the coefficients are not valid.
+        """
         compact = re.sub(r"\s", "", text)
         if compact == "white":
             return cls()
@@ -84,21 +89,22 @@ class NoiseShape:
             if found := re.fullmatch(r"banded:c=(.+)", compact):
                 return cls(tuple(map(float, found[1].split(","))))
         except ValueError as error:
-            raise Refusal("not-a-noise-shape", f"noise_shape={text!r} is not a shape of noise: {error}") from error
+            raise Refusal("not-a-noise-shape", f"noise_shape={text!r} is not valid: {error}") from error
         hint = did_you_mean(text.partition(":")[0], ("white", "banded", "auto"))
         forms = "'white', 'banded:bands=4' or 'banded:c=1,0.5,0.375'"
         raise Refusal(
-            "not-a-noise-shape", f"noise_shape must be one of {forms}, or for a training 'auto', got {text!r}{hint}."
+            "not-a-noise-shape",
+            f"Expected {forms} as noise_shape (in training arguments also 'auto'); got {text!r}{hint}.",
         )
 
     @property
     def bands(self) -> int:
-        """The number b of bands: a unit takes part in at most one of b steps."""
+        """The number b of bands: a record (or user) takes part in at most one of b consecutive steps."""
         return len(self.c)
 
     @property
     def norm(self) -> float:
-        """‖c‖, by which the white noise is larger than without shaping."""
+        """‖c‖, the factor by which z is larger than noise without shaping."""
         return math.hypot(*self.c)
 
     @property
@@ -111,7 +117,10 @@ class NoiseShape:
         return filtered([1.0], self.c, np.eye(1, number_of_steps(steps))[0])
 
     def std(self, step: int) -> float:
-        """Return the noise's standard deviation per σ at a step, from 0; it rises for some b steps, then is constant."""
+        """Return the standard deviation of the noise of a step, in units of σ.
+
+        Steps are counted from 0. The standard deviation rises for about b steps and is constant from then on.
+        """
         energy, left = 0.0, number_of_steps(step) + 1
         for block in impulse_blocks([1.0], self.c):
             energy += float(np.sum(block[:left] ** 2))
@@ -120,11 +129,11 @@ class NoiseShape:
         return self.norm * math.sqrt(energy)
 
     def std_of_sum(self, rates: Sequence[float]) -> float:
-        """Return the standard deviation per σ of Σ_t rate_t y_t, the noise that SGD leaves in weights; 0 for no steps."""
+        """Return the standard deviation of Σ_t rate_t y_t, the noise that SGD adds to the weights, in units of σ."""
         return self.norm * float(np.linalg.norm(filtered([1.0], self.c, rates[::-1])))
 
     def __str__(self) -> str:
-        """Return its name: white, banded:bands=4, or its coefficients."""
+        """Return the name of the shape: white, banded:bands=4, or its coefficients."""
         if self.is_white:
             return "white"
         if self == NoiseShape.banded(self.bands):

@@ -1,9 +1,9 @@
 """Polynomials Σ c_n e^{-iωn} in twice the precision of float64.
 
-Near a zero the terms of a polynomial cancel, and so do those of a slow filter's denominator at low frequencies. What is left
-of the gain, g, has a relative error of eps/g in float64, and a delay one of eps/g², since it is the small real part of a
-ratio whose imaginary part is about 1/g. So every number here is an unevaluated sum of two floats, with eps = 2⁻¹⁰⁴ (Dekker
-1971), and e^{-iω} is on the unit circle to that precision: beside it the delay is another function.
+The terms of a polynomial cancel near a zero, and those of a slow filter's denominator cancel at low frequencies. In float64,
+the small gain g that remains has a relative error of eps/g. A delay has a relative error of eps/g², since it is the small
+real part of a ratio whose imaginary part is about 1/g. So every number here is an unevaluated sum of two floats, with
+eps = 2⁻¹⁰⁴ (Dekker 1971). e^{-iω} is on the unit circle to that precision too, because off the circle the delay differs.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ import numpy as np
 from jaxtyping import Complex128, Float64
 from numpy.typing import NDArray
 
-# Each operation on pairs is wrong by a few of 2⁻¹⁰⁶; a complex step of Horner's rule has eight of them.
+# Each operation on pairs has an error of a few times 2⁻¹⁰⁶, and a complex step of Horner's rule has eight operations.
 _EPS: Final = 2.0**-100
 _SPLITTER: Final = 2.0**27 + 1
 
 _Array = NDArray[np.float64]
-_Pair = tuple[_Array, _Array]  # a large number and a small one, whose sum is meant
+_Pair = tuple[_Array, _Array]  # A large and a small number, which together mean their sum.
 _Complex = tuple[_Pair, _Pair]
 
 
 class Delays(NamedTuple):
-    """By how many steps a polynomial delays a signal."""
+    """The delays of a polynomial, in steps."""
 
     steps: Float64[np.ndarray, " frequencies"]
-    error: Float64[np.ndarray, " frequencies"]  # the most by which rounding changes them; infinite at a zero
+    error: Float64[np.ndarray, " frequencies"]  # A bound on the rounding error of `steps`; infinite at a zero.
 
 
 def values_on_circle(
@@ -51,7 +51,7 @@ def delays_on_circle(coefficients: Sequence[float], frequencies: Float64[np.ndar
     """
     turn, places = _turns(frequencies), len(coefficients)
     *partial, value = _horner(coefficients, turn, len(frequencies))
-    # Horner's rule for the derivative, of what the rule for the polynomial has left on its way.
+    # Horner's rule for the derivative takes the partial values of the rule for the polynomial.
     slope = _zeros(len(frequencies))
     for each in partial:
         slope = _complex_sum(_complex_product(slope, turn), each)
@@ -59,7 +59,7 @@ def delays_on_circle(coefficients: Sequence[float], frequencies: Float64[np.ndar
     above = _sum(_product(slope[0], value[0]), _product(slope[1], value[1]))
     below = _sum(_product(value[0], value[0]), _product(value[1], value[1]))[0]
     with np.errstate(divide="ignore", invalid="ignore"):
-        # A coefficient's rounding counts once in the value, and as often as its place says in the slope.
+        # The rounding of coefficient n counts once in the value, and n times in the derivative.
         lost = (
             _EPS
             * places
@@ -70,7 +70,7 @@ def delays_on_circle(coefficients: Sequence[float], frequencies: Float64[np.ndar
 
 
 def _horner(coefficients: Sequence[float], turn: _Complex, number: int) -> list[_Complex]:
-    """Return what Horner's rule makes of the coefficients one after another, from the last one on."""
+    """Return the partial values of Horner's rule, beginning with the last coefficient; the last value is the polynomial."""
     value, found = _zeros(number), []
     for c in reversed(coefficients):
         real, imaginary = _complex_product(value, turn)
@@ -81,7 +81,7 @@ def _horner(coefficients: Sequence[float], turn: _Complex, number: int) -> list[
 
 def _turns(frequencies: Float64[np.ndarray, " frequencies"]) -> _Complex:
     """Return e^{-iω}, whose angle is ω to the precision of float64, and whose modulus is 1 to twice that."""
-    # The angle is taken from the nearest quarter of a turn, so that the zeros of filters there are met exactly.
+    # The angle is measured from the nearest quarter of a turn, so that zeros of filters at these angles are exact.
     quarters = np.round(2 * frequencies).astype(int)
     rest = np.pi * (frequencies - quarters / 2)
     cosine, sine = np.cos(rest), np.sin(rest)

@@ -1,4 +1,4 @@
-"""A filter's response to an impulse, to a step, to white noise and to slow changes, and its figures.
+"""The responses of a filter to an impulse, a step, white noise and slow changes, and a summary of them.
 
     m_t = Σ_{τ=0..t} κ_τ g_{t-τ},    c_t = Σ_{τ=0..t} κ_τ,    Var[m_∞] / Var[g] = Σ_{τ≥0} κ_τ²   (white g)
 
@@ -18,9 +18,9 @@ from doppler_hf.filters.low_pass_filter import LowPassFilter, filtered, impulse_
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.on_circle import delays_on_circle, values_on_circle
 
-# At a gain below this one (-180 dB) a frequency is removed, and nobody asks for its delay.
+# A frequency with a smaller gain (below -180 dB) counts as removed, and its delay is not computed.
 _REMOVED: Final = 1e-9
-# By how much rounding may change a delay, in steps and relative to it.
+# The largest allowed rounding error of a delay: in steps for delays below one step, otherwise relative.
 _DELAY_ERROR: Final = 1e-9
 SETTLED: Final = 0.02
 STARTED: Final = 0.1
@@ -30,9 +30,9 @@ HALF_POWER: Final = 0.5**0.5
 def impulse_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " steps"]:
     """Return the weights κ_0 ... κ_{steps-1} of past gradients, m_t = Σ_τ κ_τ g_{t-τ}.
 
-    The recursion rounds to float64 at each step, which changes a weight by at most 1e-16 Σ|a| / |Σa| times the largest one:
-    1e-14 for the paper's filters, and 1e-3 for the slowest designs that `butterworth` accepts (measured, 1e-5). So it is for
-    all that is computed of these weights, such as step response and noise gain.
+    The recursion rounds to float64 at each step, which changes a weight by at most 1e-16 Σ|a| / |Σa| times the largest
+    weight: 1e-14 for the paper's filters, and 1e-3 for the slowest designs that `butterworth` accepts (measured: 1e-5). The
+    same holds for everything computed from these weights, such as step response and noise gain.
     """
     return filtered(filter.b, filter.a, np.eye(1, number_of_steps(steps))[0])
 
@@ -43,11 +43,11 @@ def step_response(filter: LowPassFilter, steps: int) -> Float64[np.ndarray, " st
 
 
 def noise_gain(filter: LowPassFilter, noise: NoiseShape = WHITE) -> float:
-    """Return the noise power that passes, per σ²: ‖c‖² Σ (κ * g)², g the response of `noise`; Σ κ² for white noise.
+    """Return the noise power that passes, in units of σ²: ‖c‖² Σ (κ * g)², g the response of `noise`; Σ κ² for white noise.
 
-    It is summed in blocks of at least 4096 steps until one adds less than 1e-18 of the sum. The slowest pole accepted,
-    1 - 1e-6, loses 0.8 % of its energy in a block, so less than 1.3e-16 of the sum is left out; the weights are rounded, see
-    `impulse_response`. Unlike a Lyapunov equation this stays accurate for long filters without feedback.
+    Blocks of at least 4096 steps are summed until a block adds less than 1e-18 of the sum. The slowest allowed pole,
+    1 - 1e-6, loses 0.8 % of its energy in a block, so less than 1.3e-16 of the sum is left out. The weights are rounded, see
+    `impulse_response`. Unlike a Lyapunov equation, this stays accurate for long filters without feedback.
     """
     response = impulse_blocks(filter.b, np.convolve(filter.a, noise.c).tolist())
     return noise.norm**2 * float(sum(np.sum(kappa**2) for kappa in response))
@@ -56,11 +56,15 @@ def noise_gain(filter: LowPassFilter, noise: NoiseShape = WHITE) -> float:
 def frequency_response(
     filter: LowPassFilter, frequencies: Float64[np.ndarray, " frequencies"]
 ) -> Complex128[np.ndarray, " frequencies"]:
-    """Return H = Σ_τ κ_τ e^{-iωτ} at fractions of Nyquist, ω = π · frequency, in [0, 1], with the precision of float64."""
+    """Return H = Σ_τ κ_τ e^{-iωτ} at fractions of Nyquist in [0, 1], ω = π · frequency, with the precision of float64.
+
+    Raises:
+        ValueError: If a frequency is outside [0, 1].
+    """
     outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
     if len(outside):
         raise Refusal(
-            "out-of-range", f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1], got {outside[0]}."
+            "out-of-range", f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1]; got {outside[0]}."
         )
     return values_on_circle(filter.b, frequencies) / values_on_circle(filter.a, frequencies)
 
@@ -70,8 +74,12 @@ def group_delay(
 ) -> Float64[np.ndarray, " frequencies"]:
     """Return by how many steps a filter delays a signal around each frequency: -dφ/dω; at 0, Σ_τ τ κ_τ.
 
-    Frequencies are fractions of Nyquist. A delay is right to 1e-9 steps, or to 1e-9 of itself if it is longer than a step.
-    It is NaN at a frequency that the filter removes (gain below 1e-9), and where rounding could change it by more than that.
+    Frequencies are fractions of Nyquist. The error is at most 1e-9 steps, or 1e-9 of the delay if that is longer than one
+    step. The delay is NaN if the filter removes the frequency (gain below 1e-9), or if rounding could change the delay by
+    more than this error.
+
+    Raises:
+        ValueError: If a frequency is outside [0, 1].
     """
     is_passed = np.abs(frequency_response(filter, frequencies)) >= _REMOVED
     above, below = (delays_on_circle(coefficients, frequencies) for coefficients in (filter.b, filter.a))
@@ -91,7 +99,7 @@ class FilterFigures:
     delay: float  # group delay at frequency 0, in steps: how far the output lags behind a slow change
     settling_steps: int  # steps until the step response stays within 2 % of 1
     startup_steps: int  # steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain
-    largest_pole: float  # largest modulus of a pole, 0 without feedback; of m poles in one place to some 1e-16^(1/m)
+    largest_pole: float  # largest modulus of a pole, 0 without feedback; its error is about 1e-16^(1/m) if m poles coincide
 
 
 def filter_figures(filter: LowPassFilter) -> FilterFigures:
@@ -113,7 +121,8 @@ def _half_power_frequency(filter: LowPassFilter) -> float:
     def excess(frequency: float) -> float:
         return float(np.abs(frequency_response(filter, np.array([frequency])))[0]) - HALF_POWER
 
-    # Dense near zero, where slow filters cut, and near one, where the others may fall steeply.
+    # The grid is dense near zero, where slow filters have their cutoff, and also near one, where the gain of others may
+    # fall steeply.
     grid = np.union1d(np.geomspace(1e-8, 1, 4096), np.linspace(0, 1, 4097))
     below = np.abs(frequency_response(filter, grid)) <= HALF_POWER
     if not below.any():
@@ -124,6 +133,6 @@ def _half_power_frequency(filter: LowPassFilter) -> float:
 
 
 def _steps_until_it_stays(inside: NDArray[np.bool_]) -> int:
-    """Return how many steps it takes, the first counting as one, until the condition holds for good."""
+    """Return the number of steps until the condition holds at all later steps; 1 if it always holds."""
     outside = np.flatnonzero(~inside)
     return int(outside[-1]) + 2 if len(outside) else 1

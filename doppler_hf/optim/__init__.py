@@ -1,10 +1,10 @@
-"""Right of the privacy boundary: optimizers on gradients that are private already. Nothing here may import the left.
+"""Optimizers on gradients that are already private, right of the privacy boundary. Nothing here may import the left side.
 
-- optimizer, update: Algorithm 3: `step` for all parameters, and for one, with the filter
-- fused_update: for all on a GPU, in one kernel
-- galore: its subspaces
+- optimizer, update: Algorithm 3 with the filter, for all parameters (`DopplerOptimizer.step`) and for one (`update`)
+- fused_update: the update of all parameters on a GPU, in one kernel
+- galore: the subspaces of GaLore
 - muon: updates with equal singular values
-- checkpoint: states are loaded without loss
+- checkpoint: loads the optimizer's state without loss of precision
 """
 
 from doppler_hf.optim.optimizer import DopplerOptimizer

@@ -1,7 +1,7 @@
-"""Loading the optimizer's state from a checkpoint, uncast, and refusing one of another optimizer.
+"""Loading the optimizer's state from a checkpoint without a cast, and refusing the checkpoint of a different optimizer.
 
 `torch.optim.Optimizer.load_state_dict` casts floating-point state to the dtype of its parameter. For a bfloat16 parameter
-that would round the float32 state to 8 bits, so state is copied from the checkpoint here, uncast.
+this would round the float32 state to 8 bits, so the state is copied from the checkpoint here, without a cast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
             return [copied(item, new_item) for item, new_item in zip(value, new, strict=True)]
         if not isinstance(new, Tensor):
             return value
-        # Checkpoints hold whole tensors, so that a run may go on with another number of processes.
+        # Checkpoints hold whole tensors, so that a run may continue with a different number of processes.
         value = rows_here(value, like=parameter) if value.shape != new.shape else value
         refuse_other_parameters([*value.shape], [*new.shape], of="a tensor of shape")
         return value.to(new, copy=True)
@@ -32,24 +32,25 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
 
 
 def filter_name_of(state_dict: Mapping[str, Any]) -> str | None:
-    """Return the name of the filter of a `DopplerOptimizer`'s checkpoint; None of another optimizer's."""
+    """Return the name of the filter in a `DopplerOptimizer`'s checkpoint; None for the checkpoint of another optimizer."""
     return state_dict["param_groups"][0].get("low_pass_filter")
 
 
 def refuse_other_optimizer(
     saved: Mapping[str, Any], own: Sequence[dict[str, Any]], *, base: Base, low_pass_filter: LowPassFilter
 ) -> None:
-    """Refuse a checkpoint that is not of a `DopplerOptimizer` of this base and filter, with these parameter groups."""
+    """Refuse a checkpoint of another optimizer, or of a `DopplerOptimizer` with another base, filter or parameter groups."""
     for saved_group, group in zip(saved["param_groups"], own, strict=False):
-        # Before torch loads anything: what it has loaded of another optimizer cannot be taken back.
+        # The check comes before torch loads anything, because a partly loaded state cannot be undone.
         if "rank" not in saved_group:
             raise Refusal(
                 "foreign-optimizer-state",
-                f"The options {sorted(saved_group)} were not written by DopplerOptimizer. Load another checkpoint.",
+                "The optimizer state in this checkpoint was not written by DopplerOptimizer (its options are "
+                f"{', '.join(sorted(saved_group))}). Load a checkpoint of a run with DopplerOptimizer.",
             )
         _refuse_other("rank", saved_group["rank"], group["rank"])
-        was_muon = saved_group.get("orthogonal", False)  # older checkpoints do not name it
-        words = f", in a trainer's arguments {'set' if was_muon else 'leave out'} base_optimizer='muon'"
+        was_muon = saved_group.get("orthogonal", False)  # Older checkpoints do not have this option.
+        words = f" (in training arguments, {'set' if was_muon else 'leave out'} base_optimizer='muon')"
         _refuse_other("orthogonal", was_muon, group["orthogonal"], of_trainer=words)
     refuse_other_parameters(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
     for state in saved["state"].values():
@@ -57,30 +58,30 @@ def refuse_other_optimizer(
             "base",
             _base_of(BASES[state["base"]], saved["param_groups"]),
             _base_of(base, own),
-            of_trainer=", in a trainer's arguments base_optimizer",
+            of_trainer=" (in training arguments: base_optimizer)",
         )
-        # By the order, without which there would be too few states, or some that nothing reads.
+        # The order decides. With another order there would be too few states, or states that are never read.
         order = len(state["filter_states"])
         if order != low_pass_filter.order:
             raise Refusal(
                 "another-filter",
-                f"The checkpoint is of a filter of order {order}, this optimizer's {low_pass_filter} is of order "
-                f"{low_pass_filter.order}. Set low_pass_filter={filter_name_of(saved)!r}.",
+                f"The checkpoint was saved with a filter of order {order}, but this optimizer's filter {low_pass_filter} "
+                f"has order {low_pass_filter.order}. Set low_pass_filter={filter_name_of(saved)!r}.",
             )
 
 
 def _base_of(base: Base, groups: Sequence[Mapping[str, Any]]) -> Base:
-    """Return "muon" for AdamBC with orthogonalized groups too, as version 0.3 wrote and as groups may still ask for."""
+    """Return the base, but "muon" for AdamBC with orthogonalized groups, which version 0.3 wrote and groups may ask for."""
     return "muon" if base == "adam_bc" and any(group.get("orthogonal") for group in groups) else base
 
 
 def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
-    """Refuse a checkpoint in which other parameters were trained, by their numbers in each group, or the shape of one."""
+    """Refuse a checkpoint of a run that trained different parameters, judged by the group sizes or the shape of a tensor."""
     if saved != own:
         raise Refusal(
             "other-parameters-trained",
-            f"The checkpoint must be of the parameters that are trained now, got {of} {saved} in place of {own}. Freeze the "
-            "same parameters as then, or start a new training from its weights (from_pretrained).",
+            f"The checkpoint is of a run that trained different parameters: it has {of} {saved}, and this run has {own}. "
+            "Freeze the same parameters as in that run, or start a new run from its weights (from_pretrained).",
         )
 
 
@@ -88,5 +89,6 @@ def _refuse_other(name: str, saved: object, own: object, *, of_trainer: str = ""
     if saved != own:
         raise Refusal(
             "another-optimizer-setting",
-            f"The checkpoint is of {name} {saved!r}, this optimizer of {own!r}. Set {name}={saved!r}{of_trainer}.",
+            f"The checkpoint was saved with {name}={saved!r}, but this optimizer has {name}={own!r}. Set "
+            f"{name}={saved!r}{of_trainer}.",
         )

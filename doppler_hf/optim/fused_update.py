@@ -3,14 +3,13 @@
     m ← s_1 + b_0 g,    s_i ← s_{i+1} + b_i g - a_i m,    v ← β₂ v + (1 - β₂) g²
     x ← decay·x - step_size·m / √max(v - noise_var, floor)
 
-as `update` does, in float32, or in float64 for weights of float64. Half precision is rounded once, when it is written.
-
-The kernel takes the tensors by their addresses, from a table of 64-bit words:
+The kernel computes what `update` computes, in float32, or in float64 for weights in float64. Half precision is rounded once,
+when the result is written. The kernel reads the addresses of the tensors from a table of 64-bit words:
 
     β₂ | 1 - β₂ | b_0 … b_K | a_0 … a_K |
-    of each tensor: size, first program, step_size, decay, noise_var, floor, addresses of x, g, s_1 … s_K and v
+    for each tensor: size, first program, step_size, decay, noise_var, floor, addresses of x, g, s_1 … s_K and v
 
-A program has `BLOCK` numbers of one tensor.
+A program updates `BLOCK` numbers of one tensor.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from doppler_hf import triton_support
 from doppler_hf.optim.update import ParameterTensors, Step, StepConstants, full_dtype
 
 BLOCK: Final = 2048
-_WARPS: Final = 8  # a lane has 8 numbers, the 16 bytes of a vector in half precision
+_WARPS: Final = 8  # Each lane then has 8 numbers, which are one 16-byte vector in half precision.
 
 
 @triton.jit
@@ -56,7 +55,7 @@ def _number(place, S: tl.constexpr):
 
 @triton.jit
 def _over_root(x, y, S: tl.constexpr):
-    # Rounded to the nearest number: what Triton takes for float32 by itself is approximate.
+    # Triton's default division and root are approximate in float32, so the variants that round correctly are used.
     return x / tl.sqrt(y) if tl.float64 == S else tl.div_rn(x, tl.sqrt_rn(y))
 
 
@@ -68,13 +67,13 @@ def _update_block(
     lanes = tl.arange(0, BLOCK)
     x = _read(row, 6, start, lanes, count, WHOLE, X, S)
     g = _read(row, 7, start, lanes, count, WHOLE, G, S)
-    change = g * _number(table + 2, S)  # m, and then m / √(v̂ - n̂)
+    change = g * _number(table + 2, S)  # This becomes m, and then m / √(v̂ - n̂).
     if K > 0:
         change += _read(row, 8, start, lanes, count, WHOLE, S, S)
     m = change
     if HAS_V:
         v = _read(row, 8 + K, start, lanes, count, WHOLE, S, S) * _number(table, S) + g * g * _number(table + 1, S)
-        # As torch's clamp, it keeps what is no number.
+        # Like torch's clamp, the maximum keeps NaN.
         corrected = tl.maximum(v - _number(row + 4, S), _number(row + 5, S), propagate_nan=tl.PropagateNan.ALL)
         change = _over_root(change, corrected, S)
         _write(row, 8 + K, start, lanes, count, v, WHOLE, S)
@@ -98,7 +97,7 @@ def _update(
     bits = tl.load(row + 6)
     for word in tl.static_range(7, 8 + K + HAS_V):
         bits |= tl.load(row + word)
-    # Loads of 16 bytes need addresses that they divide, and no mask.
+    # Vector loads of 16 bytes need addresses that are multiples of 16, and no mask.
     if (bits % 16 == 0) & (count == BLOCK):
         _update_block(table, row, start, count, BLOCK, True, K, HAS_V, X, G, S)
     else:
@@ -106,11 +105,11 @@ def _update(
 
 
 def fused_update(steps: Sequence[Step]) -> list[Step]:
-    """Make the steps of the parameters that the kernel takes (all but the gradients modified in place).
+    """Make the steps of all parameters that the kernel supports (everything but the gradients is modified in place).
 
     Returns:
-        The steps that are left: on other devices, of tensors that are not contiguous, and of weights that overlap others in
-        memory, as where PEFT ties adapters: one launch would lose a step.
+        The steps that are left. The kernel does not support other devices, tensors that are not contiguous, and weights
+        that overlap in memory (as where PEFT ties adapters), because one launch would lose one of their steps.
     """
     kinds: dict[Any, list[Step]] = {}
     for step in steps:
@@ -122,7 +121,7 @@ def fused_update(steps: Sequence[Step]) -> list[Step]:
 
 
 def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...] | None:
-    """Return what the steps of a launch have in common; None of a step that is not for the kernel."""
+    """Return the properties that all steps of one launch share; None if the kernel does not support the step."""
     weight, grad, v = tensors.weight, tensors.grad, tensors.exp_avg_sq
     device, dtype = weight.device, full_dtype(weight)
     if not (weight.is_contiguous() and grad.is_contiguous()):
@@ -135,7 +134,7 @@ def _kind(tensors: ParameterTensors, constants: StepConstants) -> tuple[Any, ...
 
 
 def _launch(steps: Sequence[Step]) -> list[Step]:
-    """Make the steps of one kind, and return those of weights that overlap others."""
+    """Make the steps of one kind, and return the steps of weights that overlap other weights."""
     tensors, constants = steps[0]
     weight = tensors.weight
     sizes = np.array([each.weight.numel() for each, _ in steps])
@@ -163,14 +162,15 @@ def _launch(steps: Sequence[Step]) -> list[Step]:
             S=triton_support.triton_dtype(full_dtype(weight)),
             num_warps=_WARPS,
         )
-        torch.autograd.graph.increment_version([each.weight for each, _ in steps])  # as torch's operators do
+        # Torch's own operators count versions too, so that autograd notices the change.
+        torch.autograd.graph.increment_version([each.weight for each, _ in steps])
     return [step for step, is_disjoint in zip(steps, are_disjoint, strict=True) if not is_disjoint]
 
 
 def _are_disjoint(
     starts: Int64[np.ndarray, " tensors"], sizes: Int64[np.ndarray, " tensors"]
 ) -> Bool[np.ndarray, " tensors"]:
-    """Return of each run of bytes whether it begins after all that begin before it have ended."""
+    """Return for each range of bytes whether it begins after the end of all ranges with an earlier start."""
     order = np.argsort(starts, kind="stable")
     ends = np.maximum.accumulate((starts + sizes)[order])
     disjoint = np.ones(len(starts), dtype=bool)

@@ -3,11 +3,11 @@
     g̃_t = Pᵀ G_t,    X_{t+1} = X_t - lr·scale · P d_t        (G of shape m×n with m ≤ n, P of shape m×r)
 
 and g̃ = G P, X - lr·scale · d Pᵀ for m > n: the shorter side is projected. P has orthonormal columns, so white noise in G is
-white in g̃, of the same variance, as DPAdamBC needs. The step on whose own gradient P is found is an exception: its noise
-has up to (1 + √(m/n))² times the variance in the directions found.
+white in g̃ with the same variance, as DPAdamBC needs. The step whose gradient determines P is an exception: its noise has up
+to (1 + √(m/n))² times the variance in the directions of P.
 
-When P is renewed, with Q = P_newᵀ P_old, a state s becomes Q s and the second moment Σ_j Q_ij² v_j, as for uncorrelated
-coordinates. The part of a new direction outside the old subspace, 1 - Σ_j Q_ij², gets the mean of v.
+When P is renewed, with Q = P_newᵀ P_old, a state s becomes Q s, and the second moment becomes Σ_j Q_ij² v_j, as for
+uncorrelated coordinates. The part of a new direction outside the old subspace, 1 - Σ_j Q_ij², gets the mean of v.
 """
 
 from typing import Any, Final
@@ -16,17 +16,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Columns that the randomized range finder takes beyond the rank, as Halko et al. advise (Section 4.2).
+# Additional columns of the randomized range finder beyond the rank, as Halko et al. advise (Section 4.2).
 OVERSAMPLING: Final = 8
 
 
 def is_projected(p: Tensor, group: dict[str, Any]) -> bool:
-    """Return whether this parameter of a group is: a matrix whose shorter side is longer than the rank."""
+    """Return whether GaLore projects this parameter of a group: a matrix whose shorter side is longer than the rank."""
     return group["rank"] is not None and p.ndim == 2 and min(p.shape) > group["rank"]
 
 
 def is_wide(matrix: Float[Tensor, "m n"]) -> bool:
-    """Return whether the first side is the shorter one, m ≤ n: the one that is projected."""
+    """Return whether the first side is the shorter side, m ≤ n, which is the projected side."""
     return matrix.shape[0] <= matrix.shape[1]
 
 
@@ -43,24 +43,24 @@ def project(matrix: Float[Tensor, "m n"], basis: Float[Tensor, "short rank"]) ->
 def find_basis(
     matrix: Float[Tensor, "m n"], rank: int, *, previous: Float[Tensor, "short r"] | None = None
 ) -> Float[Tensor, "short r"]:
-    """Return P, shape (shorter side, rank): orthonormal directions of the shorter side that hold much of a matrix.
+    """Return P, shape (shorter side, rank): orthonormal directions of the shorter side that capture much of a matrix.
 
-    It makes one step of subspace iteration from `previous`. Without it, it finds the best up to chance in the range of a
-    random product (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1).
+    With `previous`, this is one step of subspace iteration. Without it, a randomized range finder gives nearly the best
+    directions (Halko, Martinsson and Tropp 2011, Algorithms 4.4 and 5.1).
     """
     short = matrix if is_wide(matrix) else matrix.T
     if previous is not None:
         return _orthonormal(short @ (short.T @ previous))
     columns = min(rank + OVERSAMPLING, short.shape[0])
-    # The same ones at every refresh: they need to be independent of the matrix, not of each other.
+    # The same probes are used each time. They must be independent of the matrix, but not of earlier probes.
     generator = torch.Generator(short.device).manual_seed(0)
     probes = torch.randn(short.shape[1], columns, generator=generator, device=short.device, dtype=short.dtype)
     range_of = _orthonormal(short @ (short.T @ _orthonormal(short @ probes)))
     if columns == rank:
         return range_of
     within = range_of.T @ short
-    # Eigenvectors of a small Gram matrix, by ascending eigenvalue. Orthonormal once more, because products may be rounded
-    # (TF32).
+    # `eigh` orders eigenvectors by ascending eigenvalue, so the last ones are taken. The product is made orthonormal again,
+    # because it may be rounded (TF32).
     return _orthonormal(range_of @ torch.linalg.eigh(within @ within.T).eigenvectors[:, -rank:])
 
 
@@ -69,8 +69,8 @@ def _orthonormal(matrix: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
 
 
 def renew_basis(state: dict[str, Any], grad: Float[Tensor, "m n"], *, rank: int) -> None:
-    """Find a parameter's basis anew in its gradient, and rotate its state into it (modified in place)."""
-    # The first basis has no state to rotate, and an old one of zeros would iterate to nothing.
+    """Find a new basis for a parameter from its gradient, and rotate its state into that basis (modified in place)."""
+    # At first there is no state to rotate, and the old basis is zero, so an iteration from it would stay zero.
     is_first, old, v = state["steps_in_basis"] == 0, state["basis"], state.get("exp_avg_sq")
     state["basis"] = find_basis(grad, rank, previous=None if is_first else old)
     if is_first:
@@ -87,7 +87,7 @@ def add_lifted(
     scale: float,
     decay: float,
 ) -> None:
-    """Set X, the weight, to decay·X + scale · P d, or d Pᵀ, with d `low_rank` (modified in place)."""
+    """Set the weight X to decay·X + scale · P d (or d Pᵀ), with d = `low_rank` (modified in place)."""
     left, right = (basis, low_rank) if is_wide(weight) else (low_rank, basis.mT)
     if weight.dtype == basis.dtype:
         weight.addmm_(left, right, beta=decay, alpha=scale)
@@ -103,7 +103,7 @@ def rotated(
     new: Float[Tensor, "short r"],
     wide: bool,
 ) -> tuple[list[Float[Tensor, "_ _"]], Float[Tensor, "_ _"] | None]:
-    """Return filter states and second moment in the coordinates of a new basis, the first dimension if `wide`."""
+    """Return filter states and second moment in the coordinates of a new basis: in the first dimension if `wide`."""
     change = new.T @ old
 
     def along_basis(matrix: Float[Tensor, "r r"], state: Float[Tensor, "_ _"]) -> Float[Tensor, "_ _"]:
@@ -113,7 +113,7 @@ def rotated(
     if exp_avg_sq is None:
         return moved, None
     shares = change.square()
-    # Clamped, because rounding may bring the shares of a direction inside the old subspace above 1.
+    # The difference is clamped, because rounding may make the shares of a direction in the old subspace add up to above 1.
     missing = (1 - shares.sum(dim=1)).clamp_(min=0.0)
     v = exp_avg_sq.to(change.dtype)
     dim = 0 if wide else 1

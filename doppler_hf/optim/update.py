@@ -1,7 +1,7 @@
-"""Algorithm 3 for one parameter: weight decay, the filter, the second moment, and the step that they give.
+"""Algorithm 3 for one parameter: weight decay, the filter, the second moment, and the resulting step.
 
-`update` needs a dozen passes over memory, so it takes a tensor in `slices` that stay in the cache. On a GPU `fused_update`
-makes one pass of them, for all tensors.
+`update` makes a dozen passes over memory, so it works on `slices` of a tensor that stay in the cache. On a GPU,
+`fused_update` does the same in one pass, for all tensors.
 
 The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8), in the transposed direct form II.
 
@@ -9,8 +9,8 @@ The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8), in the tr
 
 with n = max(n_a, n_b) states instead of n_a + n_b (Oppenheim and Schafer, *Discrete-Time Signal Processing*, Section 6.4).
 
-In float32 the states' rounding grows with the order and 1/cutoff: 1e-6 relative for the paper's filters, 1e-2 for a
-Butterworth filter of order 4 at 0.02 of Nyquist. Prefer a lower order to a very low cutoff.
+In float32 the rounding error of the states grows with the order and with 1/cutoff: 1e-6 relative for the paper's filters,
+1e-2 for a Butterworth filter of order 4 with its cutoff at 0.02 of Nyquist. At a very low cutoff, use a low order.
 """
 
 import functools
@@ -30,13 +30,13 @@ Base = Literal["sgd", "adam", "adam_bc", "muon"]
 BASES: Final[tuple[Base, ...]] = get_args(Base)
 # Both subtract the variance of the noise from the second moment: Muon is AdamBC whose updates are orthogonalized.
 CORRECTED: Final[tuple[Base, ...]] = ("adam_bc", "muon")
-CPU_SLICE: Final = 9 * 2**15  # elements: half a 768 × 768 matrix; gradient, weight, states, temporaries fit into caches
-DEVICE_SLICE: Final = 2**24  # of an accelerator, for the memory of temporaries
+CPU_SLICE: Final = 9 * 2**15  # Half a 768 × 768 matrix; gradient, weight, states and temporaries then fit into the cache.
+DEVICE_SLICE: Final = 2**24  # On an accelerator, this bounds the memory of the temporaries.
 
 
 @dataclass(slots=True)
 class ParameterTensors:
-    """What a step of one parameter reads and writes: x_t, g_t, the filter's states, and v_{t-1} if there is one."""
+    """The tensors that a step of one parameter reads and writes: x_t, g_t, the filter's states, and v_{t-1} if used."""
 
     weight: Float[Tensor, "*shape"]
     grad: Float[Tensor, "*shape"]
@@ -45,33 +45,33 @@ class ParameterTensors:
 
     @property
     def of_shape(self) -> list[Float[Tensor, "*shape"]]:
-        """All tensors of the parameter's shape: weight, gradient, filter states, second moment."""
+        """All tensors with the parameter's shape: weight, gradient, filter states, second moment."""
         v = self.exp_avg_sq
         return [self.weight, self.grad, *self.filter_states, *(() if v is None else (v,))]
 
 
 @dataclass(slots=True)
 class StepConstants:
-    """The constants of a step, with the corrections of the zero start, k_t = 1 - β₂ᵗ."""
+    """The constants of a step; they contain the correction for the zero start of the second moment, k_t = 1 - β₂ᵗ."""
 
-    coefficients: Coefficients  # of the filter
+    coefficients: Coefficients  # coefficients of the filter
     beta2: float = 0.0
-    step_size: float = 0.0  # lr / c_t, times √k_t where there is a second moment
+    step_size: float = 0.0  # lr / c_t, times √k_t if there is a second moment
     decay: float = 1.0  # 1 - lr·weight_decay
-    noise_var: float = 0.0  # k_t times the noise's mean variance, weighted as the second moment
-    floor: float = 0.0  # k_t times the least squared denominator
+    noise_var: float = 0.0  # k_t times the mean variance of the noise, with the weights of the second moment
+    floor: float = 0.0  # k_t times the smallest squared denominator
 
 
 Step = tuple[ParameterTensors, StepConstants]
 
 
 def full_dtype(p: Tensor) -> torch.dtype:
-    """Return the parameter's dtype, or float32 for one of half precision."""
+    """Return the parameter's dtype, or float32 if it has half precision."""
     return torch.float32 if p.itemsize < 4 else p.dtype
 
 
 def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
-    """Yield parts of a parameter that fit into the cache together; the whole of one that is not contiguous."""
+    """Yield slices of a parameter's tensors that fit into the cache; tensors that are not contiguous are yielded whole."""
     size = CPU_SLICE if tensors.weight.device.type == "cpu" else DEVICE_SLICE
     numel, of_shape = tensors.weight.numel(), tensors.of_shape
     if numel <= size or not all(tensor.is_contiguous() for tensor in of_shape):
@@ -83,11 +83,11 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
 
 
 def update(tensors: ParameterTensors, constants: StepConstants) -> None:
-    """Make one step of Algorithm 3 for one parameter (all but the gradient modified in place).
+    """Make one step of Algorithm 3 for one parameter (everything but the gradient is modified in place).
 
-    The second moment is of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC takes the noise's variance away
-    from it (Tang et al. 2024); the paper's listing leaves that out. The corrections c_t and k_t are in the constants:
-    √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
+    The second moment is that of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC subtracts the variance of
+    the noise from it (Tang et al. 2024), which the paper's listing leaves out. The corrections c_t and k_t are in the
+    constants: √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
     """
     for part in slices(tensors):
         _update_slice(part, constants)
@@ -96,7 +96,7 @@ def update(tensors: ParameterTensors, constants: StepConstants) -> None:
 def _update_slice(tensors: ParameterTensors, constants: StepConstants) -> None:
     x, g = tensors.weight.to(full_dtype(tensors.weight)), tensors.grad.to(full_dtype(tensors.grad))
     m = low_pass(g, tensors.filter_states, constants.coefficients)
-    # In half precision, decay and step are rounded once, together; a decay of 1 - 1e-5 rounded by itself is lost.
+    # In half precision, decay and step are rounded together, once. A decay of 1 - 1e-5 would be lost if rounded alone.
     if constants.decay != 1.0:
         x.mul_(constants.decay)
     if tensors.exp_avg_sq is None:
@@ -104,7 +104,7 @@ def _update_slice(tensors: ParameterTensors, constants: StepConstants) -> None:
     else:
         v = tensors.exp_avg_sq
         v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
-        # Not the root itself, which takes half as long again on a CPU.
+        # A division by the root would take half as long again on a CPU.
         reciprocal = v.sub(constants.noise_var).clamp_(min=constants.floor).rsqrt_()
         x.addcmul_(m, reciprocal, value=-constants.step_size)
     if x is not tensors.weight:
@@ -114,7 +114,7 @@ def _update_slice(tensors: ParameterTensors, constants: StepConstants) -> None:
 def low_pass(
     grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], coefficients: Coefficients
 ) -> Float[Tensor, "*shape"]:
-    """Advance the filter by one step and return m_t, a new tensor (the ``order`` states modified in place)."""
+    """Advance the filter by one step and return m_t, a new tensor (the ``order`` states are modified in place)."""
     b, a = coefficients
     m = torch.add(states[0], grad, alpha=b[0]) if states else grad * b[0]
     for i, (s_i, later) in enumerate(zip_longest(states, states[1:]), start=1):
@@ -122,14 +122,14 @@ def low_pass(
             torch.mul(m, -a[i], out=s_i)
         else:
             torch.add(later, m, alpha=-a[i], out=s_i)
-        if i < len(b):  # Each pass over the state costs as much as any other.
+        if i < len(b):  # A pass over the state for a coefficient of zero would cost as much as any other.
             s_i.add_(grad, alpha=b[i])
     return m
 
 
-@functools.lru_cache  # most parameters have had as many steps
+@functools.lru_cache  # Most parameters have made the same number of steps, so the arguments repeat.
 def bias_correction(states: tuple[float, ...], coefficients: Coefficients) -> tuple[float, tuple[float, ...]]:
-    """Advance the step response by one step: return c_t > 0 (Algorithm 2, line 7) and the states after it."""
+    """Advance the step response by one step: return c_t > 0 (Algorithm 2, line 7) and the new states."""
     b, a = coefficients
     shifted = [*states, 0.0]
     response = shifted[0] + b[0]
@@ -138,6 +138,6 @@ def bias_correction(states: tuple[float, ...], coefficients: Coefficients) -> tu
 
 
 def padded_coefficients(low_pass_filter: LowPassFilter) -> Coefficients:
-    """Return (b, a), the latter filled with zeros to ``order + 1`` coefficients."""
+    """Return (b, a), with a padded with zeros to ``order + 1`` coefficients."""
     b, a = low_pass_filter.b, low_pass_filter.a
     return b, a + (0.0,) * (len(b) - len(a))

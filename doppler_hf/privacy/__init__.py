@@ -1,17 +1,17 @@
-"""Left of the privacy boundary: everything that touches an example.
+"""Everything that touches an example, left of the privacy boundary.
 
 - batching: the examples of a step
 - losses: one loss per example
-- dense_losses: one loss per example of segmentation and of speech
-- token_losses: one loss per example of tokens, whose logits are many
+- dense_losses: one loss per example, for segmentation and speech
+- token_losses: one loss per example, for tokens, which have many logits
 - pair_losses: one loss per pair of answers
-- loss_bounds: the bound of the private training loss, by the task
+- loss_bounds: the bound of the private training loss, for each task
 - clipping: per-sample gradients, clipped and summed
-- noise: from clipped sums to a private gradient
+- noise: turns clipped sums into a private gradient
 - accounting: the ε that this costs
-- ledger: the record of what was spent, for others to check
-- known_numbers: random numbers that may be known, in a model, loss or collator
-- randomness: secret random words for draws and noise, and the global generators
+- ledger: the account of the ε spent, which others can check
+- known_numbers: finds random numbers of a model, loss or collator that an attacker may know
+- randomness: secret random numbers for batches, noise and the global generators
 """
 
 from importlib import import_module
@@ -38,8 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: who checks a ledger, or plans a run, needs no torch."""
-    # Those without torch first.
+    """Import a public name on first use, so that checking a ledger or planning a run does not import torch."""
+    # The folders that do not import torch come first.
     for folder in ("accounting", "ledger", "noise", "batching", "clipping") if name in __all__ else ():
         if hasattr(module := import_module(f"{__name__}.{folder}"), name):
             return getattr(module, name)

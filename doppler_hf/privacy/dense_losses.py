@@ -1,4 +1,4 @@
-"""One loss per example with many labels, whose number differs by example: pixels, and speech by CTC.
+"""One loss per example for tasks with a varying number of labels per example: pixels, and speech with CTC.
 
 A model's own loss is a mean over the pixels of the whole batch, or a sum over its examples.
 """
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies, no_class
 
-_NO_TOKEN: Final = -100  # of transformers' ForCTCLoss
+_NO_TOKEN: Final = -100  # the value in transformers' ForCTCLoss
 
 
 def ignored_pixel(model: PreTrainedModel) -> int:
-    """Return the label of pixels that have none."""
-    # UperNet's name for it.
+    """Return the value that marks pixels without a label."""
+    # UperNet has its own name for this setting.
     name = "loss_ignore_index" if hasattr(model.config, "loss_ignore_index") else "semantic_loss_ignore_index"
     return int(getattr(model.config, name))
 
@@ -42,8 +42,8 @@ def pixel_losses(
     if logits.ndim != 4 or labels.ndim != 3 or len(labels) != len(logits):
         raise Refusal(
             "wrong-shape",
-            "logits must have shape (batch, classes, height, width) and labels (batch, height, width) for semantic "
-            f"segmentation, got {logits.ndim} and {labels.ndim} dimensions or other sizes. For another task override "
+            "For semantic segmentation, logits must have shape (batch, classes, height, width) and labels (batch, height, "
+            f"width); got {logits.ndim} and {labels.ndim} dimensions, or sizes that do not fit. For another task override "
             "compute_per_sample_loss.",
         )
     # Sensitivity: interpolation, mean and number of pixels are an example's own.
@@ -54,14 +54,14 @@ def pixel_losses(
         losses = F.binary_cross_entropy_with_logits(logits.squeeze(1), labels.to(logits), reduction="none")
         return (losses * labelled).flatten(1).mean(dim=1)
     losses = cross_entropies(logits, labels.long(), ignored=ignored)
-    # At least one: 0/0 would be NaN, and an example without labels would count as one that failed.
+    # The count is at least 1, because 0/0 would be NaN, and an example without labels would count as a failed one.
     return losses.flatten(1).sum(dim=1) / (labels != ignored).flatten(1).sum(dim=1).clamp(min=1)
 
 
 def ctc_losses(
     model: nn.Module, inputs: dict[str, Any], labels: Int[Tensor, "batch length"], *, base_model: PreTrainedModel
 ) -> Float[Tensor, " batch"]:
-    """Call a model of connectionist temporal classification once and return its loss before it is reduced over the batch.
+    """Call a model for connectionist temporal classification (CTC) once and return its loss for each example.
 
     With `ctc_loss_reduction="mean"` an example's is divided by the number of its labels, as torch does; with more labels
     than frames it is infinite, as in Transformers.
@@ -74,8 +74,8 @@ def ctc_losses(
     finally:
         config.ctc_loss_reduction = reduction
     losses, classes = outputs.loss, outputs.logits.shape[-1]
-    # Sensitivity: torch does not look whether a label is a class, and would write the gradient of another one into that of a
-    # neighbour in the batch.
+    # Sensitivity: torch does not check whether a label is a class. For an invalid label, it would write into the gradient of
+    # a neighbour in the batch.
     if bool(((labels >= classes) | (labels < 0) & (labels != _NO_TOKEN)).any()):
         raise no_class(classes, _NO_TOKEN, "Map unknown characters to a token of the vocabulary")
     if reduction == "mean":

@@ -1,4 +1,4 @@
-"""Random numbers that do not come from the secret words in the global generators, and so may be known.
+"""Finds random numbers that do not come from the secret global generators, and that an attacker may therefore know.
 
 A layer, loss or collator that has a generator of its own, or that seeds a global one, takes numbers that anybody can repeat
 who knows the seed. They follow the order of the rows: one record more shifts those of all records behind it, and the sum
@@ -33,10 +33,10 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 # How deep a search goes: from a layer to an object that it holds, to a list in it, and so on.
 _DEEPEST: Final = 5
 _MOST_OBJECTS: Final = 200_000
-# By which share of itself a loss may change when the same pass is made again.
+# The relative change of a loss that is allowed when the same pass is repeated.
 _SAME_ON_CPU: Final = 1e-6
-_SAME_ON_ACCELERATOR: Final = 1e-4  # where sums have no fixed order
-_FIRST: Final = 100  # of a list or a dictionary, which may be one of records
+_SAME_ON_ACCELERATOR: Final = 1e-4  # On an accelerator, sums have no fixed order.
+_FIRST: Final = 100  # Only so many items of a list or dictionary are searched, since it may hold records.
 
 
 def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = False) -> Iterator[tuple[Any, str, Any]]:
@@ -56,7 +56,7 @@ def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = 
                     yield owner, path, value
             elif depth < deepest:
                 for name, each in _parts(value, in_functions=in_functions):
-                    # Most attributes of a layer are numbers, tensors, and dictionaries of hooks that are empty.
+                    # Most attributes of a layer are numbers, tensors and empty dictionaries of hooks, which are skipped.
                     if isinstance(each, _LEAVES) or id(each) in seen or (isinstance(each, _CONTAINERS) and not each):
                         continue
                     seen.add(id(each))
@@ -76,7 +76,7 @@ def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield f".{name}", cell.cell_contents
-            except ValueError:  # a name that has no value yet
+            except ValueError:  # The attribute has no value yet.
                 continue
         yield from (("", each) for each in value.__defaults__ or ())
     for name, each in getattr(value, "__dict__", {}).items():
@@ -90,21 +90,21 @@ def _is_shared(generator: Any) -> bool:
 
 
 def refuse_generators_of_layers(model: nn.Module) -> None:
-    """Refuse a model of which a layer holds a generator."""
+    """Refuse a model with a layer that holds a random generator."""
     names = {module: name for name, module in model.named_modules()}
     for module, path, generator in held_generators(*names, in_functions=True):
-        # Sensitivity: its numbers follow the order of the rows in the batch.
+        # Sensitivity: the numbers of such a generator depend on the order of the rows in the batch.
         raise Refusal(
             "generator-of-its-own",
-            f"The layer {names[module]!r} ({type(module).__name__}) holds a {type(generator).__name__} of its own, at "
-            f"{path.removeprefix('.') or 'itself'}: one record more would shift the numbers of all others, and anybody may "
-            "know its seed. Let it draw from the global generators, which are secret here: leave out a seed such as "
-            "generator_seed, or set the attribute to None.",
+            f"The layer {names[module]!r} ({type(module).__name__}) has its own random generator, a "
+            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. Its numbers may be known to an attacker, "
+            "and one record more would shift the numbers of all other records. Let the layer use the global generators, "
+            "which are secret here: leave out a seed such as generator_seed, or set the attribute to None.",
         )
 
 
 def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Callable[[Any, Any], bool]) -> Any:
-    """Refuse a computation that seeds a global generator, or draws from another one; return what it computes.
+    """Refuse a computation that seeds a global generator or uses another generator, and return its result.
 
     It is made three times. `is_same` compares what it returned the first and the last time, after the same filling.
     """
@@ -115,19 +115,20 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
             states.append(states_of_generators())
     seeded = [name for name, state in states[0].items() if state == states[1][name]]
     if seeded:
-        # Sensitivity: from there on, the numbers of a row are known, and depend on its place in the batch.
+        # Sensitivity: after seeding, the numbers of a row are known, and depend on its place in the batch.
         raise Refusal(
             "public-seed",
-            f"{what} seeds the global generator of {' and '.join(seeded)}, so that its random numbers are the same every "
-            "time. Anybody may know them, and one record more would shift those of all others. Remove the call of "
-            "manual_seed, random.seed, np.random.seed or set_seed: the trainer fills these generators with secret words.",
+            f"{what} seeds the global generator of {' and '.join(seeded)}, so its random numbers are the same every time. "
+            "An attacker may know them, and one record more would shift the numbers of all other records. Remove the call "
+            "of manual_seed, random.seed, np.random.seed or set_seed; the trainer fills these generators with secret "
+            "numbers.",
         )
     if not is_same(found[0], found[2]):
         raise Refusal(
             "not-repeatable",
-            f"{what} gives something else for the same batch, although the global generators of torch, NumPy and Python "
-            "were filled alike. It draws from a generator of its own, or keeps something from one batch to the next. Draw "
-            "from the global generators, which are secret in a private run, and keep nothing.",
+            f"{what} gives different results for the same batch, although the global generators of torch, NumPy and Python "
+            "were in the same state. It uses its own random generator, or keeps something from one batch to the next. Use "
+            "the global generators, which are secret in a private run, and keep nothing between batches.",
         )
     return found[0]
 
@@ -135,7 +136,7 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
 def refuse_known_numbers_in_passes(
     model: nn.Module, losses_of: Callable[[Mapping[str, Any]], Any], inputs: Mapping[str, Any]
 ) -> None:
-    """Refuse a model or loss that seeds a generator, or has one of its own, in passes as in training, with dropout."""
+    """Refuse a model or loss that seeds a generator or has its own, tested in passes as in training, with dropout."""
 
     def computed() -> Any:
         losses = losses_of(dict(inputs))
@@ -144,7 +145,7 @@ def refuse_known_numbers_in_passes(
     def is_same(first: Any, second: Any) -> bool:
         if first is None or second is None or first.shape != second.shape:
             return True  # which is refused for that
-        # The same numbers in the same shapes: on a CPU sums are made in the same order.
+        # With the same numbers in the same shapes, a CPU adds them in the same order.
         is_on_cpu = first.device.type == "cpu"
         return torch.allclose(
             first, second, rtol=_SAME_ON_CPU if is_on_cpu else _SAME_ON_ACCELERATOR, atol=0.0, equal_nan=True
@@ -156,12 +157,12 @@ def refuse_known_numbers_in_passes(
 
 
 def refuse_known_numbers_in_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
-    """Refuse a collator that seeds a generator, or has one of its own."""
+    """Refuse a collator that seeds a generator or has its own."""
 
     def is_same(first: Any, second: Any) -> bool:
         if not isinstance(first, Mapping) or not isinstance(second, Mapping):
             return True  # which is refused for that
         return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
-    # A collator may write into what it is given.
+    # A collator may modify its input.
     refuse_known_numbers(lambda: collate(copy.deepcopy(rows)), "data_collator", is_same=is_same)

@@ -1,4 +1,4 @@
-"""The bound of the private training loss, where nobody sets one: twice the loss of a model that knows nothing.
+"""The default bound of the private training loss: twice the loss of an untrained model.
 
 Noise on the logged loss grows with the bound L, and a loss above L is logged as L. A training begins near the loss of a
 model that has learnt nothing, and goes below. That loss follows from public numbers alone, by the task:
@@ -37,19 +37,19 @@ _CLASSIFIERS: Final = (
 
 
 class LossBound(NamedTuple):
-    """A bound L, and the public numbers that it follows from."""
+    """A bound L, and the public numbers from which it follows."""
 
     value: float
     words: str
 
     @classmethod
     def twice(cls, loss: float, words: str) -> Self:
-        """Return the bound for a task in which this is the loss of a model that knows nothing."""
+        """Return the bound for a task in which an untrained model has this loss."""
         return cls(_TIMES * loss, f"2 × {words}")
 
     @classmethod
     def guessed(cls) -> Self:
-        """Return the bound where nothing public says how large a loss is."""
+        """Return the bound if no public number says how large a loss is."""
         return cls(GUESS, "a guess: nothing public says how large this loss is")
 
 

@@ -1,4 +1,4 @@
-"""One loss per example, over that example alone, for every model of transformers that has a rule.
+"""One loss per example, computed from that example alone, for every supported model of Transformers.
 
 A model's own loss is a mean over the batch, and for language models over the batch's tokens. A long example then takes
 weight from a short one, so that an example's contribution depends on the others and clipping bounds nothing. Here each
@@ -42,14 +42,19 @@ Task = Literal[
 ]
 
 OWN_LOSS: Final = (
-    "Override compute_per_sample_loss to return one loss per example, such as F.cross_entropy(model(**inputs)['logits'], "
+    "Override compute_per_sample_loss to return one loss per record, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
 )
 ANSWER = ("start_positions", "end_positions")  # the labels of question answering
-MASK: Final = "bool_masked_pos"  # which patches of an image are hidden from the model, and to be made up
-WITHOUT_TOKENS: Final = ("multiple_choice", "semantic_segmentation", "ctc", "masked_image")  # no label for each token
+MASK: Final = "bool_masked_pos"  # marks the patches of an image that the model must reconstruct
+WITHOUT_TOKENS: Final = (
+    "multiple_choice",
+    "semantic_segmentation",
+    "ctc",
+    "masked_image",
+)  # tasks without a label for each token
 
-# By the names of classes. Masked comes before causal: XLM's head is in both tables, with labels aligned with its inputs.
+# Name of a class → its task. Masked comes before causal: XLM's head is in both tables, and its labels are not shifted.
 _TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (
     (modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES, "multiple_choice"),
     (modeling_auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES, "semantic_segmentation"),
@@ -59,7 +64,7 @@ _TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "masked_lm"),
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal_lm"),
     (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "causal_lm"),
-    # As TrOCR and Donut. Transformers' tables for images and speech also have models that shift their labels.
+    # These tables of Transformers, for images and speech, also have models that shift their labels, such as TrOCR and Donut.
     ({"vision": "VisionEncoderDecoderModel", "speech": "SpeechEncoderDecoderModel"}, "causal_lm"),
 )
 _TASK_OF_LOSS: Final[dict[Any, Task]] = {
@@ -70,31 +75,33 @@ _TASK_OF_LOSS: Final[dict[Any, Task]] = {
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, or `model` itself if it has none, as when PEFT is not imported."""
+    """Return the model inside PEFT's wrapper, or `model` itself if it has no wrapper or PEFT is not imported."""
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def has_prompt(model: Any) -> bool:
-    """Return whether a model is one of PEFT that computes one prompt and repeats it for each example."""
+    """Return whether PEFT computes one prompt for this model and repeats it for each example."""
     return without_adapters(model) is not model and model.active_peft_config.peft_type in ("PROMPT_TUNING", "P_TUNING")
 
 
 def places_of_prompt(model: Any) -> int:
-    """Return how many tokens of a trained prompt PEFT puts before an example's own; a decoder with an encoder has none."""
+    """Return how many tokens of a trained prompt PEFT puts before an example's tokens; 0 for a decoder with an encoder."""
     if not has_prompt(model) or model.get_base_model().config.is_encoder_decoder:
         return 0
     return int(model.active_peft_config.num_virtual_tokens)
 
 
 def task_of(model: nn.Module) -> Task | None:
-    """Return the task of a model, without PEFT's wrapper, whose labels are not one row of numbers, or None for any other."""
+    """Return the task of a model (without PEFT's wrapper), or None if its labels are one row of numbers."""
     if not isinstance(model, PreTrainedModel):
         return None
-    # A subclass under a name of its own has the task of the class above it.
+    # A subclass with a new name has the task of its parent class.
     names = {cls.__name__ for cls in type(model).__mro__}
     task = next((task for table, task in _TASK_OF_TABLE if not names.isdisjoint(table.values())), None)
-    if task not in WITHOUT_TOKENS and model.loss_type is not None:  # it has none for GPT2LMHeadModel and others of its time
+    if (
+        task not in WITHOUT_TOKENS and model.loss_type is not None
+    ):  # Older classes such as GPT2LMHeadModel have no loss_type.
         task = _TASK_OF_LOSS.get(LOSS_MAPPING.get(model.loss_type))
     # T5 has the loss of a causal model in the table, T5Gemma that of a masked one; neither shifts its labels.
     return "seq2seq_lm" if task in ("causal_lm", "masked_lm") and model.config.is_encoder_decoder else task
@@ -136,26 +143,26 @@ def as_losses(returned: Any) -> Losses:
         return Losses(returned)
     values, weights = returned if len(returned) == 2 else (None, None)
     if not isinstance(values, Tensor) or not isinstance(weights, Tensor) or weights.shape != values.shape:
-        # Not their shapes, which are of a draw: messages end in logs.
+        # The message has no shapes, because they reveal the size of a random batch, and messages end up in logs.
         raise Refusal(
             "weights-of-losses",
-            "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number each per example. "
-            "Return two tensors of shape (batch,), or the losses alone.",
+            "compute_per_sample_loss returned a tuple that is not (losses, weights) with one number per record each. "
+            "Return two tensors of shape (batch,), or the losses only.",
         )
     if weights.device != values.device:
         raise Refusal(
             "weights-of-losses",
-            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy. "
-            "Return weights.to(losses.device), or keep the table of weights there.",
+            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy "
+            "between devices. Return weights.to(losses.device), or keep the table of weights on that device.",
         )
-    # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine cuts them to that range.
-    # Like a loss, each must follow from its own example, which the check before the first step looks at.
+    # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine clamps them to that range.
+    # Like a loss, each weight must depend on its own example only, which the checks before the first step test.
     return Losses(values, weights=weights.detach())
 
 
 @contextlib.contextmanager
 def outputs_by_name(base_model: nn.Module) -> Iterator[None]:
-    """Let a model return its outputs by their names in the block, even if its config has `return_dict=False`."""
+    """Make a model return its outputs by name inside the block, even if its config has `return_dict=False`."""
     config = getattr(base_model, "config", None)
     if getattr(config, "return_dict", True):
         yield
@@ -204,10 +211,10 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if not isinstance(base_model, PreTrainedModel) and not answer:
         raise Refusal(
             "not-of-transformers",
-            f"A model must be of Transformers to have a known loss, got {type(base_model).__name__}, whose own loss covers "
-            f"the whole batch. {OWN_LOSS}.",
+            f"A private run needs one loss per record, and {type(base_model).__name__} is not a model of Transformers, so "
+            f"its per-sample loss is not known. {OWN_LOSS}.",
         )
-    if "return_loss" in inputs:  # which CLIP asks whether it is True, and a collator makes a tensor of it
+    if "return_loss" in inputs:  # CLIP would test whether it is True, but a collator makes a tensor of it.
         raise _without_labels(base_model, {"logits_per_image": None})
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
     if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
@@ -233,8 +240,9 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             raise
         raise Refusal(
             "forward-without-labels",
-            f"The forward of {type(base_model).__name__} must run without labels, got a {type(error).__name__} from it: its "
-            f"own loss covers the whole batch. {OWN_LOSS}.",
+            f"The per-sample loss is computed from the outputs of {type(base_model).__name__} without labels, and its "
+            f"forward failed without them with {type(error).__name__}. (With labels, it would return one loss for the "
+            f"whole batch.) {OWN_LOSS}.",
         ) from error
     names = ("start_logits", "end_logits") if answer else ("logits",)
     outputs = named_outputs(returned, has_loss="labels" in inputs, names=names)
@@ -253,8 +261,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if any(name.endswith("router_logits") for name in outputs):
         raise Refusal(
             "loss-of-the-batch",
-            f"{type(base_model).__name__} has output_router_logits=True: its router's balancing loss covers the whole "
-            "batch. Set output_router_logits=False in its config.",
+            f"{type(base_model).__name__} has output_router_logits=True, which adds a balancing loss over the whole batch, "
+            "so no record has its own loss. Set output_router_logits=False in its config.",
         )
     if has_tokens:
         return token_losses(logits, labels, found=found)
@@ -264,8 +272,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise Refusal(
                 "logits-not-returned",
-                f"{type(base_model).__name__} has use_auxiliary_head=True, whose logits are not in the outputs. Set "
-                "use_auxiliary_head=False in its config.",
+                f"{type(base_model).__name__} has use_auxiliary_head=True, but its outputs do not include the logits of "
+                "that head. Set use_auxiliary_head=False in its config.",
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
@@ -278,30 +286,30 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
     if any(output.startswith("logits_per_") for output in outputs):
         return Refusal(
             "loss-of-the-batch",
-            f"The loss of {name} compares the examples of a batch, so none has its own loss, and clipping bounds nothing. "
-            "Train its encoder as a classifier, such as CLIPForImageClassification with its unused "
-            "vision_model.post_layernorm frozen.",
+            f"The loss of {name} compares the records of a batch with each other, so no record has its own loss, and "
+            "clipping bounds nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its "
+            "unused vision_model.post_layernorm frozen.",
         )
     if outputs.get("loss") is not None:
         return Refusal(
             "loss-of-the-batch",
-            f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
-            "example, as in docs/guides/own-loss.md.",
+            f"The loss of {name} is one number for the whole batch, and a private run needs one loss per record. Override "
+            "compute_per_sample_loss to return one for each, as in docs/guides/own-loss.md.",
         )
     return Refusal(
         "no-labels",
-        f"There is no per-example loss for {name} without `labels`. Name a column of numbers so, as by "
-        "train_dataset.rename_column(NAME, 'labels'), take a collator that makes them, or override compute_per_sample_loss: "
-        "docs/start/troubleshooting.md#data.",
+        f"The batches have no `labels`, so there is no per-sample loss for {name}. Rename a column of numbers, for example "
+        "with train_dataset.rename_column(NAME, 'labels'), use a collator that makes labels, or override "
+        "compute_per_sample_loss: docs/start/troubleshooting.md#data.",
     )
 
 
 def _no_rule(model: PreTrainedModel) -> Refusal:
     return Refusal(
         "no-loss-rule",
-        f"There is no per-example loss for {type(model).__name__}: logits must be of shape (batch, num_labels) for classes, "
-        "(batch, length, classes) for tokens, or (batch, classes, height, width) for pixels. Override "
-        "compute_per_sample_loss for another task.",
+        f"There is no known per-sample loss for {type(model).__name__} with these outputs. Supported are logits of shape "
+        "(batch, num_labels) for classes, (batch, length, classes) for tokens, and (batch, classes, height, width) for "
+        "pixels. For another task override compute_per_sample_loss.",
     )
 
 
@@ -327,7 +335,7 @@ def classification_losses(
             problem_type = "single_label_classification"
     if problem_type not in get_args(ProblemType):
         raise Refusal(
-            "unknown-value", f"problem_type must be one of {', '.join(get_args(ProblemType))}, got {problem_type!r}."
+            "unknown-value", f"problem_type must be one of {', '.join(get_args(ProblemType))}; got {problem_type!r}."
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     expected = (len(logits),) if problem_type == "single_label_classification" else tuple(logits.shape)
@@ -336,10 +344,10 @@ def classification_losses(
     if tuple(labels.shape) != expected:
         raise Refusal(
             "wrong-shape",
-            # Not their sizes, which are of a draw or of an example: messages end in logs.
+            # The message has no sizes, because they are private (of a batch or a record), and messages end up in logs.
             f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
-            f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}, got {logits.ndim} and {labels.ndim} dimensions "
-            f"or other sizes. {_fix_of_labels(logits, labels)}, of each data set.",
+            f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}; got {logits.ndim} and {labels.ndim} "
+            f"dimensions, or sizes that do not fit. {_fix_of_labels(logits, labels)}, in every data set.",
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
@@ -349,12 +357,12 @@ def classification_losses(
 
 
 def _fix_of_labels(logits: Float[Tensor, "batch labels"], labels: Shaped[Tensor, "batch ..."]) -> str:
-    """Return what makes labels of a known shape those of a classifier."""
+    """Return the instruction that turns labels of this shape into labels for a classifier."""
     if labels.ndim == 1:
         cast = "dataset.cast_column('labels', datasets.Value('int64'))"
-        return f"For one number an example set num_labels=1, for a class make the labels whole numbers: {cast}"
+        return f"For one number per record set num_labels=1; for classes make the labels whole numbers: {cast}"
     if labels.shape == logits.shape:
-        return "Make floats of them: dataset.cast_column('labels', datasets.Sequence(datasets.Value('float32')))"
+        return "Convert the labels to floats: dataset.cast_column('labels', datasets.Sequence(datasets.Value('float32')))"
     if labels[0].numel() == 1:
         return "Take the class out of its list: dataset.map(lambda row: {'labels': int(row['labels'][0])})"
     return "Set num_labels to how many labels an example has"
@@ -381,18 +389,19 @@ def answer_losses(
     if len(shape) != 2 or any(position.numel() != shape[0] for position in positions):
         raise Refusal(
             "wrong-shape",
-            "The start_positions and end_positions must be one index for each example, with logits of shape (batch, "
-            f"length), got {positions[0].ndim} and {len(shape)} dimensions or other sizes. Override "
+            "For question answering, start_positions and end_positions must have one index per record, and logits the shape "
+            f"(batch, length); got {positions[0].ndim} and {len(shape)} dimensions, or sizes that do not fit. Override "
             "compute_per_sample_loss.",
         )
     is_own = torch.ones(shape, dtype=torch.bool, device=total.device)
     if mask is not None:
         is_own = F.pad(mask, (0, shape[1] - mask.shape[1]), value=1) != 0
     for of_one, position in zip(logits, positions, strict=True):
-        # Sensitivity: of logits in the padding neither the loss nor the gradient depends, whatever the others' lengths.
+        # Sensitivity: neither the loss nor the gradient depends on logits in the padding, whatever the lengths of other
+        # examples.
         of_one = of_one.to(torch.promote_types(of_one.dtype, torch.float32))
         of_one = of_one.masked_fill(~is_own, torch.finfo(of_one.dtype).min)
-        index = position.reshape(-1, 1).clamp(min=0)  # a negative one is the first token, as in transformers
+        index = position.reshape(-1, 1).clamp(min=0)  # A negative position means the first token, as in Transformers.
         is_inside = (index < shape[1]) & is_own.gather(1, index.clamp(max=shape[1] - 1))
         label = index.where(is_inside, IGNORED_LABEL).squeeze(1)
         total = total + F.cross_entropy(of_one, label, ignore_index=IGNORED_LABEL, reduction="none") / 2
@@ -404,7 +413,7 @@ def hidden_patch_losses(
     images: Float[Tensor, "batch channels height width"],
     is_hidden: Shaped[Tensor, "batch patches"],
 ) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of masked image modeling: how far the hidden patches are from what the model made up.
+    """Return the loss of each example of masked image modeling: the error of the reconstruction in the hidden patches.
 
         loss_i = Σ_p [p is hidden] · |made_up_ip − image_ip| / (number of hidden pixels of i · channels)
 
@@ -419,14 +428,14 @@ def hidden_patch_losses(
     if made_up.shape != images.shape or is_hidden[0].numel() != side**2 or any(size % side for size in images.shape[2:]):
         raise Refusal(
             "wrong-shape",
-            f"{MASK} must have one value for each patch of a square image that is made up in its own size, got "
-            f"{is_hidden.ndim} dimensions of it, {images.ndim} of the images and {made_up.ndim} of what is made up, or "
-            "other sizes. Override compute_per_sample_loss.",
+            f"{MASK} must have one value for each patch of a square image, and the reconstruction must have the size of the "
+            f"image; got {is_hidden.ndim} dimensions for {MASK}, {images.ndim} for the images and {made_up.ndim} for the "
+            "reconstruction, or sizes that do not fit. Override compute_per_sample_loss.",
         )
     # Sensitivity: the mask, the number of hidden pixels and the mean are an example's own.
     made_up = made_up.to(torch.promote_types(made_up.dtype, torch.float32))
     hidden = is_hidden.reshape(-1, 1, side, side).to(made_up)
     hidden = hidden.repeat_interleave(images.shape[2] // side, 2).repeat_interleave(images.shape[3] // side, 3)
     errors = F.l1_loss(made_up, images.to(made_up), reduction="none") * hidden
-    # At least one: 0/0 would be NaN, and an example without a hidden patch would count as one that failed.
+    # The count is at least 1, because 0/0 would be NaN, and an example without a hidden patch would count as a failed one.
     return errors.flatten(1).sum(dim=1) / (hidden.flatten(1).sum(dim=1).clamp(min=1) * images.shape[1])

@@ -21,28 +21,33 @@ from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.losses import places_of_prompt, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, summed_token_losses
 
-REFERENCES: Final = ("ref_chosen_logps", "ref_rejected_logps")  # as TRL names the reference's log-probabilities
+REFERENCES: Final = (
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+)  # TRL's names of the log-probabilities under the reference model
 _COMPLETION: Final = "completion_mask"  # 1 for the tokens of the answer
 
 
 class PairTerms(NamedTuple):
-    """The public numbers in the losses of pairs, by TRL's arguments."""
+    """The public numbers in the losses of pairs, with the names of TRL's arguments."""
 
     beta: float
-    label_smoothing: float = 0.0  # the share of pairs, below ½, taken to be labelled wrongly: of "robust" and "exo_pair"
+    label_smoothing: float = 0.0  # for "robust" and "exo_pair": the assumed share of wrongly labelled pairs, below ½
     discopop_tau: float = 0.05
     simpo_gamma: float = 0.5
 
 
 class _Pairs(NamedTuple):
-    """What the loss of a pair is a function of."""
+    """The quantities on which the loss of a pair depends."""
 
-    chosen: Float[Tensor, " pairs"]  # log π − log ref of an answer
+    chosen: Float[Tensor, " pairs"]  # log π − log ref of the chosen answer
     rejected: Float[Tensor, " pairs"]
-    mean: Float[Tensor, " pairs"]  # the difference of both, each divided by the tokens of its answer
+    mean: Float[Tensor, " pairs"]  # the difference of both log-ratios, each divided by the number of tokens of its answer
     policy_margin: Float[Tensor, " pairs"]  # the difference of log π
-    likelihoods: tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]  # log π of each, divided by its tokens
-    beta: float  # this and the next three as `PairTerms`
+    likelihoods: tuple[
+        Float[Tensor, " pairs"], Float[Tensor, " pairs"]
+    ]  # log π of each answer, divided by its number of tokens
+    beta: float  # This field and the next three are those of `PairTerms`.
     share: float
     tau: float
     gamma: float
@@ -53,13 +58,13 @@ class _Pairs(NamedTuple):
 
     @property
     def log_odds(self) -> Float[Tensor, " pairs"]:
-        # At log π = 0, as of an answer that was cut off, the odds would be infinite.
+        # At log π = 0, for example for an answer that was truncated to nothing, the odds would be infinite.
         odds = [each - torch.log(-torch.expm1(each.clamp(max=-1e-6))) for each in self.likelihoods]
         return odds[0] - odds[1]
 
 
-# By TRL's names, as in its `DPOTrainer`; those that it lists beside sort the log-ratios of a batch. Those without a
-# reference are of its CPOTrainer and ORPOTrainer, less the likelihood that these add, which is "sft".
+# Name in TRL → loss. The other losses of its `DPOTrainer` sort the log-ratios of a batch, so they are left out. The losses
+# without a reference are those of its CPOTrainer and ORPOTrainer, without the likelihood term, which is "sft" here.
 PAIR_LOSSES: Final[dict[str, Callable[[_Pairs], Float[Tensor, " pairs"]]]] = {
     "sigmoid": lambda p: -F.logsigmoid(p.beta * p.margin),
     "sigmoid_norm": lambda p: -F.logsigmoid(p.beta * p.mean),
@@ -91,12 +96,12 @@ WITHOUT_REFERENCE: Final = {"sft", "cpo", "simpo", "orpo"}
 
 
 def collate_pairs(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate pairs as TRL does, all chosen answers before all rejected ones, and put the two rows of each side by side."""
+    """Collate pairs as TRL does, then reorder the rows so that the two rows of each pair are neighbours."""
     return side_by_side(collator(examples))
 
 
 def side_by_side(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the two rows of each pair of TRL's batch side by side."""
+    """Return TRL's batch with the two rows of each pair as neighbours."""
     return {
         name: value if name in REFERENCES else value.unflatten(0, (2, -1)).transpose(0, 1) for name, value in inputs.items()
     }
@@ -114,12 +119,12 @@ def log_ratios(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "pa
 
 
 def references_of(inputs: Mapping[str, Any]) -> Float[Tensor, "pairs 2"]:
-    """Return log ref of both answers of each pair, as it was computed before the training."""
+    """Return log ref of both answers of each pair, which was computed before training."""
     return torch.stack([inputs[name] for name in REFERENCES], dim=1)
 
 
 def lengths_of_answers(inputs: Mapping[str, Any]) -> Int[Tensor, "pairs 2"]:
-    """Return the number of tokens of each answer, at least 1: one may have been cut off."""
+    """Return the number of tokens of each answer, at least 1, since an answer may have been truncated to nothing."""
     mask: Tensor = inputs[_COMPLETION]
     return mask.sum(dim=-1).clamp(min=1)
 
@@ -139,7 +144,8 @@ def pair_losses(
         >>> pair_losses(zeros, zeros, torch.ones(1, 2, dtype=torch.long), weights=[("sigmoid", 1.0)], terms=PairTerms(0.1))
         tensor([0.6931])
     """
-    # Sensitivity: every term is of one pair's two rows, and of what the reference said of these.
+    # Sensitivity: every term depends on the two rows of one pair only, and on their log-probabilities under the reference
+    # model.
     chosen, rejected = ratios.unbind(dim=1)
     of_tokens, policy = ratios / lengths, ratios + references
     first, second = (policy / lengths).unbind(dim=1)

@@ -1,4 +1,4 @@
-"""Secret randomness: words for draws and noise, and the global generators, from which dropout and collators take theirs.
+"""Secret random numbers: for random batches and noise, and for the global generators that dropout and collators use.
 
 A generator with a guessable seed hides nothing: torch's CPU generator keeps 32 bits of its seed and HF's `args.seed` is
 public, so neither is used. Secret words come from AES-256 in counter mode, where each word of a stream is half a block of
@@ -38,13 +38,13 @@ _TORCH_WORDS = slice(24, 24 + 8 * _WORDS)
 
 
 class BitStream(ABC):
-    """A source of uniform 64-bit words, none of which it returns twice."""
+    """A source of uniform 64-bit words, which returns no word twice."""
 
     is_secret: bool
 
     @abstractmethod
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite contiguous `words` with the next ones of optimizer step `step`."""
+        """Overwrite contiguous `words` with the next words of optimizer step `step`."""
 
     def bits(self, count: int, *, step: int) -> UInt64[np.ndarray, " n"]:
         """Return the next `count` words of optimizer step `step`."""
@@ -66,12 +66,12 @@ class SecretBits(BitStream):
         self._take_key()
 
     def _take_key(self) -> None:
-        # One key, one counter from zero: 2¹²⁸ blocks, so the counter never wraps.
+        # There is one key and one counter from zero. It has 2¹²⁸ blocks, so it never wraps.
         self._encryptor = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
         self._process = os.getpid()
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite `words` with the next ones of the stream."""
+        """Overwrite `words` with the next words of the stream."""
         # A forked process has a copy of the key and of the counter. It must not repeat its parent's noise.
         if os.getpid() != self._process:
             self._take_key()
@@ -87,7 +87,7 @@ class SecretBits(BitStream):
 
 
 class ReproducibleBits(BitStream):
-    """Words that depend on `seed`, `purpose` and the step alone. For tests only: such noise protects nothing."""
+    """Words that depend only on `seed`, `purpose` and the step. For tests only, because such noise protects nothing."""
 
     is_secret = False
 
@@ -97,7 +97,7 @@ class ReproducibleBits(BitStream):
         self._generator: np.random.Generator | None = None
 
     def fill(self, words: Int64[Tensor, " n"], *, step: int) -> None:
-        """Overwrite `words` with the next ones of the step. Each step has its own sequence."""
+        """Overwrite `words` with the next words of the step; each step has its own sequence."""
         if step != self._step or self._generator is None:
             self._step = step
             self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, step))))
@@ -105,7 +105,7 @@ class ReproducibleBits(BitStream):
 
 
 class WordsByNumber:
-    """A uniform 64-bit word for each pair of numbers, which need not be kept: AES-256 of the two, by 32 secret bytes.
+    """A uniform 64-bit word for each pair of numbers, computed on demand: AES-256 of the pair, with 32 secret bytes as key.
 
     An attacker who could tell them from coin flips would have broken AES, even one who chooses the numbers.
     """
@@ -114,14 +114,14 @@ class WordsByNumber:
         self._encryptor = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
 
     def of(self, numbers: np.ndarray, *, series: int) -> UInt64[np.ndarray, " n"]:
-        """Return the words of some numbers, non-negative integers of shape (n,), in one of many series."""
+        """Return the words of some non-negative integers, both of shape (n,), in one of many series."""
         blocks = np.full((len(numbers), 2), series, dtype=np.uint64)
         blocks[:, 0] = numbers
         return np.frombuffer(self._encryptor.update(blocks.tobytes()), dtype=np.uint64)[::2]
 
 
 def bit_stream(seed: int | None, *, purpose: str, rank: int = 0) -> BitStream:
-    """Return a secret stream, or with a `seed` a reproducible one for tests."""
+    """Return a secret stream, or with a `seed` a reproducible stream for tests."""
     return SecretBits() if seed is None else ReproducibleBits(seed, purpose=purpose, rank=rank)
 
 
@@ -129,7 +129,7 @@ def bit_stream(seed: int | None, *, purpose: str, rank: int = 0) -> BitStream:
 
 
 def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: int = 0) -> None:
-    """Fill the global generators from new random words, at least 256 bits each; with a seed, for tests, reproducible ones.
+    """Fill the global generators with new secret random words, at least 256 bits each, or reproducibly with a seed.
 
     Workers of the data loader are counted from 1; 0 is the process itself. `step` numbers the fillings.
     """
@@ -138,30 +138,30 @@ def fill_generators(seed: int | None, *, rank: int = 0, worker: int = 0, step: i
     random.seed(int.from_bytes(of_python.tobytes(), "little"))
     np.random.seed(of_numpy)
     torch.set_rng_state(torch_state(of_torch))
-    if worker == 0 and torch.accelerator.is_available():  # Philox on CUDA: its 64 bits are the whole key.
-        # It takes 63 bits. Workers of the loader do not come here: in a forked one CUDA does not work.
+    if worker == 0 and torch.accelerator.is_available():  # CUDA uses Philox, with a key of 64 bits.
+        # The seed has 63 bits. Workers of the loader are excluded, because CUDA does not work in a forked process.
         torch.get_device_module().manual_seed(int(stream.bits(1, step=step)[0] >> np.uint64(1)))
 
 
 def torch_state(words: np.ndarray) -> torch.Tensor:
-    """Return a state of torch's CPU generator whose Mersenne twister holds `words`, uint32 of shape (624,)."""
+    """Return a state of torch's CPU generator with these words in its Mersenne twister, uint32 of shape (624,)."""
     state = _TORCH_STATE.clone()
     state.numpy()[_TORCH_WORDS].view(np.uint64)[:] = words
     return state
 
 
 def fill_in_worker(worker: int, *, seed: int | None, rank: int) -> None:
-    """Fill the generators of a worker of the data loader, as `worker_init_fn`."""
+    """Fill the generators in a worker of the data loader; this is its `worker_init_fn`."""
     fill_generators(seed, rank=rank, worker=worker + 1)
 
 
 def next_numbers() -> tuple[float, float, float]:
-    """Return the next number of each global generator: after the same fillings others, if one was drawn from."""
+    """Return the next number of each global generator, by which one can tell whether a number was drawn."""
     return random.random(), np.random.random(), torch.rand(()).item()
 
 
 def states_of_generators() -> dict[str, Any]:
-    """Return the states of the global generators, by the names of what owns them."""
+    """Return owner → state for the global generators."""
     kind, words, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -175,8 +175,8 @@ def states_of_generators() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def filled_generators(seed: int | None, *, rank: int = 0) -> Iterator[None]:
-    """Fill the global generators for the duration of the block, and give the caller's states back."""
-    # A build for CUDA names its accelerator also on a machine that has none.
+    """Fill the global generators inside the block, and restore their former states afterwards."""
+    # A CUDA build reports an accelerator even on a machine without one.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     before = random.getstate(), np.random.get_state()

@@ -1,4 +1,4 @@
-"""The losses of an example's tokens, without the logits of a whole micro-batch.
+"""The loss of each example over its tokens, computed without the logits of a whole micro-batch.
 
 Logits of 4,096 tokens of 151,936 classes take 2.5 GB, their losses and gradients three times that. A causal model needs them
 for a few tokens at a time. With a frozen head, as in LoRA, the gradient of each token's loss by its last hidden state is
@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies
 
-IGNORED_LABEL: Final = -100  # of transformers' collators and losses, and of torch's cross_entropy
-# Logits at a time, 128 MiB in float32: 220 tokens of 151,936 classes. A product of matrices so large is as fast as a whole.
+IGNORED_LABEL: Final = -100  # the value in Transformers' collators and losses, and in torch's cross_entropy
+# Logits that are computed at a time: 128 MiB in float32, or 220 tokens of 151,936 classes. Larger products are not faster.
 CHUNK: Final = 2**25
 
 _Losses = Callable[[Float[Tensor, "batch time hidden"], Int[Tensor, "batch time"]], Float[Tensor, "batch time"]]
@@ -52,7 +52,7 @@ def token_losses(
         >>> token_losses(torch.zeros(2, 3, 4), next_labels(torch.tensor([[1, 2, 3], [1, -100, -100]])))
         tensor([1.3863, 0.0000])
     """
-    # At least one: 0/0 would be NaN, and make the clipped sum of all examples NaN.
+    # The count is at least 1, because 0/0 would be NaN, and make the clipped sum of all examples NaN.
     return summed_token_losses(logits, labels, found=found) / (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
 
 
@@ -62,28 +62,28 @@ def summed_token_losses(
     *,
     found: Sequence[Float[Tensor, "batch length"]] = (),
 ) -> Float[Tensor, " batch"]:
-    """Return the sum over each row's labelled tokens, of which `token_losses` is the mean; it has the same arguments."""
-    # Otherwise the head has read something else.
+    """Return the sum of losses over each row's labelled tokens; `token_losses`, with the same arguments, has the mean."""
+    # If the sizes differ, the head was called with other inputs.
     if len(found) == 1 and logits.shape[1] == 1:
         return found[0].sum(dim=1)
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise Refusal(
             "wrong-shape",
-            "logits must have shape (batch, length, classes) and labels (batch, length) for a loss per token, got "
-            f"{logits.ndim} and {labels.ndim} dimensions or other sizes. Let the collator pad labels as it pads the inputs, "
-            f"with {IGNORED_LABEL}.",
+            "For a loss per token, logits must have shape (batch, length, classes) and labels (batch, length); got "
+            f"{logits.ndim} and {labels.ndim} dimensions, or sizes that do not fit. Let the collator pad the labels like "
+            f"the inputs, with {IGNORED_LABEL}.",
         )
     if labels.is_floating_point():
         raise Refusal(
             "labels-not-indices",
-            f"labels of tokens must be indices of classes, got {labels.dtype}. Convert them to torch.long.",
+            f"Labels of tokens must be indices of classes; got {labels.dtype}. Convert them to torch.long.",
         )
     return _of_each(logits, labels).sum(dim=1)
 
 
 def next_labels(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
-    """Return at each place the label of the next one, with which a causal language model's logits there are compared."""
-    # The labels move and not the logits, which are too large to be copied.
+    """Return at each place the label of the next token, which a causal language model predicts there."""
+    # The labels are shifted instead of the logits, which are too large to be copied.
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
@@ -107,10 +107,10 @@ def head_in_chunks(
     found: list[Float[Tensor, "batch length"]] = []
     body, length, config = base_model.base_model, labels.shape[-1], base_model.config.get_text_config()
     time = max(1, CHUNK // (len(labels) * config.vocab_size)) if hasattr(config, "vocab_size") else length
-    # The weights of the head, those that it shares with the body too.
+    # These are the weights of the head, including those that it shares with the body.
     layers = itertools.chain.from_iterable(child.parameters() for child in base_model.children() if child is not body)
     outside = [*layers, *base_model.parameters(recurse=False)]
-    # Without gradients it is an evaluation, whose logits are wanted. FSDP would gather a head anew for each chunk.
+    # Without gradients this is an evaluation, which needs the logits. FSDP would gather the head again for each chunk.
     if (
         time >= length
         or not torch.is_grad_enabled()
@@ -132,14 +132,14 @@ def head_in_chunks(
             with _forward_of(body, lambda *args, **kwargs: outputs):
                 return _of_each(type(base_model).forward(base_model, input_ids=own).logits, own)
 
-        # Here and not behind the model's forward, which autocast may surround.
+        # The losses are computed here, and not after the model's forward, which may be inside autocast.
         if is_trained:
             parts = zip(hidden.split(time, dim=1), labels.split(time, dim=1), strict=True)
             again = functools.partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
             found.append(torch.cat([again(*part) for part in parts], dim=1))
         else:
             found.append(_InChunks.apply(hidden, labels, losses_of, time))
-        # The model goes on to its head, whose logits of this place nobody reads.
+        # The model continues with its head, but nobody reads these logits.
         outputs["last_hidden_state"] = hidden[:, :1]
         return outputs
 
@@ -160,7 +160,7 @@ def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
 
 
 class _InChunks(torch.autograd.Function):
-    """The losses of tokens, and their gradients by the hidden states in the same pass: each loss has one of its own."""
+    """Computes the losses of tokens and, in the same pass, their gradients with respect to the hidden states."""
 
     @staticmethod
     def forward(

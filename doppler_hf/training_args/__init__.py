@@ -1,7 +1,7 @@
-"""The arguments of a run: `DopplerTrainingArguments`, and the checks on them.
+"""The arguments of a run: `DopplerTrainingArguments`, and its checks.
 
 - arguments: the arguments, with their help
-- checks: what would break the guarantee, or have no effect
+- checks: refuse arguments that would break the guarantee or have no effect
 - galore: GaLore's arguments in `optim_target_modules` and `optim_args`
 """
 

@@ -1,6 +1,6 @@
-"""The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and what has no effect.
+"""The checks of `DopplerTrainingArguments`: they refuse values out of range, unsafe combinations, and useless arguments.
 
-`args` is Transformers' class with our fields: importing ours would be circular.
+`args` is typed as Transformers' class, because importing ours would be circular.
 """
 
 import math
@@ -19,85 +19,89 @@ from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 
-# Sensitivity: gradients of nothing but rounding, some 1e-7 that follow others' padding, are not to be clipped up to C.
+# Sensitivity: gradients that are nothing but rounding, of some 1e-7, depend on the padding by other examples. They must not
+# be scaled up to C.
 _SMALLEST_CLIP_NORM: Final = 1e-4
 _Range = tuple[str, Callable[[float], bool]]
-_POSITIVE: Final[_Range] = ("be a finite number > 0", lambda value: 0.0 < value < math.inf)
+_POSITIVE: Final[_Range] = ("be positive and finite", lambda value: 0.0 < value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
 
-# The kind of an argument → the values that are of it, in words, and the fix.
+# The type of an argument → the class of its values, its name in a message, and the fix.
 _KINDS: Final[dict[type, tuple[type, str, str]]] = {
-    float: (Real, "a number", "Write it without quotes, in YAML with a point, as 1.0e-5"),
+    float: (Real, "a number", "Write it without quotes, and in YAML with a point, such as 1.0e-5"),
     int: (Integral, "a whole number", "Write it without quotes"),
-    bool: (bool, "True or False", "Set one of them"),
+    bool: (bool, "True or False", "Set one of these"),
     str: (str, "a string", "Write it in quotes"),
 }
 
 # Argument → its range, and the fix.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
-    "noise_multiplier": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
+    "noise_multiplier": (("be finite and at least 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
     "target_delta": (
-        (f"lie in [{SMALLEST_DELTA:g}, 1)", lambda value: SMALLEST_DELTA <= value < 1.0),
-        "Set a little less than 1/N, or leave it out.",
+        (f"be in [{SMALLEST_DELTA:g}, 1)", lambda value: SMALLEST_DELTA <= value < 1.0),
+        "Set a value a little below 1/N, or leave it out.",
     ),
     "per_sample_max_grad_norm": (
-        (f"be a finite number ≥ {_SMALLEST_CLIP_NORM:g}", lambda value: _SMALLEST_CLIP_NORM <= value < math.inf),
-        "Usual is 1. Far below that, rounding errors would count as much as gradients.",
+        (f"be finite and at least {_SMALLEST_CLIP_NORM:g}", lambda value: _SMALLEST_CLIP_NORM <= value < math.inf),
+        "A usual value is 1. Far below that, rounding errors would count as much as gradients.",
     ),
-    "learning_rate": (("be a finite number ≥ 0", lambda value: 0.0 <= value < math.inf), "Leave it out for one that fits."),
-    "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each example."),
+    "learning_rate": (
+        ("be finite and at least 0", lambda value: 0.0 <= value < math.inf),
+        "Leave it out to have it chosen automatically.",
+    ),
+    "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each record."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
     "per_sample_max_loss": (_POSITIVE, "Leave it out for twice the loss of an untrained model."),
-    "train_loss_budget": (("lie in (0, 1)", lambda value: 0.0 < value < 1.0), "Usual is 0.01."),
-    "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the noise's variance."),
-    # Transformers trains one step then, at a learning rate of a schedule of none.
+    "train_loss_budget": (("be in (0, 1)", lambda value: 0.0 < value < 1.0), "A usual value is 0.01."),
+    "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the variance of the noise."),
     "gradient_accumulation_steps": (
-        ("be a whole number ≥ 1", lambda value: value >= 1 and value == int(value)),
-        "Usual is 1.",
+        ("be a whole number of at least 1", lambda value: value >= 1 and value == int(value)),
+        "A usual value is 1.",
     ),
-    "per_device_train_batch_size": (_COUNT, "Take a hundred or more: large batches need less noise."),
+    "per_device_train_batch_size": (_COUNT, "A hundred or more is usual, since large batches need less noise."),
+    # With max_steps=0, Transformers would train one step, with the learning rate of a schedule without steps.
     "max_steps": (("be positive, or -1", lambda value: value != 0), "Leave it out to train for num_train_epochs."),
 }
 
-# Transformers' argument → the reason why it would void the guarantee.
+# Transformers' argument → the reason why it would break the guarantee.
 _BREAKS_PRIVACY: Final = {
     "fp16": "its gradient scaler skips steps depending on the data",
-    "deepspeed": "it keeps gradients out of the engine's reach",
-    "parallelism_config": "one process must see an example whole",
-    "torch_compile": "torch compiles no layer that notes per-sample gradients (frozen modules you may compile yourself)",
+    "deepspeed": "DeepSpeed computes gradients where they cannot be clipped per record",
+    "parallelism_config": "it splits a record over several processes, and clipping needs a whole record in one process",
+    "torch_compile": "per-sample gradients cannot be computed in compiled layers (you may compile frozen modules yourself)",
     "use_liger_kernel": "its fused layers have no per-sample gradients",
-    "train_sampling_strategy": "the accountant assumes random allocation (batches are sorted by length already)",
-    "label_smoothing_factor": "Trainer's smoother averages over the batch's tokens",
+    "train_sampling_strategy": "ε is computed for random allocation (batches are already sorted by length)",
+    "label_smoothing_factor": "Trainer's label smoothing averages over the tokens of the whole batch",
     "neftune_noise_alpha": "it hooks the embeddings of the whole batch",
     "dataloader_drop_last": "random allocation has no last batch",
-    "auto_find_batch_size": "it repeats steps whose outcome depends on the data",
-    "debug": "it prints layer outputs of training examples without noise",
+    "auto_find_batch_size": "it repeats steps depending on the data",
+    "debug": "it prints layer outputs of training records without noise",
     "include_num_input_tokens_seen": "the number of tokens in a batch depends on the data and would be logged without noise",
-    "ignore_data_skip": "it makes the steps run differ from the steps planned",
+    "ignore_data_skip": "the steps that are run would differ from the planned steps",
 }
-# Variables by which a launcher asks for what cuts a model or an example into parts → its name.
+# Environment variable by which a launcher asks for a method that splits a model or an example → the method's name.
 _OF_THE_LAUNCHER: Final = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "Tensor, context or sequence parallelism",
     "ACCELERATE_USE_TP": "Tensor parallelism",
 }
-# Mixed precision → why a private run cannot have it.
+# Mixed precision → the reason why a private run cannot use it.
 IMPRECISE: Final = {
     "fp16": _BREAKS_PRIVACY["fp16"],
-    "fp8": "its scales come from the whole batch, so that an example's gradient depends on the others",
+    "fp8": "its scales come from the whole batch, so the gradient of one record depends on the other records",
 }
 _FIXES: Final = {
     "fp16": "Use bf16, or leave it out",
-    "deepspeed": "To have weights in shards use FSDP (recipes/accelerate/fsdp2.yaml)",
+    "deepspeed": "To shard the weights, use FSDP (recipes/accelerate/fsdp2.yaml)",
 }
-# Transformers' argument, or one of its `accelerator_config` → the reason why it has no effect.
+# Transformers' argument, or an argument of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {
-    "data_seed": "because batches come from the operating system's entropy",
-    "split_batches": "because each process samples for itself",
-    "use_seedable_sampler": "because batches come from the operating system's entropy",
-    "dataloader_in_order": "because a batch is sampled at the step that accounts for it",
+    "data_seed": "because batches are drawn with secret random numbers of the operating system",
+    "split_batches": "because each process draws its own part of a batch",
+    "use_seedable_sampler": "because batches are drawn with secret random numbers of the operating system",
+    "dataloader_in_order": "because each batch is drawn at its own step",
     "length_column_name": f"because batches are sorted by the lengths of {LENGTH_COLUMN!r}",
     "average_tokens_across_devices": "because no loss is scaled by a number of tokens",
     "torch_empty_cache_steps": "because the private step leaves the cache to torch",
@@ -109,18 +113,18 @@ _WITHOUT_EFFECT: Final = {
 
 
 def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
-    """Return the fields of our class that Transformers' does not have; a subclass of ours may have more."""
+    """Return the fields of `base` that `TrainingArguments` does not have."""
     theirs = {field.name for field in fields(TrainingArguments)}
     return [field for field in fields(base) if field.name not in theirs]
 
 
 def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
-    """Return the value that an argument has if it is left out."""
+    """Return the default value of an argument."""
     return type(args).__dataclass_fields__[name].default
 
 
 def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
-    """Refuse a word that is not among an argument's choices, and a value of another kind, such as a number in quotes."""
+    """Refuse a value that is not among an argument's choices, or has the wrong type, such as a number in quotes."""
     hints = get_type_hints(base)
     numbers = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
     for field in own_fields(base) + [field for field in fields(base) if field.name in numbers]:
@@ -129,16 +133,17 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
             if value not in get_args(hint):
                 raise Refusal(
                     "unknown-value",
-                    f"{field.name} must be one of {', '.join(get_args(hint))}, got {value!r}"
+                    f"{field.name} must be one of {', '.join(get_args(hint))}; got {value!r}"
                     f"{did_you_mean(str(value), get_args(hint))}.",
                 )
             continue
         kind, *none = get_args(hint) or (hint,)
         allowed, words, fix = _KINDS[kind]
-        is_bool = isinstance(value, bool)  # which Python takes for a number
+        is_bool = isinstance(value, bool)  # Python counts a bool as a number.
         if not isinstance(value, (allowed, *none)) or (is_bool and kind is not bool):
             raise Refusal(
-                "wrong-type", f"{field.name} must be {words}, got {value!r}. {fix}, or leave it out for {field.default!r}."
+                "wrong-type",
+                f"{field.name} must be {words}; got {value!r}. {fix}, or leave it out for the default, {field.default!r}.",
             )
 
 
@@ -151,13 +156,13 @@ class NoEffectError(Refusal):
 
 
 def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
-    """Refuse what has no effect with `disable_dp`: all of our own arguments."""
+    """Refuse arguments that have no effect with `disable_dp`: all that `TrainingArguments` does not have."""
     for field in own_fields(base):
         value = getattr(args, field.name)
         if field.name != "disable_dp" and value != field.default:
             raise NoEffectError(
-                field.name, value, beside="disable_dp", because="True, which is the stock Trainer",
-                fix="Leave one of them out. For a filter without noise set noise_multiplier=0 instead of disable_dp",
+                field.name, value, beside="disable_dp", because="True, which trains with the stock Trainer",
+                fix="Leave one of them out. For a filter without noise, set noise_multiplier=0 instead of disable_dp",
             )  # fmt: skip
 
 
@@ -166,43 +171,44 @@ def check_ranges(args: TrainingArguments) -> None:
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise Refusal(
             "one-of-two",
-            f"Exactly one of target_epsilon and noise_multiplier must be set, got {args.target_epsilon} and "
-            f"{args.noise_multiplier}. Set target_epsilon=3, for example, or disable_dp=True to train without privacy.",
+            "Set either target_epsilon or noise_multiplier, for example target_epsilon=3; got "
+            f"{args.target_epsilon} and {args.noise_multiplier}. To train without privacy, set disable_dp=True.",
         )
     for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)
         if value is not None and not holds(value):
-            raise Refusal("out-of-range", f"{name} must {words}, got {value}. {fix}")
+            raise Refusal("out-of-range", f"{name} must {words}; got {value}. {fix}")
     if args.max_grad_norm:
         raise Refusal(
             "gradient-rescaled",
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient with its noise. Leave it unset: "
-            "per_sample_max_grad_norm is the norm that privacy needs.",
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave it out; "
+            "a private run clips per-sample gradients, to per_sample_max_grad_norm.",
         )
 
 
 def without_rate_rule(base_optimizer: str, optim_target_modules: object) -> str | None:
-    """Return which of these has no default learning rate, or None if there is a default."""
+    """Return the name of the setting that has no default learning rate, or None if there is a default."""
     if base_optimizer == "sgd":
         return "base_optimizer='sgd'"
     return "GaLore" if optim_target_modules else None
 
 
 def refuse_no_learning_rate(args: TrainingArguments) -> None:
-    """Refuse to leave the learning rate out where there is no default."""
+    """Refuse arguments without a learning rate if there is no default."""
     what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
     if args.learning_rate is None and what is not None:
         raise Refusal(
             "no-learning-rate",
-            f"learning_rate must be set with {what}, got None: Adam and Muon have a default. Set it, or leave {what} out.",
+            f"learning_rate has no default with {what}; only Adam and Muon have one. Set learning_rate, or leave "
+            f"{what} out.",
         )
 
 
 def refuse_without_effect(args: TrainingArguments) -> None:
-    """Refuse what would have no effect in this private run."""
+    """Refuse arguments that would have no effect in this private run."""
     adam = f"with base_optimizer={args.base_optimizer!r}"
     no_noise = (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon")
-    no_units = (args.privacy_unit_column, "if every example is a unit", "Set privacy_unit_column")
+    no_units = (args.privacy_unit_column, "without privacy_unit_column", "Set privacy_unit_column")
     raw_loss = (
         args.report_train_loss == "private", f"with report_train_loss={args.report_train_loss!r}",
         "Set report_train_loss='private'",
@@ -217,8 +223,8 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "adam_bc_floor": (args.base_optimizer in ("adam_bc", "muon"), adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (
             args.noise_seed is not None,
-            "here: batches come from the operating system's entropy, and so do noise and dropout",
-            "Set noise_seed for a test, which is not private then",
+            "in a private run, because batches, noise and dropout follow secret random numbers of the operating system",
+            "Set noise_seed for a test, which is then not private",
         ),
         "adam_beta1": (
             False, "because the filter computes the first moment",
@@ -238,8 +244,9 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
         raise Refusal(
             "poisson-with-shaped-noise",
-            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}: shaped noise protects records that "
-            "rest for some steps, and Poisson sampling may draw one at every step. Leave one of them out.",
+            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}. Shaped noise protects a record only "
+            "if some steps pass before it joins another batch, and Poisson sampling may draw it at every step. Leave one of "
+            "them out.",
         )
 
 
@@ -256,12 +263,13 @@ def refuse_optim(args: TrainingArguments) -> None:
 
 
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
-    """Refuse Transformers' arguments that would void the guarantee, with the reason."""
+    """Refuse Transformers' arguments that would break the guarantee, with the reason."""
     if args.n_gpu > 1:
         raise Refusal(
             "several-gpus",
-            f"One process must see one GPU, got {args.n_gpu}: nn.DataParallel splits batches where the engine cannot see "
-            "it. Start the script with `accelerate launch`, or with CUDA_VISIBLE_DEVICES=0.",
+            f"This process sees {args.n_gpu} GPUs, and Trainer would split each batch over them with nn.DataParallel, where "
+            "per-sample gradients cannot be computed. Start the script with `accelerate launch`, or with "
+            "CUDA_VISIBLE_DEVICES=0.",
         )
     launched = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
@@ -273,11 +281,11 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         if os.environ.get(name, "false").lower() == "true":
             raise Refusal(
                 "breaks-privacy",
-                f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}): one process must "
-                "see an example whole, and each layer as torch has it. Start the script with a configuration without it.",
+                f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}). Clipping needs "
+                "each record whole in one process, and unmodified layers. Start the script with a configuration without it.",
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision in IMPRECISE and not (args.fp16 or args.bf16):  # which come before it
+    if precision in IMPRECISE and not (args.fp16 or args.bf16):  # Arguments have priority over the launcher.
         raise Refusal(
             "mixed-precision",
             f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
@@ -285,26 +293,26 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             "ACCELERATE_MIXED_PRECISION. Set bf16 or no there.",
         )
     if args.world_size == 1 != int(launched):
-        # As Transformers does where it finds no accelerator.
+        # Transformers starts such processes if it finds no accelerator.
         raise Refusal(
             "processes-sample-alone",
-            f"The processes of a launcher must train together, got {launched} (WORLD_SIZE) that would each train alone, on "
-            "all data and with its own ε. On a CPU set use_cpu=True.",
+            f"The launcher started {launched} processes (WORLD_SIZE), but Transformers does not connect them: each would "
+            "train alone on all data and spend its own ε. On a CPU, set use_cpu=True.",
         )
     if not args.skip_memory_metrics:
         raise Refusal(
             "memory-is-logged",
-            "skip_memory_metrics must be True with differential privacy, got False: the memory that a step takes depends on "
-            "its batch, and would be logged and saved without noise. Leave it out.",
+            "skip_memory_metrics=False cannot be used with differential privacy: the memory of a step depends on its batch, "
+            "and would be logged and saved without noise. Leave it out.",
         )
     refuse_each(args, _BREAKS_PRIVACY)
 
 
 def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
-    """Refuse arguments that are set, each with the reason why a private run cannot have it."""
+    """Refuse these arguments if they are set, each with the reason why a private run cannot have it."""
     for name, reason in reasons.items():
         value = getattr(args, name)
-        # Transformers takes an empty value and False for no as well.
+        # An empty value or False means "not set" in Transformers too.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
             fix = _FIXES.get(name, "Leave it out")
             raise Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

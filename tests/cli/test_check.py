@@ -45,9 +45,9 @@ def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):
     words = ["check", str(recipe), "--pairs", "3", "--draw_size=10", "--clipping=vanilla"]
     assert main([*words, "--per_device_train_batch_size=20"]) == 0
     shown = flat(capsys.readouterr().out)
-    assert "10 and one more, of a batch of 20" in shown
+    assert "10 and one more (a batch of the run: 20)" in shown
     assert "No defect found: no tested record moved the sum by more than C" in shown
-    assert 0.3 < float(re.search(r"moves the sum by │ ([\d.]+) C", shown)[1]) < 1 + 1e-5
+    assert 0.3 < float(re.search(r"moves the sum by │ at most ([\d.]+) C", shown)[1]) < 1 + 1e-5
     assert "These figures are not private" in shown
     # Nothing was spent; and what is not private must not lie where the model will, which is pushed with all beside it.
     assert not list((tmp_path / "out").glob("*"))
@@ -74,14 +74,14 @@ def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):
 def test_what_is_refused_in_a_script_is_not_taken_for_an_error_that_it_handles(script, tmp_path, capsys):
     assert main(["check", "--pairs=0", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == "error: pairs must be at least 1, got 0."
+    assert captured.err.splitlines()[-1] == "error: pairs must be at least 1; got 0."
     assert "handled" not in captured.out
 
 
 @pytest.mark.parametrize("command", ["check", "audit"])
 def test_a_misspelt_option_before_a_script_is_refused(command, script, tmp_path, capsys):
     assert main([command, "--pears=3", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
-    assert capsys.readouterr().err.startswith("error: Unknown options before --script: --pears=3. Give the script's own")
+    assert capsys.readouterr().err.startswith("error: Unknown options before --script: --pears=3. Put the script's own")
     assert not (tmp_path / "mine").exists()
 
 
@@ -105,7 +105,7 @@ def test_a_recipe_needs_a_clone_that_is_found_beside_the_package_the_recipe_or_h
     monkeypatch.setattr(script_of_command, "PACKAGE", tmp_path / "site-packages" / "doppler_hf")
     assert main(["check", str(recipe)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: Expected a clone of the repository, whose scripts train recipes; got none near ")
+    assert error.startswith("error: Recipes are trained by scripts in a clone of the repository, and none was found near ")
     assert "with --script" in error  # which other tests do
     own = str(root / "recipes" / "image" / "digits-eps8.yaml")
     assert _script_of([own]) == [*command[:1], own]
@@ -117,8 +117,8 @@ def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, c
     idle = tmp_path / "idle_script.py"
     idle.write_text("import sys; assert sys.argv[1:] == ['--learning_rate', '3']\n")
     assert main(["check", "--script", str(idle), "--learning_rate", "3"]) == 2  # its own words stay as they are
-    assert "must call DopplerTrainer.train(), but ended without it" in capsys.readouterr().err
+    assert "ended without calling DopplerTrainer.train()" in capsys.readouterr().err
     assert main(["check", "--script", str(tmp_path / "none.py")]) == 2
-    assert "--script must be followed by the path of a script, got" in capsys.readouterr().err
+    assert "Expected the path of a script after --script; got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["check"])

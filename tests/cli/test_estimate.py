@@ -61,9 +61,9 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
     [
         (["--processes", "2"], "--bandwidth must be given for 2 processes, got None"),
         (["--micro-batch", "0"], "must be at least 1, got 8, 0 and 1"),
-        (["--task", "image-classification"], "--length must be left out for images, got 8"),
-        (["--length", "17"], "--length must be at most the model's 16 positions, got 17. Give --length 16."),
-        (["--model", "/nowhere"], "must be a hub name or a folder with a config.json, got '/nowhere'"),
+        (["--task", "image-classification"], "--length 8 has no effect on images"),
+        (["--length", "17"], "--length must be at most the 16 positions of this model; got 17. Use --length 16."),
+        (["--model", "/nowhere"], "Expected a hub name or a folder with a config.json as --model; got '/nowhere'"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(more, message, tmp_path, capsys):

@@ -55,10 +55,10 @@ def test_picture_is_written_into_a_new_folder(ending, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["f7"], "A filter must be one of none, momentum, "),
-        (["--plot=a.txt"], "--plot must end in one of .png, .svg, .pdf, got a.txt."),
+        (["f7"], "There is no filter 'f7'"),
+        (["--plot=a.txt"], "The file of --plot must end in .png or .svg or .pdf; got a.txt."),
         (["--plot=/proc/x/a.png"], "The picture /proc/x/a.png cannot be written"),
-        (["momentum:"], "must have the form 'momentum:beta=...', got nothing after"),
+        (["momentum:"], "Expected 'momentum:beta=...'; got nothing after"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

@@ -86,7 +86,7 @@ def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
     trained(trainer_of(tmp_path, data=text_data(200), **auto, max_steps=40))
     start = capsys.readouterr().out
     sigma, shape = re.search(r"noise multiplier ([\d.]+); shape: (.*?) \(auto\)", start).groups()
-    assert rows(plan)["noise multiplier"] == f"{sigma} (solved for)"
+    assert rows(plan)["noise multiplier"] == f"{sigma} (computed)"
     assert (rows(plan)["noise_shape"][:6], shape[:6]) == ("banded", "banded")
     assert f"filter: {rows(plan)['low_pass_filter'].split()[0]} (auto)" in start
     sentence = r"In this run \(ε = (8|7\.9[789])\), an attack .* recognises a training record with a probability of at most"
@@ -112,5 +112,5 @@ def test_a_plan_in_epochs_has_the_steps_of_a_training_and_poisson_sampling_white
 @pytest.mark.parametrize(("given", "row"), [("--noise-multiplier=1", "ε"), *thorough(("--epsilon=3", "noise multiplier"))])
 def test_what_follows_is_marked(given, row, capsys):
     text = printed(["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", given], capsys)
-    assert [name for name, value in rows(text).items() if value.endswith("(solved for)")] == [row]
+    assert [name for name, value in rows(text).items() if value.endswith("(computed)")] == [row]
     assert [row[0] for row in alternatives(text)] == ["→"]

@@ -39,7 +39,7 @@ def test_epsilon_and_noise_multiplier_follow_from_each_other():
 @pytest.mark.parametrize(
     ("change", "code", "value"),
     [
-        ({"epsilon": None}, "one-of-two", "--epsilon and --noise-multiplier .*none"),
+        ({"epsilon": None}, "one-of-two", "--epsilon and --noise-multiplier are both missing"),
         ({"noise_multiplier": 1.0}, "one-of-two", "--epsilon and --noise-multiplier .*both"),
         ({"max_steps": 10}, "one-of-two", "--epochs and --max-steps .*both"),
         ({"batch_size": None}, "no-batch-size", "--batch-size 40"),

@@ -47,11 +47,11 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     output = said(capsys)
     # A run that was resumed begins a round of its own.
     epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 4)], delta=1e-5)
-    assert output.startswith(f"LEDGER ONLY: ({epsilon:.4g}, 1e-05)-differential privacy for one example after 10 steps.")
+    assert output.startswith(f"LEDGER ONLY: ({epsilon:.4g}, 1e-05)-differential privacy for one record after 10 steps.")
     assert "NOT VERIFIED" not in output
     for shown in (
-        head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one unit",
-        "1,000 (public, not protected)", "a test", "10 (to its end)",
+        head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one record",
+        "1,000 (public, not protected)", "a test", "10 (the run ended)",
         "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
     ):  # fmt: skip
         assert shown in output, shown
@@ -76,11 +76,11 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     ledger.save(tmp_path)
     assert check(tmp_path) == 0
     output = said(capsys)
-    assert "4 (interrupted: at least 4 of them were run)" in output
+    assert "4 (the run was interrupted; at least 4 steps were run)" in output
     assert "after 4 steps" in output
     whole, beginning = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (1000, 4))
     assert output.startswith(f"LEDGER ONLY: ({whole:.4g}, 1e-05)")
-    assert f"It would be {beginning:.4g}, had the length of 4 steps been fixed beforehand." in output
+    assert f"ε would be {beginning:.4g} if the length of 4 steps had been fixed beforehand." in output
 
 
 def test_checkpoints_are_earlier_states(tmp_path, capsys):
@@ -103,9 +103,9 @@ def test_checkpoints_are_earlier_states(tmp_path, capsys):
     capsys.readouterr()
     assert check(tmp_path) == 1
     output = said(capsys)
-    assert f"{tmp_path / 'checkpoint-400' / LEDGER_NAME} is no earlier state" in output
+    assert f"{tmp_path / 'checkpoint-400' / LEDGER_NAME} is not an earlier state" in output
     assert f"{tmp_path / 'checkpoint-6' / LEDGER_NAME}: This is not a privacy ledger" in output
-    assert "2 of the checks failed" in output
+    assert "2 checks failed" in output
     assert "checkpoint-2" not in output
 
 
@@ -125,10 +125,10 @@ def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
     assert check(tmp_path) == 0
     output = said(capsys)
     epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=60, delta=1e-6)
-    assert f".json is of another training: ε = {epsilon:.4g} at δ = 1e-06, by pld." in output
-    assert ".json is of another training: ε = inf at δ = 1e-05, by pld." in output
+    assert f".json is the ledger of another training run: ε = {epsilon:.4g} at δ = 1e-06, computed by pld." in output
+    assert ".json is the ledger of another training run: ε = inf at δ = 1e-05, computed by pld." in output
     assert output.count("of another training") == 2  # the third is an earlier state of this one
-    assert "If they used the same data, ε of all of them add up, and so do their δ." in output
+    assert "If the runs used the same data, their ε add up, and so do their δ." in output
 
 
 def leaves(value, path=()):
@@ -176,7 +176,7 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
         write(tmp_path, json.loads(written[1])["entries"][:length])
         assert check(tmp_path) == 0
         assert check(tmp_path, "--head", head) == 1
-        assert "this is another ledger, or its tail was cut off" in said(capsys)
+        assert "this is a different ledger, or entries at its end were cut off" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_ledgers_of_the_format_before_are_verified(path, capsys):
     """Written by version 0.2, each by a run of 10 steps that was interrupted at the fifth, and by one that resumed it."""
     assert main(["verify", str(path)]) == 0
     output = said(capsys)
-    assert ", 0.0303)-differential privacy for one example after " in output
-    assert ("had the length of 4 steps been fixed" in output) == ("interrupted" in path.stem)
+    assert ", 0.0303)-differential privacy for one record after " in output
+    assert ("if the length of 4 steps had been fixed" in output) == ("interrupted" in path.stem)
     # A claim that is too small is found.
     document = json.loads(path.read_text("utf-8"))
     next(entry for entry in document["entries"] if entry["event"] == "checkpoint")["epsilon"] *= 0.8
@@ -289,7 +289,7 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
         (tmp_path / "model.safetensors").write_text(text)
         ledger.save(tmp_path)
         assert check(tmp_path) == 1
-        assert f"The ledger does not speak for model.safetensors in {tmp_path}: changed, or of another" in said(capsys)
+        assert f"did not save these weights: model.safetensors in {tmp_path}." in said(capsys)
         ledger.speak_for(hashes(tmp_path), model=MODEL)
         head = ledger.head
         ledger.speak_for(hashes(tmp_path), model=MODEL)
@@ -298,7 +298,7 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
-        words = r"VERIFIED: .* steps\. The weights in model\.safetensors are those that it saved\. The ε of the whole"
+        words = r"VERIFIED: .* steps\. Weights checked: model\.safetensors\. The ε of the whole"
         assert re.match(words, said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0

@@ -57,7 +57,7 @@ def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path
     assert fixed < 0.9 * planned
     assert ledger.epsilon() == trainer.privacy.epsilon() == planned
     assert {log["epsilon"] for log in trainer.state.log_history if "epsilon" in log} == {planned}
-    beside = f"It would be {fixed:.4g}, had the length of {steps} steps been fixed beforehand."
+    beside = f"ε would be {fixed:.4g} if the length of {steps} steps had been fixed beforehand."
     printed = said(capsys)
     assert len(re.findall(rf"ε = {planned:.4g}, δ", printed)) == 2  # at the start and at the end
     assert printed.count(beside) == (error is None)
@@ -75,7 +75,7 @@ def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path
 def test_a_run_to_its_end_says_nothing_of_other_lengths(tmp_path, capsys):
     trained(trainer_of(tmp_path, **PLANNED))
     assert main(["verify", str(tmp_path / "out")]) == 0
-    assert "had the length" not in said(capsys)
+    assert "had been fixed" not in said(capsys)
 
 
 def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_a_cell_that_is_run_again_adds_up_what_its_model_has_cost(tmp_path, caps
         trainer.save_model()
         costs.append(trainer.privacy.epsilon())
         printed = said(capsys)
-        words = f"they cost ε = {' + '.join(f'{cost:.4g}' for cost in costs)} = {sum(costs):.4g} together, at δ = "
+        words = f"they cost ε = {' + '.join(f'{cost:.4g}' for cost in costs)} = {sum(costs):.4g} in total, at δ = "
         assert (words in printed) == (number > 0)
         assert main(["verify", str(tmp_path / str(number) / "out")]) == 0
         assert (words in said(capsys)) == (number > 0)

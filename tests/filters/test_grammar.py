@@ -50,7 +50,7 @@ def test_the_filter_that_a_run_chooses_is_no_fixed_one():
     [
         ("butterworth", "filter-syntax", "'butterworth:order=...,cutoff=...'"),
         ("butterworth:order=2,order=2,cutoff=0.1", "filter-syntax", "'order', 'order', 'cutoff'"),
-        ("momentum:0.9", "filter-syntax", "'momentum:beta=...', got '0.9'"),
+        ("momentum:0.9", "filter-syntax", "'momentum:beta=...'; got '0.9'"),
         ("butterworth:order=2.5,cutoff=0.1", "filter-syntax", "'2.5'"),
         ("butterworth:order=2,cutoff=low", "filter-syntax", "'low'"),
         ("momentm", "no-such-filter", "'momentum'?"),

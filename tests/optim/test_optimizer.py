@@ -136,12 +136,12 @@ def test_a_closure_is_refused():
     [
         ({"lr": -1.0}, "out-of-range", "^lr .*-1.0"),
         ({"weight_decay": math.nan}, "out-of-range", "^weight_decay .*nan"),
-        ({"base": "lion"}, "unknown-value", "sgd, adam, adam_bc, muon, .*'lion'"),
+        ({"base": "lion"}, "unknown-value", "sgd, adam, adam_bc, muon; .*'lion'"),
         ({"beta2": 1.0}, "out-of-range", "^beta2 .*1.0"),
         ({"eps": 0.0}, "out-of-range", "^eps .*0.0"),
         ({"noise_std": -1.0}, "out-of-range", "^noise_std .*-1.0"),
         ({"base": "adam_bc", "floor": 0.0}, "out-of-range", "^floor .*0.0"),
-        ({"base": "sgd", "floor": 0.1}, "no-effect", "^floor .*0.1"),
+        ({"base": "sgd", "floor": 0.1}, "no-effect", "^floor=0.1"),
     ],
 )
 def test_bad_arguments_are_refused_with_the_value(arguments, code, value):

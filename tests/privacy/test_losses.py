@@ -32,8 +32,8 @@ def test_mean_equals_the_models_own_loss(overrides, labels):
 @pytest.mark.parametrize(
     ("logits", "labels", "problem_type", "code", "found"),
     [
-        (torch.zeros(2, 3), torch.zeros(2, 3).long(), None, "wrong-shape", r"\(batch,\), .*2 and 2 "),
-        (torch.zeros(2, 3), torch.zeros(2), None, "wrong-shape", r"\(batch, num_labels\), .*2 and 1 "),
+        (torch.zeros(2, 3), torch.zeros(2, 3).long(), None, "wrong-shape", r"\(batch,\); .*2 and 2 "),
+        (torch.zeros(2, 3), torch.zeros(2), None, "wrong-shape", r"\(batch, num_labels\); .*2 and 1 "),
         (torch.zeros(2, 3), torch.zeros(2).long(), "ranking", "unknown-value", "'ranking'"),
     ],
 )

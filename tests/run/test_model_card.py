@@ -32,21 +32,22 @@ def test_the_section_says_what_the_ledger_says():
     section = privacy_section(ledger)
     table = rows(section)
     epsilon = get_total_epsilon(TWO_RUNS, delta=1e-5)
-    assert {name: row for name, row in table.items() if name.startswith("ε")} == {"ε by pld": f"{epsilon:.4g}"}
-    assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one example, by the pld" in section
+    assert {name: row for name, row in table.items() if name.startswith("ε by")} == {"ε by pld": f"{epsilon:.4g}"}
+    assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one record, by the pld" in section
     best = trade_off(TWO_RUNS)
-    rates = ", ".join(percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
-    assert table["no attack exceeds, at 1 %, 0.1 % false positives"] == f"{rates} true positives"
-    assert f"recognises a training record with a probability of at most {rates.split(',')[0]};" in section
-    assert table["unit of privacy"] == "one example"
-    assert table["neighbouring data sets"] == "add or remove one unit"
-    assert table["number of units N"] == "1,000 (public, not protected)"
+    rates = {"1 %": percent(best.true_positive_rate(0.01)), "0.1 %": percent(best.true_positive_rate(0.001))}
+    for false, true in rates.items():
+        assert table[f"any attack with {false} false positives"] == f"at most {true} true positives"
+    assert f"recognises a training record with a probability of at most {rates['1 %']};" in section
+    assert table["ε covers"] == "one record"
+    assert table["neighbouring data sets"] == "add or remove one record"
+    assert table["number of records N"] == "1,000 (public, not protected)"
     assert table["target ε"] == "8"
     assert table["restarts"] == "at step 6"
-    assert table["steps"] == "10 run, 10 planned"
+    assert table["steps"] == "10 of 10 planned"
     assert table["noise multiplier σ"] == "1"
     for steps in (7, 4):
-        assert table[f"accounted: σ₀, sampling rate q in {steps} steps"] == "1, 0.05"
+        assert table[f"ε computed for {steps} steps"] == "σ₀ = 1, sample rate q = 0.05"
     assert table["clip norm C"] == "1 (automatic, flat)"
     assert table["noise source"] == "a test"
     assert "NOT PRIVATE" in table["training loss"]

@@ -37,7 +37,7 @@ REFUSED = [
     (dict(target_epsilon=None, noise_multiplier=-1.0), "out-of-range", "^noise_multiplier .*-1"),
     (dict(target_delta=1.5), "out-of-range", "^target_delta .*1.5"),
     (dict(target_delta=1e-30), "out-of-range", "^target_delta .*1e-30"),
-    (dict(per_sample_max_grad_norm=1e-8), "out-of-range", "^per_sample_max_grad_norm .*0.0001, .*1e-08"),
+    (dict(per_sample_max_grad_norm=1e-8), "out-of-range", "^per_sample_max_grad_norm .*0.0001; .*1e-08"),
     (dict(max_tokens_per_micro_batch=0), "out-of-range", "^max_tokens_per_micro_batch .*0"),
     (dict(augmentation_multiplicity=0), "out-of-range", "^augmentation_multiplicity .*0"),
     (dict(adam_bc_floor=0.0), "out-of-range", "^adam_bc_floor .*0"),

@@ -1,12 +1,12 @@
 """The ε that a run costs, from public numbers alone.
 
-- accounting: ε of what was released, and of plans whose terms may follow from results
-- attack: what that ε means, as the best rates of a membership attack
+- accounting: the ε of releases, and of plans with terms that may depend on earlier results
+- attack: the meaning of ε, as bounds on the success of a membership attack
 - calibration: σ, or the number of steps, for a target ε
-- composition: rounds composed, by their privacy loss distributions
+- composition: the composition of rounds, by their privacy loss distributions
 - round_loss: the likelihood ratio of one round
-- secret_groups: bounds on ε by simulation, where a unit's group is secret
-- importance_sampling: the rounds that are drawn for it, whose losses are likely
+- secret_groups: bounds on ε by simulation, for units with secret groups
+- importance_sampling: samples of rounds in which a large privacy loss is likely
 """
 
 from doppler_hf.privacy.accounting.accounting import (

@@ -11,9 +11,9 @@ from scipy.optimize import brentq
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
 
-# The largest share of the target that is left, and the spacing of ln σ between values that are tried.
+# The largest share of the target ε that may stay unspent, and the smallest spacing of ln σ between tried values.
 _EXACT: Final = (1e-3, 1e-7)
-_OF_GROUPS: Final = (4e-3, 1e-3)  # a simulation moves ε by some thousandths from one σ to the next
+_OF_GROUPS: Final = (4e-3, 1e-3)  # With groups, a simulation changes ε by some thousandths from one σ to the next.
 
 
 def get_noise_multiplier(
@@ -29,13 +29,13 @@ def get_noise_multiplier(
     """Return a noise multiplier σ with which `steps` steps cost `target_epsilon` or slightly less.
 
     Args:
-        target_epsilon: ε > 0, met from below to one part in a thousand, with groups to four.
+        target_epsilon: ε > 0. The ε reached is at most 0.1 % below it, with groups at most 0.4 %.
         target_delta: δ, from 1e-10 to below 1.
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
-        strategy: c of the noise, for whose b = len(c) groups b·q must be at most 1.
-        sampling: As for `get_epsilon`; Poisson sampling needs more noise.
-        rough: Take a third of the time or less. σ may then differ by a hundredth or so.
+        strategy: The coefficients c of the noise shape. They make b = len(c) groups, and b·q must be at most 1.
+        sampling: "allocation" or "poisson", as for `get_epsilon`; Poisson sampling needs more noise.
+        rough: Whether to take a third of the time or less. σ may then differ by about a hundredth.
 
     Raises:
         ValueError: If an argument is out of range, or no noise multiplier up to 10⁶ reaches the target.
@@ -46,17 +46,17 @@ def get_noise_multiplier(
         True
     """
     if not 0.0 < target_epsilon < math.inf:
-        raise Refusal("out-of-range", f"target_epsilon must be a finite number > 0, got {target_epsilon}.")
+        raise Refusal("out-of-range", f"target_epsilon must be positive and finite; got {target_epsilon}.")
     if steps < 1:
-        raise Refusal("out-of-range", f"steps must be at least 1, got {steps}.")
+        raise Refusal("out-of-range", f"steps must be at least 1; got {steps}.")
     if len(strategy) * sample_rate > 1.0:
         raise Refusal(
             "strategy-too-long",
-            f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}, got "
-            f"{sample_rate}. Take a shorter one, or a smaller batch.",
+            f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}; got "
+            f"{sample_rate}. Use a shorter strategy or a smaller batch.",
         )
     unspent, spacing = _EXACT if len(strategy) == 1 else _OF_GROUPS
-    # In the middle of what may be left, so that the search may end a little above it as well as below.
+    # The aim is in the middle of the allowed range, so that the search may end a little above or below it.
     aim = target_epsilon * math.exp(-unspent / 2)
 
     def excess(log_sigma: float, *, is_rough: bool, aim: float = aim) -> float:
@@ -68,7 +68,7 @@ def get_noise_multiplier(
     least = functools.partial(_least_noise, spacing=spacing)
     noise_multiplier = least(functools.partial(excess, is_rough=True), start=1.0)
     if not rough and noise_multiplier is not None:
-        # Where the accountant itself is above the aim by as much as here, a rough search aims below it.
+        # The rough ε is too small by a factor that is measured here, so a second rough search aims below by that factor.
         above = excess(math.log(noise_multiplier), is_rough=False)
         if 0.0 < above < 0.3:
             near = functools.partial(excess, is_rough=True, aim=aim * math.exp(-above))
@@ -77,14 +77,15 @@ def get_noise_multiplier(
     if noise_multiplier is None:
         raise Refusal(
             "epsilon-out-of-reach",
-            f"No noise multiplier up to 1e6 reaches target_epsilon={target_epsilon} at target_delta={target_delta}, "
-            f"sample_rate={sample_rate} and {steps} steps. Raise target_epsilon or target_delta.",
+            f"target_epsilon={target_epsilon} cannot be reached with any noise multiplier up to 1e6, at "
+            f"target_delta={target_delta}, sample_rate={sample_rate} and {steps} steps. Raise target_epsilon "
+            "or target_delta.",
         )
     return noise_multiplier
 
 
 def noise_multiplier_if_any(strategy: tuple[float, ...], **terms: Any) -> float:
-    """Return `get_noise_multiplier` of a strategy on a rough grid; infinite where no σ up to 10⁶ reaches ε."""
+    """Return a rough `get_noise_multiplier` for a strategy; infinity if no σ up to 10⁶ reaches ε."""
     try:
         return get_noise_multiplier(strategy=strategy, rough=True, **terms)
     except ValueError:
@@ -92,9 +93,9 @@ def noise_multiplier_if_any(strategy: tuple[float, ...], **terms: Any) -> float:
 
 
 def _least_noise(excess: Callable[[float], float], *, start: float, spacing: float) -> float | None:
-    """Return the least σ tried at which a falling function of ln σ is not above 0; None if there is none up to 10⁶.
+    """Return the smallest tried σ at which a falling function of ln σ is at most 0; None if there is none up to 10⁶.
 
-    Zero ends the search. If the function jumps over zero, ln σ is above the jump by at most the spacing.
+    The search ends at 0. If the function jumps over 0, ln σ is above the jump by at most the spacing.
     """
     tried: dict[float, float] = {}
 
@@ -105,7 +106,7 @@ def _least_noise(excess: Callable[[float], float], *, start: float, spacing: flo
 
     low = high = math.log(start)
     largest = math.log(1e6)
-    # ln ε falls by one to two for each unit of ln σ, so one stride is usually enough.
+    # ln ε falls by one to two units for each unit of ln σ, so one stride is usually enough.
     stride = min(max(abs(at(low)), 1e-3), 0.7)
     while at(high) > 0.0:
         if high >= largest:
@@ -119,7 +120,7 @@ def _least_noise(excess: Callable[[float], float], *, start: float, spacing: flo
 
 
 def most_steps(epsilon_of: Callable[[int], float], *, target_epsilon: float, at_most: int) -> int:
-    """Return the most steps, up to `at_most`, whose ε is within the target; ε must not fall with the steps."""
-    if epsilon_of(at_most) <= target_epsilon:  # first, since most runs end within their target
+    """Return the largest number of steps, up to `at_most`, with ε within the target; ε must not fall with the steps."""
+    if epsilon_of(at_most) <= target_epsilon:  # Most runs end within their target, so this is checked first.
         return at_most
     return bisect.bisect_right(range(1, at_most), target_epsilon, key=epsilon_of)

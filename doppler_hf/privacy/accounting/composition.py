@@ -1,8 +1,8 @@
-"""Rounds composed: their privacy loss distributions, added up by dp-accounting, for removal and for addition of a unit.
+"""Composition of rounds: dp-accounting composes their privacy loss distributions, for removal and for addition of a unit.
 
-Every number is rounded such that ε and δ only grow, and mass beyond a grid is an infinite loss. A unit also takes part at
-most once in a round, so that all rounds together are never worse than the Gaussian mechanism with (Σ σ⁻²)^(−1/2). That holds
-without amplification, and bounds ε where the noise is too small for a grid.
+Every number is rounded such that ε and δ only grow, and mass beyond a grid counts as an infinite loss. A unit takes part at
+most once in a round, so all rounds together are never worse than the Gaussian mechanism with (Σ σ⁻²)^(−1/2). This holds
+without amplification, and bounds ε if the noise is too small for a grid.
 """
 
 import functools
@@ -18,22 +18,22 @@ from scipy.stats import norm
 
 from doppler_hf.privacy.accounting.round_loss import LARGEST_SHIFT, mixed, round_ratio
 
-SMALLEST_DELTA: Final = 1e-10  # below it the rounding of Fourier transforms is no longer small beside δ
-_LARGEST_GRID: Final = 2**16  # points of a round's loss
-# Attacks: what an ε above ln 10⁴ bounds are rates of false positives below 10⁻⁴.
+SMALLEST_DELTA: Final = 1e-10  # For a smaller δ, the rounding of Fourier transforms is not small in comparison.
+_LARGEST_GRID: Final = 2**16  # The largest number of points for the loss of a round.
+# For attacks: a larger ε than ln 10⁴ matters for false-positive rates below 10⁻⁴ only.
 _CURVE_EPSILONS: Final = np.linspace(0.0, math.log(1e4), 500)
 _LOST_OF_A_CURVE: Final = 1e-8
-_MOST_BEYOND: Final = 0.01  # mass of all rounds together that is beyond the grid, where the bound is of use
+_MOST_BEYOND: Final = 0.01  # If all rounds together have more mass beyond the grid, the bound is useless.
 
 
 class Rounds(NamedTuple):
-    """So many rounds in which a unit takes part at most once, as the accountant sees them."""
+    """A number of equal rounds, in each of which a unit takes part at most once."""
 
     noise_multiplier: float  # σ > 0
-    rate: float  # of one turn
-    turns: int  # n of a round
+    rate: float  # the probability with which a unit takes part in one turn
+    turns: int  # n, the turns of a round
     number: int
-    longer: float = 0.0  # the share of groups that have one turn more, before the round is cut
+    longer: float = 0.0  # In an incomplete round, the share of groups that have one turn more.
 
     def of_group(self, *, is_longer: bool) -> "Rounds":
         """Return the rounds of one group."""
@@ -41,12 +41,12 @@ class Rounds(NamedTuple):
 
 
 def epsilons_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) -> tuple[float, float]:
-    """Return bounds on ε at δ ≥ SMALLEST_DELTA of at least one round, for removing and for adding a unit.
+    """Return upper bounds on ε at δ ≥ SMALLEST_DELTA for at least one round: for removing and for adding a unit.
 
-    They hold on every grid, also on one that is coarser than usual.
+    They hold on every grid, also if it is coarser than usual.
     """
     gaussian = gaussian_epsilon(_joint_mu(rounds), delta=delta)
-    # What is lost is an infinite loss: of a ten-thousandth of δ, ε hardly notices.
+    # Mass beyond the grid counts as an infinite loss. A ten-thousandth of δ hardly changes ε.
     composed = _composed(rounds, lost=1e-4 * delta, coarsening=coarsening)
     if composed is None:
         return gaussian, gaussian
@@ -55,7 +55,7 @@ def epsilons_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) 
 
 
 def delta_curve(rounds: Sequence[Rounds]) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs of ε ≥ 0 and a bound on δ there."""
+    """Return values of ε ≥ 0, and an upper bound on δ for each."""
     deltas = gaussian_delta(_joint_mu(rounds), _CURVE_EPSILONS)
     composed = _composed(rounds, lost=_LOST_OF_A_CURVE, coarsening=4)
     if composed is not None:
@@ -64,7 +64,7 @@ def delta_curve(rounds: Sequence[Rounds]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def gaussian_delta(mu: float, epsilon: np.ndarray) -> np.ndarray:
-    """Return δ of a Gaussian mechanism of sensitivity µ in units of its noise.
+    """Return δ of a Gaussian mechanism with sensitivity µ in units of its noise.
 
     Balle & Wang 2018, https://arxiv.org/abs/1805.06530, Theorem 8.
     """
@@ -72,14 +72,14 @@ def gaussian_delta(mu: float, epsilon: np.ndarray) -> np.ndarray:
 
 
 def gaussian_epsilon(mu: float, *, delta: float) -> float:
-    """Return ε of that mechanism, from above."""
+    """Return an upper bound on ε of a Gaussian mechanism with sensitivity µ in units of its noise."""
 
     def excess(epsilon: float) -> float:
         return float(gaussian_delta(mu, np.array(epsilon))) - delta
 
     if excess(0.0) <= 0.0:
         return 0.0
-    largest = mu**2 / 2 - mu * float(norm.ppf(delta)) + 1.0  # where the first of the two terms is below δ
+    largest = mu**2 / 2 - mu * float(norm.ppf(delta)) + 1.0  # Here the first of the two terms is below δ.
     return float(brentq(excess, 0.0, largest)) * (1.0 + 1e-9)
 
 
@@ -88,17 +88,19 @@ def _joint_mu(rounds: Sequence[Rounds]) -> float:
 
 
 def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list[PrivacyLossDistribution] | None:
-    """Return the distributions of all rounds, of removal and of addition; None if the noise is too small.
+    """Return the distributions of all rounds together, for removal and for addition; None if the noise is too small.
 
-    About the mass `lost` is beyond their grid.
+    Mass of about `lost` is beyond their grid.
     """
     if any(each.noise_multiplier * LARGEST_SHIFT < 1.0 for each in rounds):
         return None
     total = sum(each.number for each in rounds)
-    lost_of_each = 2.0 ** math.floor(math.log2(lost / total))  # a power of 2: cached for several numbers of rounds
+    # A power of 2 stays the same for similar numbers of rounds, which the cache needs.
+    lost_of_each = 2.0 ** math.floor(math.log2(lost / total))
     scales = [_scales(each, lost_of_each) for each in rounds]
-    # A spacing h adds about h²/6 to the variance of a round's loss: with h a 25th of the root of the mean variance, ε is
-    # about 1e-4 too large. For losses rarely large the length is capped, and the spread at a 40th of the largest loss.
+    # A spacing h adds about h²/6 to the variance of a round's loss. If h is a 25th of the root of the mean variance, ε is
+    # about 1e-4 too large. For losses that are rarely large, the length of the grid is capped, and the spread is capped at a
+    # 40th of the largest loss.
     variance = sum(
         min(spread, farthest / 40.0) ** 2 * each.number for (spread, farthest), each in zip(scales, rounds, strict=True)
     )
@@ -116,7 +118,7 @@ def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list
 
 
 def _scales(of: Rounds, lost: float) -> tuple[float, float]:
-    """Return the standard deviation of a round's ratio without the unit, and about the largest loss that matters."""
+    """Return the standard deviation of a round's ratio without the unit, and approximately the largest loss that matters."""
     shift = 1.0 / of.noise_multiplier
     spread = of.rate * math.sqrt((of.turns + of.longer) * math.expm1(min(shift**2, 100.0)))
     farthest = math.sqrt(-2.0 * math.log(lost)) * shift + shift**2 / 2
@@ -124,12 +126,12 @@ def _scales(of: Rounds, lost: float) -> tuple[float, float]:
     return spread, float(np.logaddexp(math.log(others), math.log(of.rate) + farthest))
 
 
-@functools.lru_cache(maxsize=8)  # the same round is composed over many numbers of rounds
+@functools.lru_cache(maxsize=8)  # The same round is composed for many different numbers of rounds.
 def _of_round(of: Rounds, spacing: float, lost: float) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
-    """Return the distributions of one round, of removal and of addition, and the mass beyond their grid.
+    """Return the distributions of one round, for removal and for addition, and the mass beyond their grid.
 
-    A unit's group is a coin that no data change. Whoever knows it sees the ratio of that group, so the distribution of a
-    round that is cut is the mean of those of the groups.
+    The group of a unit is a coin that does not depend on data. An attacker who knows the group sees the ratio of that group,
+    so the distribution of an incomplete round is the mean of the groups' distributions.
     """
     ratio = round_ratio(*of[:3], spacing=spacing, lost=lost)
     if of.longer:

@@ -1,17 +1,17 @@
-"""The likelihood ratio of one round of random allocation, exactly but for rounding that only adds privacy loss.
+"""The likelihood ratio of one round of random allocation, exact except for rounding that only adds privacy loss.
 
-In a round a unit takes part with probability n·q: in one of n turns, chosen uniformly and in secret. In units of the noise
-its gradient shifts a standard normal by s = 1/σ. With R the density with the unit over that without it,
+A unit takes part in a round with probability n·q, in one of n turns that is chosen uniformly and in secret. In units of the
+noise, its gradient shifts a standard normal by s = 1/σ. With R the density with the unit over that without it,
 
     R = 1 − n·q + q·(Y_1 + … + Y_n),    Y_i = exp(s·z_i − s²/2),    z_i independent standard normals without the unit.
 
-One turn is Poisson sampling. No adaptive mechanism is worse (docs/method/accounting.md). At ε the removal of a unit costs
-δ = E(R − e^ε)₊ and its addition δ = E(1 − e^ε·R)₊, both convex in R. Each step below may therefore replace a value by two
-values at its sides with the same mean, which raises both (Doroshenko et al. 2022, https://arxiv.org/abs/2207.04380). Beyond
-the ends of a grid these two are 0 and infinity.
+With one turn this is Poisson sampling. No adaptive mechanism is worse (docs/method/accounting.md). At ε, the removal of a
+unit costs δ = E(R − e^ε)₊ and its addition δ = E(1 − e^ε·R)₊, both convex in R. So each step below may replace a value by a
+smaller and a larger value with the same mean, which raises both δ (Doroshenko et al. 2022,
+https://arxiv.org/abs/2207.04380). Beyond the ends of a grid, these two values are 0 and infinity.
 
-The sum's distribution is a power of a Fourier transform. Its terms differ by many orders of magnitude, so terms above a
-limit are treated apart: at most one of them in a round, since the limit is where two no longer matter.
+The distribution of the sum is a power of a Fourier transform. The terms differ by many orders of magnitude, so terms above a
+limit are treated separately. The limit is set so that two such terms in one round have negligible probability.
 """
 
 import functools
@@ -27,23 +27,23 @@ from scipy.special import ndtr, ndtri
 
 Array = NDArray[np.floating]
 
-LARGEST_SHIFT: Final = 25.0  # s of a privacy loss of some 300, beyond which its exponential overflows
-_REACH: Final = 8.2  # standard deviations of a normal that are on the grid: 10⁻¹⁶ is beyond
-_OF_SHIFT: Final = 0.02  # the spacing of ln Y, at least, in standard deviations: a thousand points
-# The spacing of a sum, at most: in the spacing of its mean, and in a term's standard deviation and variance.
+LARGEST_SHIFT: Final = 25.0  # At this s the privacy loss is about 300; the exponential of a larger loss may overflow.
+_REACH: Final = 8.2  # Standard deviations of a normal on the grid; a probability of 10⁻¹⁶ is beyond.
+_OF_SHIFT: Final = 0.02  # The smallest spacing of ln Y, in standard deviations: a thousand points.
+# The largest spacing of a sum, relative to the spacing of its mean, and to a term's standard deviation and variance.
 _OF_SPACING, _OF_STD, _OF_VARIANCE = 0.5, 0.04, 0.005
-_LARGEST_SUM: Final = 2**18  # points
-_CAPPED: Final = 0.02  # of the rounds, in which a term is cut for addition
-_BESIDE_A_LARGE_TERM: Final = 128  # points of the sum of the small ones
-# By this a power of a Fourier transform errs in all of its values together, for each thousand terms.
+_LARGEST_SUM: Final = 2**18  # The largest number of points for a sum.
+_CAPPED: Final = 0.02  # The share of rounds in which a term is capped, for addition.
+_BESIDE_A_LARGE_TERM: Final = 128  # The points for the sum of the small terms beside a large one.
+# The rounding error of all values of a power of a Fourier transform together, for each thousand terms.
 _ROUNDING: Final = 1e-12
 _LARGEST_GRID: Final = 2**18  # points to either side of ln R = 0
 
 
 class Ratio(NamedTuple):
-    """A ratio's distribution on the grid e^(h·k): its masses without and with the unit.
+    """The distribution of a ratio on the grid e^(h·k): its masses without and with the unit.
 
-    Without the unit the ratio may be 0 too, and with the unit infinite.
+    In addition, the ratio may be 0 without the unit, and infinite with the unit.
     """
 
     first: int  # k of the first point
@@ -62,9 +62,9 @@ class _Masses(NamedTuple):
 
 
 def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: float, lost: float) -> Ratio:
-    """Return the distribution of R for σ ≥ 1/LARGEST_SHIFT and n turns of probability q ≤ 1/n each; of none R is 1.
+    """Return the distribution of R for σ ≥ 1/LARGEST_SHIFT and n turns of probability q ≤ 1/n each; with no turn R is 1.
 
-    Its grid has the spacing h in ln R. About the mass `lost` may move to 0 and to infinity.
+    The grid has the spacing h in ln R. Mass of about `lost` may move to 0 and to infinity.
     """
     if turns == 0:
         return Ratio(0, np.ones(1), np.ones(1), 0.0, 0.0)
@@ -81,7 +81,8 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
     ratio = _on_log_grid(_Masses(values, without, with_unit), at_zero, at_infinity, spacing=spacing, lost=lost)
     if turns == 1 or ratio.at_zero <= 2.0 * lost:
         return ratio
-    # Terms are often so small that they fall between 0 and the first point of a grid that reaches to the largest.
+    # Often, most terms are smaller than the spacing of a grid that reaches up to the largest term. Then the terms are capped
+    # for the part without the unit.
     at_zero = _ROUNDING * max(1.0, turns / 1000.0)
     lower = _on_log_grid(_of_capped(term, shift, turns, share), at_zero, 0.0, spacing=spacing, lost=lost)
     first, ((without, _), (_, with_unit)) = _padded(lower, ratio)
@@ -89,7 +90,7 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
 
 
 def _of_capped(term: _Masses, shift: float, count: int, share: float) -> _Masses:
-    """Return R without the unit, with terms above a cap lowered to it, which raises δ of addition, on a fine grid."""
+    """Return R without the unit on a fine grid, with large terms lowered to a cap, which raises δ of addition."""
     cap = math.exp(-float(ndtri(_CAPPED / count)) * shift - shift**2 / 2)
     step = count * cap / (_LARGEST_SUM - 2)
     capped = _Masses(np.minimum(term.values, cap), term.without, np.zeros_like(term.values))
@@ -100,7 +101,7 @@ def _of_capped(term: _Masses, shift: float, count: int, share: float) -> _Masses
 
 
 def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
-    """Return the ratio of whoever has the second one with this probability, and knows which it is."""
+    """Return the ratio for an attacker who faces `second` with probability `share`, else `first`, and knows which."""
     low, (one, other) = _padded(first, second)
     without, with_unit = ((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True))
     at_zero, at_infinity = ((1.0 - share) * a + share * b for a, b in zip(first[3:], second[3:], strict=True))
@@ -108,7 +109,7 @@ def mixed(first: Ratio, second: Ratio, *, share: float) -> Ratio:
 
 
 def _padded(*ratios: Ratio) -> tuple[int, list[list[Array]]]:
-    """Return the first point of a grid for all of them, and their masses on it."""
+    """Return the first point of a common grid, and the masses of all ratios on it."""
     first, last = min(each.first for each in ratios), max(each.first + len(each.without) for each in ratios)
     return first, [
         [np.pad(mass, (each.first - first, last - each.first - len(mass))) for mass in (each.without, each.with_unit)]
@@ -120,10 +121,10 @@ def _lognormal(shift: float, spacing: float) -> _Masses:
     """Return Y = exp(s·z − s²/2)."""
     most = math.ceil((_REACH * shift + shift**2 / 2) / spacing)
     grid = spacing * np.arange(-most, most + 1)
-    # The standard normal's mass between neighbouring edges, with all digits in both tails.
+    # The masses of the standard normal between neighbouring edges are computed with all digits in both tails.
     edges = (grid / shift + sign * shift / 2 for sign in (1, -1))
     without, with_unit = (np.where(x[:-1] > 0.0, -np.diff(ndtr(-x)), np.diff(ndtr(x))) for x in edges)
-    # A cell's mass goes to its ends such that the mean of Y stays.
+    # The mass of a cell is divided between its ends such that the mean of Y stays the same.
     up = np.clip((with_unit * np.exp(-grid[:-1]) - without) / math.expm1(spacing), 0.0, without)
     up_with_unit = np.clip(np.exp(grid[1:]) * up, 0.0, with_unit)
     return _Masses(
@@ -134,8 +135,8 @@ def _lognormal(shift: float, spacing: float) -> _Masses:
 
 
 def _means(term: _Masses, count: int, *, spacing: float, lost: float) -> tuple[list[_Masses], float]:
-    """Return the mean of `count` terms, of which one, at random, has the unit, in parts; and how much may be misplaced."""
-    # The limit: in one round two terms above it have next to no mass.
+    """Return the mean of `count` terms, one of which has the unit, in parts, and the mass that may be misplaced."""
+    # The limit is chosen such that two terms above it in one round have negligible mass.
     above, above_with_unit = (np.append(np.cumsum(mass[:0:-1])[::-1], 0.0) for mass in term[1:])
     limit = 1 + int(np.argmax(count * above * np.maximum(above_with_unit, count * above) <= lost / 4.0))
     small, large = (_Masses(*(each[part] for each in term)) for part in (slice(limit), slice(limit, None)))
@@ -150,7 +151,7 @@ def _means(term: _Masses, count: int, *, spacing: float, lost: float) -> tuple[l
             break
     parts = [_Masses(whole.values / count, whole.without, whole.with_unit)]
     if len(large.values):
-        # Without the unit any term is the large one. With it, that is the unit's own turn or another one.
+        # Without the unit, any term may be the large one. With the unit, it is the unit's own turn or another turn.
         values = np.add.outer(large.values, beside.values) / count
         without = count * np.outer(large.without, beside.without)
         with_unit = np.outer(large.with_unit, beside.without) + (count - 1) * np.outer(large.without, beside.with_unit)
@@ -159,7 +160,7 @@ def _means(term: _Masses, count: int, *, spacing: float, lost: float) -> tuple[l
 
 
 def _sums(term: _Masses, at_zero: float, count: int, *, step: float, size: int) -> tuple[_Masses, _Masses, float]:
-    """Return the sums of `count` terms and of one less, on fewer points, and the mass that is wrapped around."""
+    """Return the sum of `count` terms, the sum of one term less on fewer points, and the mass that wraps around."""
     without, with_unit = _on_multiples(term, step, size)
     without[0] += at_zero
     first, second = scipy.fft.rfft(without), scipy.fft.rfft(with_unit)
@@ -171,7 +172,7 @@ def _sums(term: _Masses, at_zero: float, count: int, *, step: float, size: int) 
     at = step * np.arange(size)
     whole = _Masses(at, masses(others, first, first), masses(others, first, second))
     fewer = _Masses(at, masses(others, first), masses(others, second))
-    # What is wrapped around lacks the circle's length in the mean, which is known.
+    # Mass that wraps around lowers the mean by the length of the circle. The true mean is known, so the mass follows.
     total, total_with_unit = float(without.sum()), float(with_unit.sum())
     mean = float(at @ with_unit) * total + (count - 1) * total_with_unit * float(at @ without)
     mean *= total ** (count - 2)
@@ -182,13 +183,13 @@ def _sums(term: _Masses, at_zero: float, count: int, *, step: float, size: int) 
 
 
 def _on_multiples(masses: _Masses, step: float, size: int) -> tuple[Array, Array]:
-    """Return the masses on 0, step, 2 step, ..., each divided between the points at its sides such that its mean stays."""
+    """Return the masses on 0, step, 2 step, ..., each divided between its two neighbours such that the mean stays."""
     below = np.floor(masses.values / step).astype(np.int64)
     return _between(masses, below, step * below, step * (below + 1), size=size)
 
 
 def _on_log_grid(masses: _Masses, at_zero: float, at_infinity: float, *, spacing: float, lost: float) -> Ratio:
-    """Return the masses on e^(h·k), without the ends that have next to none."""
+    """Return the masses on e^(h·k), without the ends of the grid, whose mass is negligible."""
     farthest = min(spacing * _LARGEST_GRID, 700.0)
     is_near = (masses.values > math.exp(-farthest)) & (masses.values < math.exp(farthest))
     kept = _Masses(*(each[is_near] for each in masses))
@@ -200,7 +201,7 @@ def _on_log_grid(masses: _Masses, at_zero: float, at_infinity: float, *, spacing
     either = without + with_unit
     begin = int(np.searchsorted(np.cumsum(either), lost / 8.0))
     end = size - int(np.searchsorted(np.cumsum(either[::-1]), lost / 8.0))
-    # At the ends of the grid, as beyond it, the two sides are 0 and infinity.
+    # Mass at the removed ends moves to 0 and infinity, like mass beyond the grid.
     at_zero += float(without[:begin].sum() + without[end:].sum())
     at_infinity += float(with_unit[:begin].sum() + with_unit[end:].sum())
     return Ratio(first + begin, without[begin:end], with_unit[begin:end], at_zero, at_infinity)
@@ -208,7 +209,7 @@ def _on_log_grid(masses: _Masses, at_zero: float, at_infinity: float, *, spacing
 
 def _between(masses: _Masses, index: NDArray[np.int64], low: Array, high: Array, *, size: int) -> tuple[Array, Array]:
     up = np.clip((masses.values - low) / (high - low), 0.0, 1.0)
-    # Of the masses with the unit, which are the values times those without, the shares follow from that.
+    # The masses with the unit are the values times the masses without it, which determines how they are divided.
     scale = np.divide(1.0, masses.values, out=np.ones_like(up), where=masses.values > 0.0)
     shares = ((masses.without, 1.0 - up, up), (masses.with_unit, (1.0 - up) * low * scale, up * high * scale))
     without, with_unit = (

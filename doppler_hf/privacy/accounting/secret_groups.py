@@ -1,20 +1,20 @@
-"""What a unit costs when its group is secret too: bounds on ε by simulation, which fail with a stated probability.
+"""Bounds on ε by simulation, for units whose group is secret too; a bound fails with a stated probability.
 
 With R_g the likelihood ratio of group g, a product over its rounds, the ratio is their mean R over b groups. Removal costs
 δ = E(R − e^ε)₊ and addition δ = E(1 − e^ε·R)₊ without the unit (docs/method/accounting.md). Let p = k + 1 for removal and −k
-for addition, and A the mean of E R_g^p over groups, which differ where a round is cut between their turns. Samples come from
-the density mean_g(R_g^p)/A: that of R_g^p / E R_g^p for a group drawn in proportion to E R_g^p. Hence
+for addition, and A the mean of E R_g^p over groups, which differ if a round ends between their turns. Samples come from the
+density mean_g(R_g^p)/A, which is that of R_g^p / E R_g^p for a group drawn in proportion to E R_g^p. Hence
 
     δ = E w,   w = (R − e^ε)₊ / Π_runs mean_g(R_g^p)/A   ≤   Π_runs A · max_R (R − e^ε)₊ / R^p,
 
-where the second step is Jensen's inequality; addition is alike. A is known. With the range of w known, the empirical
-Bernstein bound (Maurer and Pontil 2009, https://arxiv.org/abs/0907.3740, Theorem 4) turns samples into an upper bound on δ,
-which fails with a probability that is added to δ. Mean, second moment and range of w fall with ε. So a wrong ε needs the
-bound to fail at the true one: one event, whatever ε is tried.
+where the second step is Jensen's inequality; the same holds for addition. A is known. Since the range of w is known too, the
+empirical Bernstein bound (Maurer and Pontil 2009, https://arxiv.org/abs/0907.3740, Theorem 4) turns samples into an upper
+bound on δ, which fails with a probability that is added to δ. Mean, second moment and range of w fall with ε. So ε can be
+too small only if the bound fails at the true ε, which is one event, whatever ε is tried.
 
-The seed is a hash of what is asked, so that everybody who repeats the computation has the same ε, and a search for σ has
-as many chances to fail as values that it tries. Since it is public, that is a statement of confidence: no coin of a training
-makes the bound fail, but this one seed, chosen before anyone had seen what follows from it, might.
+The seed is a hash of the arguments, so everybody who repeats the computation gets the same ε, and a search for σ has as many
+chances to fail as it tries values. The seed is public, so the probability is a statement of confidence: the random numbers
+of a training run cannot make the bound fail, but this seed, which was chosen before anybody saw its results, might.
 """
 
 import hashlib
@@ -31,40 +31,40 @@ from doppler_hf.privacy.accounting.composition import Rounds
 from doppler_hf.privacy.accounting.importance_sampling import ORDERS, Addition, Removal
 
 Array = NDArray[np.floating]
-OfRun = tuple[Sequence[Rounds], Sequence[float]]  # rounds of one σ and rate, and the strategy
+OfRun = tuple[Sequence[Rounds], Sequence[float]]  # Rounds with the same σ and rate, and the strategy.
 
-FAILURE: Final = 5e-4  # the probability that a bound fails, as a share of δ. A calibration looks at up to some twenty
-_FAILURES: Final = 0.01  # what is left for them of δ
-_FAILURE_OF_A_CURVE: Final = 1e-7  # the probability that any bound of a curve fails, of removal or of addition
-_NEAR_OF_A_CURVE: Final = 2.0  # ε that tells most of attacks with some hundredths or thousandths of false positives
+FAILURE: Final = 5e-4  # The probability that one bound fails, as a share of δ. A calibration computes up to about twenty.
+_FAILURES: Final = 0.01  # The share of δ that is reserved for all failures.
+_FAILURE_OF_A_CURVE: Final = 1e-7  # The probability that any bound of a curve fails, for removal or for addition.
+_NEAR_OF_A_CURVE: Final = 2.0  # This ε matters most for attacks with false-positive rates of 10⁻² or 10⁻³.
 _MOST_OF_A_CURVE: Final = 10_000  # samples
-_NUMBERS: Final = 5_000_000  # normal random numbers of one bound
+_NUMBERS: Final = 5_000_000  # Normal random numbers for one bound.
 _MOST_SAMPLES: Final = 50_000
-_LEAST_SAMPLES: Final = 800  # of which 6,250 steps are left; fewer show nothing at such a probability
+_LEAST_SAMPLES: Final = 800  # This many allow 6,250 steps; fewer samples prove nothing at such a probability of failure.
 _ROUGHER: Final = 10
-_LEAST_NOISE: Final = 0.2  # σ below which next to nothing is hidden
-_AT_ONCE: Final = 1 << 16  # numbers in memory together
-_SPACING: Final = 5e-5  # of ε
+_LEAST_NOISE: Final = 0.2  # With a smaller σ, secret groups hide almost nothing.
+_AT_ONCE: Final = 1 << 16  # Numbers in memory at the same time.
+_SPACING: Final = 5e-5  # Spacing of ε.
 _LARGEST_EXPONENT: Final = 700.0
 
 
 class _Kind(NamedTuple):
-    """Groups of a run with as many turns."""
+    """The groups of a run that have the same number of turns."""
 
     first: int
     groups: int
     tilts: Sequence[Removal | Addition]
-    log_moments: Array  # ln of E R_g^p of one of them, times their share of all groups, by k
+    log_moments: Array  # For each k, ln of E R_g^p of one such group times their share of all groups.
 
 
 class Run:
-    """The rounds of one run, of one σ and rate, whose units keep their groups."""
+    """The rounds of one run with one σ and rate, in which units keep their groups."""
 
     def __init__(self, rounds: Sequence[Rounds], strategy: Sequence[float], tilt: type[Removal] | type[Addition]) -> None:
-        # Negative numbers count as positive ones, which raises δ.
+        # Negative coefficients are replaced by their absolute values, which raises δ.
         self.groups, self._c = len(strategy), np.abs(strategy) / math.hypot(*strategy)
         self.steps = _steps(rounds, strategy)
-        # If a round is cut between two groups, the first ones have a turn more.
+        # If a round ends between two groups, the first groups have one turn more.
         more = round(self.groups * max(each.longer for each in rounds)) or self.groups
         self._rounds, shorter = ([each.of_group(is_longer=is_longer) for each in rounds] for is_longer in (True, False))
         made = {of: tilt(of) for of in {*self._rounds, *shorter}}
@@ -75,12 +75,12 @@ class Run:
                 self._kinds.append(
                     _Kind(first, size, [made[of] for of in of_kind], log_moments + math.log(size / self.groups))
                 )
-        # ln of the mean of E R_g^p, by k
+        # For each k, ln of the mean of E R_g^p over all groups.
         self.log_moments: Array = np.logaddexp.reduce([kind.log_moments for kind in self._kinds])
         self.is_cheap: NDArray[np.bool_] = np.all([each.is_cheap for each in made.values()], axis=0)
 
     def sample(self, count: int, order: int, power: int, random: np.random.Generator) -> tuple[Array, Array]:
-        """Return ln R, and ln of the mean of R_g^p, of so many samples."""
+        """Return ln R and ln of the mean of R_g^p for `count` samples, both of shape (count,)."""
         own, group = self._of_own_groups(count, order, random)
         found = np.empty((2, count))
         rows = max(1, _AT_ONCE // self.steps)
@@ -98,7 +98,7 @@ class Run:
         if len(self._kinds) > 1:
             of_longer = self._kinds[0].log_moments[order - 1]
             is_longer = random.random(count) < math.exp(of_longer - self.log_moments[order - 1])
-            # Noise at the turn that a group lacks, which shows in no other's ratio, too.
+            # A turn that the own group lacks gets noise, which the ratios of other groups contain.
             own[:, -1] = random.standard_normal(count)
         for kind, rows in zip(self._kinds, (np.flatnonzero(is_longer), np.flatnonzero(~is_longer)), strict=False):
             group[rows] = kind.first + random.integers(kind.groups, size=len(rows))
@@ -114,7 +114,7 @@ class Run:
         steps = own.shape[1] * self.groups
         noise = random.standard_normal((len(own), steps + len(self._c) - 1))
         x = self._along_columns(noise, steps)
-        # The columns of one group's turns meet in no row: noise along each of them is replaced by itself.
+        # The columns of one group's turns have no row in common, so the noise along each can be replaced separately.
         change = np.zeros_like(x).reshape(len(own), -1, self.groups)
         samples = np.arange(len(own))
         change[samples, :, group] = own - x.reshape(change.shape)[samples, :, group]
@@ -123,7 +123,8 @@ class Run:
         x = self._along_columns(noise, steps)
         shift = 1.0 / self._rounds[0].noise_multiplier
         ratios = np.exp(shift * x - shift**2 / 2)
-        # A turn that a group lacks in a round that is cut: 1 − nq + q·(Y_1 + … + Y_(n−1) + 1) is the ratio of n − 1 turns.
+        # In an incomplete round, a turn that a group lacks gets Y = 1, since 1 − nq + q·(Y_1 + … + Y_(n−1) + 1) is the ratio
+        # of n − 1 turns.
         ratios[:, self.steps :] = 1.0
         logs, first = np.zeros((len(own), self.groups)), 0
         for _, rate, turns, number, _ in self._rounds:

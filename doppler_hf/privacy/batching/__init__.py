@@ -1,12 +1,12 @@
-"""The examples of a step: the draw, and its micro-batches.
+"""The examples of a step: the random batch, and its micro-batches.
 
-- sampling: the draw, and its rate
-- columns: lengths, units of privacy and labels of all examples, read off their table
+- sampling: random batches, and their sample rate
+- columns: lengths, units of privacy and labels of all examples, read from their table
 - data_digest: a digest of the rows in their order, by which a resumed run recognises its data
-- repeats: whether a row stands in the data more than once
-- probe: a few examples for the check before the first step
-- collators: batches of them, from which no example is read off for all
-- micro_batches: the loader that fetches, cuts and collates a draw
+- repeats: whether the data set contains a row more than once
+- probe: a few examples for the checks before the first step
+- collators: collators in which no example decides for the others
+- micro_batches: the loader that fetches a random batch, cuts it into micro-batches and collates them
 """
 
 from doppler_hf.privacy.batching.sampling import AllocationSampler

@@ -1,4 +1,4 @@
-"""Transformers' collators, but no example decides for the others."""
+"""Transformers' collators, changed so that no example decides about the columns or types of the others."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,18 +14,18 @@ Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate examples that all have the same columns, and as many choices.
+    """Collate examples, and refuse those that differ in their columns or their number of choices.
 
-    Sensitivity. Transformers' collators read columns and number of choices off the first example. One without
-    `token_type_ids` would remove that column from all others, and one of two choices would remove the third.
+    Sensitivity. Transformers' collators read columns and number of choices from the first example. A first example without
+    `token_type_ids` would remove that column from all others, and one with two choices would remove the third choice.
     """
     rows = [example for example in examples if isinstance(example, Mapping)]
     _refuse_other_columns(rows)
     if len({len(choices_of(row.get(LENGTH_COLUMN, ()))) for row in rows}) > 1:
         raise Refusal(
             "choices-differ",
-            "Examples of train_dataset must all have the same number of choices, got different ones. Fill up examples with "
-            "fewer, or give DopplerTrainer a data_collator of your own.",
+            "The records of train_dataset have different numbers of choices, so they cannot be collated into one tensor. "
+            "Fill up records that have fewer, or give DopplerTrainer your own data_collator.",
         )
     try:
         return collator(examples)
@@ -36,17 +36,17 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
 
 
 def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
-    """Collate each example by itself, and put the rows together.
+    """Collate each example by itself, then join the rows.
 
-    Sensitivity. Transformers' default collator also reads off the first example whether labels are whole numbers: a first
-    label of 3 would have cut 2.5 to 2 for all others.
+    Sensitivity. Transformers' default collator also reads from the first example whether labels are whole numbers: a first
+    label of 3 would truncate 2.5 to 2 for all others.
     """
     for example in examples:
-        # Transformers also takes objects with attributes; those of a tensor are none of its values.
+        # Transformers also accepts objects with attributes, but the attributes of a tensor are not its values.
         if not isinstance(example, Mapping) and (isinstance(example, Tensor) or not hasattr(example, "__dict__")):
             raise Refusal(
                 "not-a-mapping",
-                "Examples of train_dataset must map names to values for the default collator, got one of type "
+                "The default collator needs records that map names to values; train_dataset has a record of type "
                 f"{type(example).__name__}. Make a table, such as datasets.Dataset.from_dict({{'pixel_values': images, "
                 "'labels': labels}), or give DopplerTrainer a data_collator.",
             )
@@ -56,11 +56,11 @@ def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]
 
 
 def _unequal() -> Refusal:
-    # Neither which nor their sizes, which torch's own error names: messages end in logs.
+    # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(
         "not-padded",
-        "Examples must be padded or resized to one size, got a collator that does neither. For texts set "
-        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer), for labels of tokens "
+        "The records of a batch have different sizes, and the data_collator neither pads nor resizes them. For texts set "
+        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer); for token labels use "
         "DataCollatorForTokenClassification(tokenizer). Remove columns of text.",
     )
 
@@ -69,14 +69,14 @@ def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
     if len({frozenset(row) for row in rows}) > 1:
         raise Refusal(
             "columns-differ",
-            "Examples of train_dataset must all have the same columns, got one without a value in some. Fill it in, or give "
-            "DopplerTrainer a data_collator of your own.",
+            "All records of train_dataset must have the same columns, but in some a value is missing. Fill it in, or give "
+            "DopplerTrainer your own data_collator.",
         )
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
     if len({row.shape[1:] for row in rows}) > 1:
         raise _unequal()
-    # Whole numbers beside others stay exactly what they are alone.
+    # As float64, whole numbers stay exact if other records have fractions.
     is_mixed = len({row.is_floating_point() for row in rows}) > 1
     return torch.cat([row.double() for row in rows] if is_mixed else list(rows))

@@ -1,7 +1,7 @@
-"""Read columns of all examples before a run: lengths, units of privacy and labels, as arrays.
+"""Read columns of all examples before a run, as arrays: lengths, units of privacy and labels.
 
-They are read from the table of a `datasets.Dataset`, many rows at once, without making an object of each: for 10⁸ rows this
-takes seconds instead of half an hour.
+They are read from the table of a `datasets.Dataset`, many rows at once and without making an object for each row. For 10⁸
+rows this takes seconds instead of half an hour.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,40 +13,40 @@ from jaxtyping import Int
 from doppler_hf.errors import Refusal
 
 LENGTH_COLUMN: Final = "input_ids"
-LABELS: Final = ("labels", "label", "label_ids")  # as Transformers' collators know them
+LABELS: Final = ("labels", "label", "label_ids")  # The names of labels in Transformers' collators.
 _ROWS_AT_ONCE: Final = 1 << 16
 
 
 def is_table(examples: Any) -> bool:
-    """Return whether examples are those of a table of `datasets`, as they stand there or behind a transform."""
+    """Return whether examples come from a table of `datasets`, with or without a transform."""
     is_plain = type(examples).__module__ == "datasets.arrow_dataset" and "__getitems__" not in vars(examples)
     return is_plain and isinstance(examples.format, Mapping)
 
 
 def is_stored(examples: Any) -> bool:
-    """Return whether examples are read from a table as they stand there, as by `datasets` without a transform.
+    """Return whether examples are read unchanged from a table of `datasets`, that is, without a transform.
 
-    Not by a subclass or a method of the object's own, which may change them, or make several of one.
+    A subclass, or a method of the object itself, does not count, because it may change examples or multiply them.
     """
     return is_table(examples) and examples.format["type"] != "custom"
 
 
 def length_of(tokens: Sequence[Any]) -> int:
-    """Return the number of tokens of an example; of one with choices, each of them a text, when they are padded alike."""
+    """Return the number of tokens of an example; if it has several choices (texts), their number after padding."""
     choices = choices_of(tokens)
     return len(choices) * max(map(len, choices))
 
 
 def choices_of(tokens: Sequence[Any]) -> Sequence[Any]:
-    """Return the choices of an example, each of them a text; of one without choices its text alone."""
+    """Return the choices (texts) of an example; an example without choices has its text as the only choice."""
     return tokens if len(tokens) and np.ndim(tokens[0]) else [tokens]
 
 
 def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, " num_examples"] | None:
-    """Return the number of tokens of every example, or of its numbers in another column; None without the column."""
+    """Return the number of tokens of every example (or the length of another column); None without the column."""
     if column not in _names(dataset):
         return None
-    if not is_stored(dataset):  # a transform may change the lengths
+    if not is_stored(dataset):  # A transform may change the lengths.
         return np.array([length_of(tokens) for tokens in dataset[column]], dtype=np.int32)
     from pyarrow import compute, types
 
@@ -61,13 +61,17 @@ def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, 
 
 
 def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
-    """Return the unit of privacy of every example: equal values of a column make one unit."""
+    """Return the unit of privacy of every example, shape (num_examples,): equal values of a column make one unit.
+
+    Raises:
+        ValueError: If the column is missing, has gaps, or holds neither numbers nor strings.
+    """
     names = _names(dataset)
     if column not in names:
         raise Refusal(
             "no-unit-column",
-            f"privacy_unit_column={column!r} must be a column of train_dataset, got "
-            + (f"{', '.join(names)}." if names else f"a {type(dataset).__name__}.")
+            f"train_dataset has no column {column!r}, which privacy_unit_column names; it "
+            + (f"has the columns {', '.join(names)}." if names else f"is a {type(dataset).__name__}.")
             + " Give a datasets.Dataset with that column.",
         )
     import pyarrow
@@ -79,11 +83,11 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
         compute.is_nan(values) if is_float else compute.equal(compute.utf8_trim_whitespace(values), "") if is_text else None
     )
     if values.null_count or (is_gap is not None and compute.any(is_gap).as_py()):
-        # Neither which nor how many: messages end in logs, and both are about private examples.
+        # The message does not say which records or how many, because messages end up in logs and records are private.
         raise Refusal(
             "missing-units",
-            f"privacy_unit_column={column!r} has no value for some examples, so their user is unknown. Fill in a value, and "
-            "a different one for each example that stands alone.",
+            f"privacy_unit_column={column!r} has no value for some records, so their user is unknown. Fill in a value; if "
+            "a record belongs to no other, give it a value of its own.",
         )
     try:
         # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.
@@ -92,25 +96,25 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     except pyarrow.ArrowNotImplementedError as error:
         raise Refusal(
             "unit-type",
-            f"privacy_unit_column={column!r} must hold numbers or strings, got others ({error}). Convert them with "
-            "datasets.Dataset.map.",
+            f"privacy_unit_column={column!r} must hold numbers or strings; it holds other values ({error}). Convert them "
+            "with datasets.Dataset.map.",
         ) from error
 
 
 def labels_of(dataset: Any) -> np.ndarray | None:
-    """Return the class of every example, shape (num_examples,), or None if a data set has no column of a class for each."""
+    """Return the class of every example, shape (num_examples,); None if the data set has no column of classes."""
     features = getattr(dataset, "features", None) or {}
-    # An array of several dimensions, as of the pixels of an image, has a shape.
+    # Features with a shape are arrays, such as labels for each pixel of an image.
     single = {name: features[name] for name in LABELS if name in features and not hasattr(features[name], "shape")}
     whole = [name for name, kind in single.items() if str(getattr(kind, "dtype", "")).startswith(("int", "uint", "bool"))]
     if not whole:
         return None
     labels = np.concatenate([part.to_numpy(zero_copy_only=False) for part in _parts(dataset, whole[0])])
-    return labels if labels.dtype.kind in "iub" else None  # where one has none, pyarrow makes them other numbers
+    return labels if labels.dtype.kind in "iub" else None  # If a label is missing, pyarrow converts all to floats.
 
 
 def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
-    """Return all numbers of a pyarrow array, however deep in lists they are, or the lengths of the innermost lists."""
+    """Return all numbers of a pyarrow array at any depth of nesting, or the lengths of the innermost lists."""
     from pyarrow import compute, types
 
     while types.is_nested(chunk.type) and not (lengths and not types.is_nested(chunk.type.value_type)):
@@ -121,9 +125,9 @@ def numbers_in(chunk: Any, *, lengths: bool = False) -> np.ndarray:
 
 
 def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) -> Iterator[tuple[str, int]]:
-    """Yield each of the columns of a table in which stored rows have no value, and the first such row."""
+    """Yield each column of a table in which stored rows have no value, with the first such row."""
     for name in names if is_table(dataset) else ():
-        # Of a shuffled table each row is looked up, which takes seconds where nothing is missing.
+        # The count of the whole column comes first, because looking up each row of a shuffled table takes seconds.
         has_gaps = name in _names(dataset) and dataset.data.column(name).null_count > 0
         parts = _parts(dataset, name) if has_gaps else ()
         has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
@@ -132,22 +136,22 @@ def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) ->
 
 
 def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:
-    """Return whether some list in a stored column has a place without a value; None for a column that is not of lists."""
+    """Return whether a list in a stored column has a missing value; None if the column does not hold lists."""
     from pyarrow import types
 
     kind = dataset.data.schema.field(column).type
     if not types.is_list(kind) and not types.is_large_list(kind):
         return None
-    # Of a shuffled table each row is looked up, which takes seconds where nothing is missing.
+    # The whole column is checked first, because looking up each row of a shuffled table takes seconds.
     has_gaps = any(chunk.flatten().null_count for chunk in dataset.data.column(column).chunks)
     return has_gaps and any(part.flatten().null_count for part in _parts(dataset, column))
 
 
 def columns_of_numbers(examples: Any) -> frozenset[str] | None:
-    """Return the columns in which every row has a number, or a list or an array of numbers, and none of them is missing.
+    """Return the columns in which every row has a number, or a list or array of numbers, and no number is missing.
 
-    None for examples that are not read from a table as they stand there. `datasets` makes tensors of a whole column at once.
-    Of these columns it does so number by number: a row is what it is alone.
+    The result is None for examples that are not read unchanged from a table. `datasets` converts a whole column to tensors
+    at once. It converts these columns number by number, so that a row does not depend on other rows.
     """
     if not is_stored(examples):
         return None
@@ -158,7 +162,7 @@ def _is_of_numbers(rows: Any) -> bool:
     from pyarrow import types
 
     shape, kind, values = getattr(rows.type, "shape", None), rows.type, rows
-    if isinstance(shape, tuple):  # an array of `datasets`, of as many lists in lists
+    if isinstance(shape, tuple):  # An array of `datasets` is stored as nested lists, one level for each dimension.
         kind, values = rows.storage.type, rows.storage
     has_nulls = rows.null_count > 0
     for _ in shape or [None]:
@@ -175,6 +179,6 @@ def _names(dataset: Any) -> list[str]:
 
 
 def _parts(dataset: Any, column: str) -> Iterator[Any]:
-    """Yield a column as stored, whatever the data set's format or transform, in arrays of pyarrow of some rows."""
+    """Yield a column as it is stored, in pyarrow arrays of some rows, whatever the format or transform."""
     for table in dataset.with_format("arrow").select_columns([column]).iter(batch_size=_ROWS_AT_ONCE):
         yield from table[column].chunks

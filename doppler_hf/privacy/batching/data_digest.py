@@ -1,21 +1,21 @@
 """A digest of the rows of a data set in their order, by which a resumed run recognises the data of the run before.
 
-Units are drawn by the numbers of their rows. If a round goes on with other rows, or with the same rows in another order, a
-unit that has had its turn may have another one. The digest must therefore differ for other data. For the same data it must
-not differ, in another process or launch either: a round that begins once more costs ε.
+Units are drawn by the numbers of their rows. If a round continues with different rows, or with the same rows in a different
+order, a unit that has had its turn may get another turn. So the digest must differ for different data. For the same data it
+must be the same in every process and launch, because a round that begins again costs ε.
 
 - Tables of `datasets` are read as they are stored, whatever format or transform is set. How their columns are cut into
   chunks, and whether rows are reached through indices, makes no difference. Images and sounds are not decoded.
 - Lists and tuples of rows, and `TensorDataset`, are read as they are.
-- Other data sets make their rows when they are asked for them, perhaps with random numbers. Some rows are asked for twice.
-  Fields that differ in any of them are left out. So the order of rows that are random in all their fields goes unseen.
+- Other data sets make their rows on demand, perhaps with random numbers. Some rows are made twice, and fields that differ
+  are left out. So the order of rows goes unnoticed if all their fields are random.
 
-Reading stops after half a second. Rows are read in an order in which any number of the first ones is spread over all, and
-the digest is noted after 1, 2, 4, 8, … parts. Two digests are compared where both were noted last, so that a slow disk
-raises no false alarm. What is read of a larger data set is a sample: it reveals every shuffle, but maybe not two rows that
-changed places.
+Reading stops after half a second. The order of reading spreads the first rows over the whole data set, however many are
+read, and the digest is noted after 1, 2, 4, 8, … parts. Two digests are compared at the last number of parts that both have,
+so that a slow disk raises no false alarm. Of a large data set only a sample is read: it reveals every shuffle, but perhaps
+not two rows that changed places.
 
-Privacy: a digest is as private as the data. It is kept beside the secret of a round, and compared between processes.
+Privacy: a digest is as private as the data. It is kept with the secret of a round, and compared between processes.
 """
 
 import dataclasses
@@ -38,17 +38,18 @@ from torch.utils.data import TensorDataset
 from doppler_hf.privacy.batching.columns import is_table
 
 _SECONDS: Final = 0.5
-_ROWS_OF_PART: Final = 128  # of what can be read as it is stored
-# Of rows that are made: enough to notice random numbers. Of more a rare augmentation that was not noticed would be in some.
+_ROWS_OF_PART: Final = 128  # The number of stored rows in a part.
+# The number of rows that are made on demand: enough to notice random numbers. With more rows, a rare augmentation that went
+# unnoticed would be in some of them.
 _MOST_ROWS_MADE: Final = 64
-_IMAGE_OR_SOUND: Final = {"bytes", "path"}  # the columns in which `datasets` stores a file
+_IMAGE_OR_SOUND: Final = {"bytes", "path"}  # The columns in which `datasets` stores a file.
 
-Noted = dict[int, str]  # the digest of the first parts, by their number
+Noted = dict[int, str]  # Number of parts → the digest of the first so many parts.
 
 
 @dataclass(frozen=True)
 class DataDigest:
-    """Digests of a data set: of what is known of all rows, and of each field of its rows after so many parts."""
+    """Digests of a data set: one of size, units and labels, and for each field of its rows one after so many parts."""
 
     whole: str
     fields: Mapping[str, Noted]
@@ -63,12 +64,12 @@ class DataDigest:
         return all(_agree(self.fields[name], other.fields[name]) for name in both)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, from which `from_json` makes the digest again."""
+        """Return plain values from which `from_json` restores the digest."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the digest of these values, as they are read from a file."""
+        """Return the digest from the values of `to_json`, as they are read from a file."""
         return cls(
             values["whole"], {name: {int(n): x for n, x in noted.items()} for name, noted in values["fields"].items()}
         )
@@ -80,7 +81,7 @@ def _agree(first: Noted, second: Noted) -> bool:
 
 
 def digests_of_fields(dataset: Any) -> dict[str, Noted]:
-    """Return digests of the rows of a data set: of whole rows if it stores them, else of each field that is not random."""
+    """Return digests of the rows of a data set: of whole rows if they are stored, else of each field that is not random."""
     read = _reader_of_stored(dataset)
     if read is not None:
         parts = -(-len(dataset) // _ROWS_OF_PART)
@@ -92,7 +93,7 @@ def digests_of_fields(dataset: Any) -> dict[str, Noted]:
 
 
 def _reader_of_stored(dataset: Any) -> Callable[[slice], Iterator[Any]] | None:
-    """Return a function that reads the bytes of some rows; None for a data set that makes its rows."""
+    """Return a function that reads the bytes of some rows; None for a data set that makes its rows on demand."""
     if is_table(dataset):
         stored = dataset.with_format("arrow")
         return lambda rows: _bytes_of_table(stored[rows])
@@ -104,13 +105,13 @@ def _reader_of_stored(dataset: Any) -> Callable[[slice], Iterator[Any]] | None:
 
 
 def _noted(parts: int, read: Callable[[int], Iterable[Any]]) -> Noted:
-    """Return the digests of the first parts, in the order of `spread`, until half a second is over."""
+    """Return the digests of the first parts in the order of `spread`, until half a second has passed."""
     whole, noted, until = hashlib.sha256(), {}, time.monotonic() + _SECONDS
     for number, part in enumerate(spread(parts), start=1):
         try:
             for piece in read(part):
                 whole.update(piece)
-        except Exception:  # a column of a kind that pyarrow does not know enough of: what was read before it counts
+        except Exception:  # Pyarrow does not fully support the type of a column; the parts read before count.
             break
         if number & (number - 1) == 0 or number == parts:
             noted[number] = whole.hexdigest()[:16]
@@ -120,7 +121,7 @@ def _noted(parts: int, read: Callable[[int], Iterable[Any]]) -> Noted:
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield the numbers below `count`, each once, in the order of their bits read backwards."""
+    """Yield the numbers below `count`, each once, in the order of their reversed bits."""
     bits = max(1, (count - 1).bit_length())
     backwards = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
     return (number for number in backwards if number < count)
@@ -133,7 +134,7 @@ def _bytes_of_table(table: Any) -> Iterator[Any]:
 
 
 def _bytes_of_array(array: Any) -> Iterator[Any]:
-    """Yield the content of a pyarrow array: the same for equal values, however they lie in buffers."""
+    """Yield the content of a pyarrow array: the same for equal values, whatever the layout of their buffers."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -142,7 +143,7 @@ def _bytes_of_array(array: Any) -> Iterator[Any]:
     yield f"{len(array)} ".encode()
     if array.null_count:
         yield array.is_valid().to_numpy(zero_copy_only=False).tobytes()
-        array = array.drop_null()  # beneath which anything may lie
+        array = array.drop_null()  # The bytes of a missing value are arbitrary.
     kind = array.type
     if types.is_dictionary(kind):
         yield from _bytes_of_array(array.dictionary_decode())
@@ -153,7 +154,7 @@ def _bytes_of_array(array: Any) -> Iterator[Any]:
         names = [kind.field(place).name for place in range(kind.num_fields)]
         for name, values in zip(names, array.flatten(), strict=True):
             if name == "path" and {*names} == _IMAGE_OR_SOUND:
-                # The folder of a cache may be another one in the next launch.
+                # The cache may be in a different folder in the next launch, so only file names count.
                 values = pyarrow.array([path and os.path.basename(path) for path in values.to_pylist()], pyarrow.string())
             yield name.encode()
             yield from _bytes_of_array(values)
@@ -186,7 +187,7 @@ def _digests_of_made_rows(dataset: Any) -> dict[str, Noted]:
         index = place * len(dataset) // rows
         try:
             first, second = ({name: bytes_of_row(x) for name, x in _fields_of(dataset[index])} for _ in range(2))
-        except Exception:  # What is wrong with the row is said by the checks, or where it is trained on.
+        except Exception:  # The checks, or training itself, report the error in this row.
             break
         for name in first.keys() | second.keys():
             if first.get(name) != second.get(name):
@@ -209,15 +210,15 @@ def _fields_of(row: Any) -> Iterator[tuple[str, Any]]:
 
 
 def bytes_of_row(row: Any) -> bytes:
-    """Return the content of a row: the same for equal values. Of objects of unknown kinds it is their class alone."""
+    """Return the content of a row: the same for equal values. For objects of unknown classes, only the class counts."""
     try:
         return json.dumps(row, sort_keys=True, default=_plain).encode()
-    except Exception:  # keys of several kinds, a list within itself, a sparse tensor
+    except Exception:  # For example keys of several types, a list that contains itself, or a sparse tensor.
         return type(row).__qualname__.encode()
 
 
 def _plain(value: Any) -> Any:
-    """Return something that JSON has for a value that it does not have."""
+    """Return a JSON value for a value that JSON does not support."""
     match value:
         case torch.Tensor():
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,12 +1,12 @@
-"""The private data loader: how a batch (a *draw*) is cut and collated.
+"""The private data loader: cuts a random batch (in the code, a *draw*) into micro-batches and collates them.
 
-A draw is sorted by the size of the units and by length, and comes in `gradient_accumulation_steps` pieces, one for each item
-of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows, so that a large draw
-needs no more memory than an ordinary step, and within a budget of tokens. The sum does not depend on the cut, since rows
-share no random numbers (`preflight/model.py`).
+A draw is sorted by the size of the units and by length. It is divided into `gradient_accumulation_steps` pieces, one for
+each item of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows and within a
+budget of tokens, so that a large draw needs no more memory than an ordinary step. The sum does not depend on the cut, since
+rows share no random numbers (`preflight/model.py`).
 
 A random data set or collator may make several views of an example (`augmentation_multiplicity`). The mean over all examples
-of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together stand together, and no cut separates them.
+of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together are neighbours, and no cut separates them.
 """
 
 import functools
@@ -27,7 +27,7 @@ from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, shar
 
 
 def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = None) -> list[Any]:
-    """Return some examples, each as it is alone; `numbers` are the `columns_of_numbers` of their table, if they have one."""
+    """Return some examples, none of which depends on the others; `numbers` are the `columns_of_numbers` of their table."""
     if is_read_together(examples, numbers):
         rows = examples.__getitems__(list(indices))
         return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
@@ -35,45 +35,45 @@ def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = N
 
 
 def is_read_together(examples: Any, numbers: Set[str] | None) -> bool:
-    """Return whether rows that are read together are what each is alone, without code of the user's; see `fetch`."""
+    """Return whether rows may be read together without depending on each other or on the user's code; see `fetch`."""
     if numbers is None or "__getitems__" in getattr(examples, "__dict__", {}):
         return False
-    # Sensitivity: Python's own format converts each value by itself. Others convert a whole column: one missing value turns
-    # the integers of all rows fetched with it into floats. Without missing values each row is what it is alone.
+    # Sensitivity: Python's own format converts each value by itself. Other formats convert a whole column: one missing value
+    # turns the integers of all rows fetched with it into floats. Without missing values, no row depends on the others.
     form = examples.format
     if form["type"] is None:
         return True
     columns = examples.column_names if form["output_all_columns"] else form["columns"]
-    # Two that convert number by number, without code of the user's.
+    # These two formats convert number by number, and without the user's code.
     return form["type"] in ("numpy", "torch") and not form["format_kwargs"] and numbers >= {*columns}
 
 
 def _of_its_own(value: Any) -> Any:
-    # Sensitivity: rows that are read together share memory. A collator that writes into one must not reach another.
+    # Sensitivity: rows that are read together share memory. A collator that writes into one row must not change another.
     if isinstance(value, Tensor):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def fetch_one(examples: Any, index: int) -> Any:
-    """Return one example, as torch's loaders fetch it: by the method for lists of them, if there is one."""
+    """Return one example, as torch's loaders fetch it: with `__getitems__` if the data set has this method."""
     if getattr(examples, "__getitems__", None) is None:
         return examples[index]
-    # Sensitivity: alone, since a transform of many could mix them, or make several rows of one.
+    # Sensitivity: the example is fetched alone, since a transform of many could mix them, or make several rows of one.
     rows = list(examples.__getitems__([index]))
     if len(rows) != 1:
-        # Not their number: it is about a private example, and messages end in logs.
+        # The message does not have the number of rows, which is about a private example, because messages end up in logs.
         raise Refusal(
             "rows-not-examples",
-            "train_dataset must return one row for each example, got more or fewer from its transform. Make a row of each "
-            "window or piece before training, as datasets.Dataset.map does, and set privacy_unit_column to the column of "
-            "the original record.",
+            "The transform of train_dataset returns more or fewer rows than it is asked for, but each record must be one "
+            "row. Make a row of each window or piece before training, for example with datasets.Dataset.map, and set "
+            "privacy_unit_column to the column of the original record.",
         )
     return rows[0]
 
 
 class DrawnExamples(Dataset[Any]):
-    """A data set of an example's views, with the size of its unit, in lists that know the step of their draw."""
+    """A data set of examples with all their views and unit sizes, in lists that know the step of their draw."""
 
     def __init__(
         self, examples: Any, counts: Int[np.ndarray, " num_examples"] | None, *, numbers: Set[str] | None, views: int = 1
@@ -85,8 +85,8 @@ class DrawnExamples(Dataset[Any]):
         return len(self._examples)
 
     def __getitems__(self, indices: OfStep) -> OfStep:
-        """Return all views of several examples side by side, each with how many examples are drawn with its unit."""
-        # Sensitivity: here an example's views are made, all of them and side by side, and so they are averaged.
+        """Return all views of several examples, each with the number of examples that are drawn with its unit."""
+        # Sensitivity: all views of an example are made here, and are neighbours, so that they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
         examples = fetch(self._examples, rows, numbers=self._numbers)
         counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
@@ -97,29 +97,29 @@ class MicroBatch(NamedTuple):
     """The inputs of one forward pass."""
 
     inputs: dict[str, Any]
-    size: int  # the rows that were collated, one for each view of an example: the number of losses
-    # The share of a clipped gradient in its unit's contribution, the same for all: the collator may change their order.
+    size: int  # the number of collated rows (one for each view of an example), and so of losses
+    # The share of a clipped gradient in its unit's contribution. It is the same for all, since a collator may reorder rows.
     weight: float = 1.0
-    # So many rows, one after another, are clipped as one: the views of an example, or of all examples of a unit.
+    # The number of consecutive rows that are clipped together: the views of an example, or of all examples of a unit.
     rows_each: int = 1
 
 
 class Cut(NamedTuple):
-    """How a piece is cut into micro-batches."""
+    """The limits within which a piece is cut into micro-batches."""
 
     max_rows: int
     max_tokens: int | None = None
     views: int = 1  # rows of each example
-    clip_unit_mean: bool = False  # whether all rows of a unit are clipped as one
+    clip_unit_mean: bool = False  # whether all rows of a unit are clipped together
 
 
 def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
-    """Return the micro-batches of a piece of `DrawnExamples`; none of an empty one, as collators need an example."""
+    """Return the micro-batches of a piece of `DrawnExamples`; an empty piece has none, as collators need an example."""
     micro_batches = []
-    # The draw is sorted by the size of the units: each size comes once.
+    # The draw is sorted by the size of the units, so each size comes once.
     for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
-        # Sensitivity: a unit contributes the mean of so many clipped gradients, or, whole in one micro-batch, among units of
-        # the same size, one: that of all its rows, each once.
+        # Sensitivity: a unit contributes the mean of `count` clipped gradients. With clip_unit_mean it is whole in one
+        # micro-batch, among units of the same size, and contributes one clipped gradient: that of all its rows, each once.
         weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (share_of(count), cut.views)
         rows = [example for example, _ in group]
         for part in parts_of(rows, cut, rows_each=rows_each):
@@ -128,14 +128,14 @@ def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
 
 
 class PrivateLoader(DataLoader[Any]):
-    """A loader of the sampler's draws: `sampler.pieces` items a draw, each a list of `MicroBatch`.
+    """A loader of the sampler's draws, with `sampler.pieces` items per draw, each a list of `MicroBatch`.
 
-    It must not pass through `accelerator.prepare`, which repeats examples to make the shards of a batch sampler equal: an
-    example could then count twice. `options` are further ones of `DataLoader`.
+    It must not pass through `accelerator.prepare`, which repeats examples to make the shards of a batch sampler equal, so
+    that an example could count twice. `options` are further options of `DataLoader`.
     """
 
     def __init__(self, dataset: Any, *, sampler: AllocationSampler, collator: Collator, cut: Cut, **options: Any) -> None:
-        # Sensitivity: parts of a unit would each contribute up to C.
+        # Sensitivity: if a unit were divided, each of its parts would contribute up to C.
         cut = cut._replace(clip_unit_mean=sampler.keeps_units_whole)
         if cut.max_tokens is not None:
             counts = sampler.counts if cut.clip_unit_mean else None
@@ -147,7 +147,7 @@ class PrivateLoader(DataLoader[Any]):
         super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a data set that wants to know which epoch begins, as Transformers' loaders do."""
+        """Tell the data set which epoch begins if it has `set_epoch`, as Transformers' loaders do."""
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)
 
@@ -159,30 +159,31 @@ def check_token_budget(
     views: int = 1,
     counts: Int[np.ndarray, " num_examples"] | None = None,
 ) -> None:
-    """Refuse a budget of tokens that cannot be met by all rows of a clipped gradient, before the first step."""
+    """Refuse a budget of tokens into which the rows of one clipped gradient may not fit, before the first step."""
     if lengths is None:
         raise Refusal(
             "no-lengths",
-            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}. For other "
-            "data leave it out, and set the average size of a micro-batch with per_device_train_batch_size.",
+            f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}, whose "
+            "lengths it counts. For other data leave it out, and set the average size of a micro-batch with "
+            "per_device_train_batch_size.",
         )
     if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
-        # Neither which example nor how long it is: messages end in logs, and both are about one private example.
+        # The message names neither the example nor its length, because messages end up in logs and examples are private.
         raise Refusal(
             "micro-batch-too-small",
-            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single example"
+            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single record"
             + (f" times augmentation_multiplicity={views}" if views > 1 else "")
-            + (" times the examples of its unit, with clip_unit_mean=True" if counts is not None else "")
-            + ". Truncate the examples to that length when they are tokenized, "
+            + (" times the records of its user, because of clip_unit_mean=True" if counts is not None else "")
+            + ". Truncate the records to that length when they are tokenized, "
             + ("lower max_examples_per_unit, " if counts is not None else "")
-            + "or raise the budget.",
+            + "or raise max_tokens_per_micro_batch.",
         )
 
 
 def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
     """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
 
-    Each part takes as many examples as fit. In ascending order of length this makes the fewest parts possible.
+    Each part takes as many examples as fit. For examples in ascending order of length, no cut has fewer parts.
     """
     parts, start, longest = [], 0, 0
     for index, length in enumerate(lengths):
@@ -196,10 +197,10 @@ def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
 
 
 def parts_of(examples: Sequence[Any], cut: Cut, *, rows_each: int) -> list[Sequence[Any]]:
-    """Return consecutive parts of the examples within a budget of rows and of tokens; of no examples, none."""
+    """Return consecutive parts of the examples, each within the budgets of rows and tokens; no examples make no parts."""
     number = len(examples) // rows_each
     parts = -(-number // max(1, cut.max_rows // rows_each))
-    # As equal as can be: a single row that is left over would take a pass of its own.
+    # The parts are as equal as possible, because a single row that is left over would need a pass of its own.
     ends = [number * part // parts for part in range(parts + 1)]
     slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
     if cut.max_tokens is not None:

@@ -1,4 +1,4 @@
-"""A few real examples for the check before the first step: alone, and together in one batch."""
+"""A few real examples for the checks before the first step, each alone and all together in one batch."""
 
 import copy
 import itertools
@@ -19,13 +19,14 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 SHORT: Final = 8
 _LOOKED_AT, _FURTHER, _FOR_A_LABEL = 16, 64, 1 << 14
-# A collator that mixes one batch in ten passes so many trials once in 350 starts.
+# With this many trials, a collator that mixes one batch in ten goes unnoticed in one of 350 starts.
 _TRIALS: Final = 64
-# The most lengths that are sorted: more would take long.
+# At most so many lengths are sorted, because more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
-    "data_collator must return the same row for an example alone and in a batch, in the given order, got different rows. "
-    "Use a collator that mixes no examples (no MixUp, CutMix or packing), sorts nothing and counts nothing over the batch."
+    "data_collator returns a different row for a record in a batch than for the record alone, or changes the order of rows. "
+    "Then one record would change the rows of others. Use a collator that mixes no records (no MixUp, CutMix or packing), "
+    "sorts nothing and counts nothing over the batch."
 )
 
 Inputs = dict[str, Any]
@@ -33,23 +34,23 @@ Inputs = dict[str, Any]
 
 @final
 class Probe:
-    """Eight short examples, of two labels if there are, and the longest one, fetched once and collated at will.
+    """Eight short examples (of two labels if possible) and the longest one, fetched once and collated on demand.
 
-    Every process of a training chooses the same ones.
+    Every process of a run chooses the same examples. If lengths are unknown, only some examples are looked at.
 
     Args:
         loader: The loader of the run.
-        checks_numbers: Whether a collator is refused whose random numbers may be known.
+        checks_numbers: Whether to refuse a collator with random numbers that an attacker may know.
 
     Attributes:
         short: The short examples.
-        longest: The longest of all, or of those that were looked at if lengths are unknown.
+        longest: The longest example (of those looked at).
         longest_length: Its length, or None if lengths are unknown.
-        are_of_one_length: Whether all examples are as long, or those that were looked at if lengths are unknown.
+        are_of_one_length: Whether all examples (looked at) have the same length.
 
     Raises:
-        ValueError: If the collator returns no dictionary, has random numbers that may be known, or a row changes with those
-            beside it.
+        ValueError: If the collator returns no dictionary, has random numbers that an attacker may know, or makes a row that
+            depends on other rows of the batch.
     """
 
     def __init__(self, loader: PrivateLoader, *, checks_numbers: bool = True) -> None:
@@ -79,26 +80,26 @@ class Probe:
         for place, row in enumerate(rows):
             alone = self.collated([row])
             of_batch = cut_out(first, place, alone, number=len(rows))
-            # Sensitivity: a row must be what it is alone, and stand where its example stands.
+            # Sensitivity: a row must be the same as for the example alone, and at the place of its example.
             if any(has_rows(first[name], len(rows)) and not same(of_batch[name], alone[name]) for name in stable):
                 raise Refusal("rows-mixed", _MIXED_ROWS)
         if self._is_random or self._draws():
             self._refuse_mixing()
 
     def collated(self, rows: Sequence[Any], *, seed: int = 0) -> Inputs:
-        """Return a batch of rows. What the collator draws at random depends on the seed alone."""
+        """Return a batch of rows; the collator's random numbers depend on the seed only."""
         with filled_generators(seed):
-            batch = self._collator(copy.deepcopy(list(rows)))  # a collator may write into what it is given
+            batch = self._collator(copy.deepcopy(list(rows)))  # A collator may modify its input.
         if not isinstance(batch, Mapping):
             raise Refusal(
                 "batch-not-tensors",
-                f"The collator must return a dictionary of tensors, as models of Transformers take them, got a "
-                f"{type(batch).__name__}. Return one, such as {{'input_ids': ids, 'labels': labels}}.",
+                "data_collator must return a dictionary of tensors, because models of Transformers take their inputs by "
+                f"name; got a {type(batch).__name__}. Return a dictionary such as {{'input_ids': ids, 'labels': labels}}.",
             )
         return dict(batch)
 
     def distinct(self, number: int) -> list[Any]:
-        """Return the short examples and further ones, `number` in all; they come again if there are fewer."""
+        """Return `number` examples: the short ones and further ones, repeated if the data set has fewer."""
         loader = self._loader
         known, more = {*self._candidates}, max(0, number - len(self.short))
         others = [index for index in candidates(loader, count=more + len(known))[:-1] if index not in known]
@@ -107,7 +108,7 @@ class Probe:
         return [*itertools.islice(itertools.cycle([*self.short, *found]), number)]
 
     def further(self) -> Iterator[Inputs]:
-        """Make batches of further examples, 64 in all, spread over the data set."""
+        """Return batches of 64 further examples in total, spread evenly over the data set."""
         return map(self.collated, self._rows(_FURTHER))
 
     def _rows(self, count: int) -> Iterator[list[Any]]:
@@ -118,7 +119,7 @@ class Probe:
             yield rows
 
     def refuse_ignored_labels(self) -> None:
-        """Refuse labels of which no loss counts one; if none counts in what was chosen, choose an example with another."""
+        """Refuse labels that the loss ignores everywhere; if only the chosen examples have such labels, replace one."""
         if not _are_ignored(self.collated([*self.short, self.longest])):
             return
         for rows in self._rows(_FOR_A_LABEL):
@@ -127,19 +128,20 @@ class Probe:
                 return
         raise Refusal(
             "no-labels-count",
-            f"The labels of train_dataset must not all be {IGNORED_LABEL}, which no loss counts: noise alone would move the "
-            "weights. Give examples a class, or tokens: train_dataset.map(lambda row: {'labels': row['input_ids']}).",
+            f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores, so only noise would move the "
+            "weights. Give the records a class, or token labels: train_dataset.map(lambda row: {'labels': "
+            "row['input_ids']}).",
         )
 
     def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:
-        """Return a batch of rows, and each of them as a batch of one."""
+        """Return a batch of rows, and each row as a batch of one."""
         whole, parts = self.collated(rows), [self.collated([row]) for row in rows]
-        if self._is_random:  # by themselves they would be masked otherwise
+        if self._is_random:  # Collated alone, the rows would get different random numbers.
             parts = [cut_out(whole, place, part, number=len(rows)) for place, part in enumerate(parts)]
         return whole, parts
 
     def _draws(self) -> bool:
-        """Return whether the collator takes numbers of the global generators: those that come next are then others."""
+        """Return whether the collator draws from the global generators, so that their next numbers change."""
         with filled_generators(0):
             before = next_numbers()
         with filled_generators(0):
@@ -153,7 +155,7 @@ class Probe:
                 self.collated([self.short[0], *rest], seed=seed) for rest in (others, [*others[1:], *others[:1]])
             )
             rows = [name for name, value in first.items() if has_rows(value, len(self.short))]
-            # Sensitivity: the same numbers lie in the same places, so that the row of the first example must be the same.
+            # Sensitivity: the random numbers at each place are the same, so the row of the first example must be the same.
             if any(first[name].shape == second[name].shape and not same(first[name][0], second[name][0]) for name in rows):
                 raise Refusal("rows-mixed", _MIXED_ROWS)
 
@@ -164,7 +166,10 @@ def _are_ignored(batch: Inputs) -> bool:
 
 
 def candidates(loader: PrivateLoader, *, count: int = _LOOKED_AT) -> list[int]:
-    """Return some indices: of the rarest label, short ones and last the longest; evenly spaced if lengths are unknown."""
+    """Return some indices: one of the rarest label, short examples, and last the longest.
+
+    If lengths are unknown, the indices are evenly spaced.
+    """
     number = len(loader.examples)
     if loader.lengths is None:
         return evenly(np.arange(number), count=count)
@@ -172,7 +177,7 @@ def candidates(loader: PrivateLoader, *, count: int = _LOOKED_AT) -> list[int]:
     ascending = indices[np.argsort(loader.lengths[indices], kind="stable")]
     shorter = ascending[loader.lengths[ascending] < loader.lengths.max()]
     shorter = shorter if len(shorter) else ascending
-    # Not the shortest: of a text of one token there may be no loss.
+    # The shortest examples are left out, because a text of one token may have no loss.
     short = shorter[len(shorter) // 20 :][: max(count, len(shorter) // 20)]
     chosen = [*evenly(short, count=count), int(np.argmax(loader.lengths))]
     if (labels := labels_of(loader.examples)) is None:
@@ -187,23 +192,23 @@ def evenly(values: np.ndarray, *, count: int) -> list[int]:
 
 
 def of_two_labels(rows: Sequence[Any]) -> list[Any]:
-    """Return eight rows, those of the rarest label first if rows have one of several; few rows come again."""
+    """Return eight rows, beginning with one of the rarest label; rows are repeated if there are fewer than eight."""
     labels = [label_of(row) for row in rows]
     first = min(range(len(rows)), key=lambda place: labels.count(labels[place]))
     others = [row for place, row in enumerate(rows) if place != first]
-    chosen = [rows[first], *others[::2], *others[1::2]]  # neither the shortest nor the longest first
+    chosen = [rows[first], *others[::2], *others[1::2]]  # This order mixes short and long rows.
     return [chosen[place % len(chosen)] for place in range(SHORT)]
 
 
 def label_of(row: Any) -> Any:
-    """Return the label of an example if it is one number, or None."""
+    """Return the label of an example if it is a single number, else None."""
     found = [np.asarray(row[name]) for name in LABELS if isinstance(row, Mapping) and name in row]
-    # Of boxes and their classes it is a dictionary, which has no order and maybe no equal.
+    # Object detection has dictionaries as labels, which cannot be counted.
     return found[0].item() if found and found[0].size == 1 and found[0].dtype != object else None
 
 
 def cut_out(batch: Inputs, start: int, like: Inputs, *, number: int) -> Inputs:
-    """Return rows of a batch of `number` in the shapes of another one, without padding on the side where the mask begins."""
+    """Return rows of a batch of `number` rows in the shapes of `like`; padding is removed on its side of the mask."""
     mask = batch.get("attention_mask")
     found = dict(batch)
     for name, value in batch.items():

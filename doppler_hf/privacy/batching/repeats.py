@@ -1,6 +1,7 @@
-"""Whether a row stands in a data set more than once, so that its record would contribute more than C.
+"""Find out whether a data set contains a row more than once, so that its record would contribute more than C.
 
-By its place in the tables and data sets below, not by its content: equal rows may be of two people.
+Rows are compared by their place in the underlying tables and data sets. Their content does not matter, because equal rows
+may belong to two people.
 """
 
 from typing import Any, Final
@@ -13,9 +14,9 @@ _BITS_OF_ROWS: Final = 40
 
 
 def has_repeats(dataset: Any) -> bool:
-    """Return whether a row stands in a data set more than once, as by `select`, `repeat`, `Subset` or concatenation."""
+    """Return whether a data set contains a row more than once, for example after `select`, `repeat` or concatenation."""
     if not isinstance(dataset, Subset | ConcatDataset) and getattr(dataset, "_indices", None) is None:
-        # Rows in their order, each part of them in a memory of its own: nothing to count, however many there are.
+        # The rows are in their original order. If each part has its own memory, no row can repeat.
         addresses = [address for address, *_ in _chunks(dataset)]
         if len({*addresses}) == len(addresses):
             return False
@@ -24,7 +25,7 @@ def has_repeats(dataset: Any) -> bool:
 
 
 def _keys(dataset: Any, sources: dict[int, int]) -> Int[np.ndarray, " rows"]:
-    """Return for each row what it is taken from, by its number among the sources, and which row of it, as one number."""
+    """Return a number for each row that combines the number of its source and its place in that source."""
     if isinstance(dataset, Subset):
         return _keys(dataset.dataset, sources)[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
@@ -39,16 +40,16 @@ def _keys(dataset: Any, sources: dict[int, int]) -> Int[np.ndarray, " rows"]:
 
 
 def _chunks(dataset: Any) -> list[tuple[int, int, int]]:
-    """Return for each part of the table of a `datasets.Dataset` its memory, and its first row and number of rows there.
+    """Return for each part of the table of a `datasets.Dataset`: its memory address, its first row there, and its size.
 
-    Any other data set is one part, whose memory is that of the object.
+    Any other data set is one part, with the identity of the object as its address.
     """
-    if not hasattr(dataset, "_fingerprint"):  # which only those of `datasets` have; many a class has `_data` of its own
+    if not hasattr(dataset, "_fingerprint"):  # Only data sets of `datasets` have this; other classes may have `_data` too.
         return [(id(dataset), 0, len(dataset))]
-    columns = dataset._data.columns  # of one without columns there are no rows
+    columns = dataset._data.columns  # A data set without columns has no rows.
     found = []
     for chunk in columns[0].chunks if columns else ():
-        # The last buffer has the values, the first may be missing. A part of a table shares it, at an offset of its own.
+        # The last buffer has the values; earlier ones may be missing. Parts of one table share it, with different offsets.
         addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
         found.append((addresses[-1] if addresses else id(chunk), chunk.offset, len(chunk)))
     return found

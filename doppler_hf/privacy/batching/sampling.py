@@ -1,14 +1,15 @@
 """Random allocation: in a round of steps, every unit of privacy takes part at most once, in a turn chosen in secret.
 
-A unit is one example, or all examples of one user. With B of N units expected in a step, a round has n = ⌊N/B⌋ steps, about
-an epoch. In each round a unit draws one of n turns, each with probability q = B/N, or none. The accountant's theorem covers
-this sampling only: no shuffle, no fixed-size batches, and no sampler that another layer shards again. One draw belongs to
-one optimizer step. It is cut into micro-batches only to fit into memory.
+A unit is one example, or all examples of one user. If B of N units are expected in a step, a round has n = ⌊N/B⌋ steps,
+about an epoch. In each round, a unit draws one of n turns, each with probability q = B/N, or none. The accountant's theorem
+covers this sampling only: no shuffle, no batches of fixed size, and no sampler that another layer shards again. One draw
+(random batch) belongs to one optimizer step. It is cut into micro-batches only to fit into memory.
 
 Noise that is shaped over b steps needs units that take part at most once in b steps (`filters.noise_shape`). Each unit then
-belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/(bB)⌋ turns of each, with probability b·q.
+belongs to one of b groups, which take turns at the steps. A round has n = ⌊N/(bB)⌋ turns of each group, with probability
+b·q.
 
-Poisson sampling has rounds of a single step: each draws every unit with probability q, whatever was drawn before.
+With Poisson sampling, a round is a single step, which draws every unit with probability q, independently of earlier steps.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ from doppler_hf.privacy.batching.columns import labels_of
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
-_AT_ONCE = 1 << 20  # units whose words are in memory together
+_AT_ONCE = 1 << 20  # The random words of so many units are in memory at the same time.
 
 
 class OfStep(list[Any]):
-    """A list that knows the optimizer step, from 0, to which it belongs: indices of a draw, its examples, micro-batches."""
+    """A list of indices, examples or micro-batches that knows its optimizer step, counted from 0."""
 
     def __init__(self, items: Iterable[Any], *, step: int) -> None:
         super().__init__(items)
@@ -39,53 +40,56 @@ class OfStep(list[Any]):
 
 
 def share_of(count: int) -> float:
-    """Return the share of each of so many examples in the contribution of their unit, which is their mean."""
-    # Sensitivity: a unit is drawn with so many examples. Each of their clipped gradients, of norm at most C, has the weight
+    """Return the weight of one of `count` examples in the contribution of their unit, which is the mean."""
+    # Sensitivity: a unit is drawn with `count` examples. Each of their clipped gradients, of norm at most C, has the weight
     # 1/count, rounded towards 0, so that the weights of a unit add up to at most 1 in float32 too, and its contribution has
     # a norm of at most C.
     return 1.0 if count == 1 else float(np.nextafter(np.float32(1.0 / count), np.float32(0.0)))
 
 
 class AllocationSampler(Sampler[list[int]]):
-    """A batch sampler whose every `pieces` consecutive lists are one draw over the whole data set.
+    """A batch sampler of random batches (draws): every `pieces` consecutive lists are one draw over the whole data set.
 
-    The accountant reads `sample_rate` and `steps_per_epoch` off the sampler. Empty pieces are yielded as empty
-    lists, and an empty draw is a step like any other: skipping it would make the number of steps depend on the data.
+    The accountant reads `sample_rate` and `steps_per_epoch` from the sampler. An empty piece is yielded as an empty list,
+    and an empty draw is a step like any other, because skipping it would make the number of steps depend on the data.
 
     Args:
         num_examples: The size of the data set.
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
         pieces: Number of parts into which each process cuts a draw.
         micro_batches: The former name of `pieces`.
-        micro_batch_size: The size within which these parts are cut further: their borders fit such a cut. None if they
-            are not.
-        rank: This process's index.
+        micro_batch_size: The size of the micro-batches into which pieces are cut later; the borders of pieces then fit these
+            micro-batches. None if pieces are not cut.
+        rank: The index of this process.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
-        lengths: Optional length of every example, shape (num_examples,). A draw is then sorted by length, examples of units
-            of one size together, before it is cut, so that a micro-batch needs little padding.
+        lengths: Optional length of every example, shape (num_examples,). Before a draw is cut, it is then sorted by length
+            (among examples of units of the same size), so that a micro-batch needs little padding.
         units: Optional unit of every example, shape (num_examples,), numbered from 0 without gaps. A unit is drawn with all
-            of its examples. By default every example is a unit.
-        max_examples_per_unit: The most examples drawn with a unit; of more, each draw takes that many at random. None for
-            no limit.
-        keeps_units_whole: Whether the examples that are drawn with a unit stand together, in one of the pieces.
-        groups: b, how many groups of units take turns.
+            its examples. By default every example is a unit.
+        max_examples_per_unit: The largest number of examples drawn with a unit. If a unit has more, each draw takes that
+            many at random. None for no limit.
+        keeps_units_whole: Whether all examples that are drawn with a unit are neighbours in the same piece.
+        groups: b, the number of groups of units that take turns.
         sampling: "allocation", or "poisson" for one group in rounds of one step.
-        first_step: The optimizer step at which the first round begins. Steps before it are empty.
-        seed: None for draws from the operating system's entropy. An integer makes them reproducible, for tests only.
+        first_step: The optimizer step at which the first round begins. Earlier steps are empty.
+        seed: None for secret draws, with random numbers of the operating system. An integer makes draws reproducible, for
+            tests only.
 
     Attributes:
         num_units: N, the number of units.
-        turns_of_round: n, the turns of a group in a round.
+        turns_of_round: n, the number of turns of a group in a round.
         groups, sampling, first_step, pieces, keeps_units_whole: As given.
-        is_reserved: Whether draws are a training's alone: each iteration must then follow a `begin_at`. False at first.
-        secret: 32 bytes, from which groups and turns follow.
+        is_reserved: Whether only a training run may read the draws, so that each iteration must follow a `begin_at`. False
+            at first.
+        secret: 32 bytes from which groups and turns are computed.
         lengths, units: As given, of shape (num_examples,), or None.
         unit_sizes: Number of examples of each unit, shape (num_units,); None if every example is a unit.
-        counts: How many examples are drawn with the unit of each, shape (num_examples,); None if every example is a unit.
+        counts: For each example, how many examples are drawn with its unit, shape (num_examples,); None if every example is
+            a unit.
 
     Raises:
         ValueError: If the expected batch size is outside [1, N/b], `lengths` or `units` have another size than the data set,
-            the numbers of `units` have gaps, the limit is below 1 or without units, or the rank is none of the processes.
+            the numbers of `units` have gaps, the limit is below 1 or given without units, or the rank is out of range.
 
     Example:
         >>> sampler = AllocationSampler(num_examples=1000, expected_batch_size=100, pieces=4)
@@ -113,18 +117,24 @@ class AllocationSampler(Sampler[list[int]]):
         seed: int | None = None,
     ) -> None:
         if micro_batches is not None:
-            warnings.warn("micro_batches of AllocationSampler is now called pieces.", FutureWarning, stacklevel=2)
+            warnings.warn(
+                "The argument micro_batches of AllocationSampler is deprecated. Use pieces, its new name.",
+                FutureWarning,
+                stacklevel=2,
+            )
             pieces = micro_batches
         if not 0 <= rank < world_size:
-            raise Refusal("out-of-range", f"rank must lie in [0, world_size), got rank {rank} of {world_size}.")
+            raise Refusal("out-of-range", f"rank must be in [0, world_size); got rank {rank} of {world_size}.")
         for name, values in (("lengths", lengths), ("units", units)):
             if values is not None and len(values) != num_examples:
                 raise Refusal(
-                    "other-lengths", f"{name} must have one entry for each of {num_examples} examples, got {len(values)}."
+                    "other-lengths",
+                    f"{name} must have one entry for each of the {num_examples} examples; got {len(values)} entries.",
                 )
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
             raise Refusal(
-                "out-of-range", f"max_examples_per_unit must be at least 1 and needs units, got {max_examples_per_unit}."
+                "out-of-range",
+                f"max_examples_per_unit must be at least 1, and has no effect without units; got {max_examples_per_unit}.",
             )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
@@ -139,18 +149,22 @@ class AllocationSampler(Sampler[list[int]]):
             self.unit_sizes = np.bincount(self.units)
             if not self.unit_sizes.all():
                 gap = np.flatnonzero(self.unit_sizes == 0)[0]
-                raise Refusal("units-with-gaps", f"units must be numbered from 0 without gaps, got no {gap}.")
+                raise Refusal(
+                    "units-with-gaps",
+                    f"units must be numbered from 0 without gaps; got no {gap}. Renumber them, as "
+                    "np.unique(units, return_inverse=True) does.",
+                )
             self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
             self._examples_by_unit = np.argsort(self.units, kind="stable")
             limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
             self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
-            what = "training examples" if units is None else "units of privacy"
+            what = "records" if units is None else "users"
             raise Refusal(
                 "batch-out-of-range",
-                f"The expected batch size must lie between 1 and the number of {what}, {self.num_units}, got "
-                f"{expected_batch_size} (per_device_train_batch_size × gradient_accumulation_steps × processes). "
-                "Lower one of these factors.",
+                f"The expected batch size is {expected_batch_size} (per_device_train_batch_size × "
+                f"gradient_accumulation_steps × processes), but the training set has {self.num_units} {what}. Lower one of "
+                "these factors.",
             )
         self._rank, self._world_size = rank, world_size
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
@@ -163,37 +177,39 @@ class AllocationSampler(Sampler[list[int]]):
         self.take_turns(groups)
 
     def take_turns(self, groups: int) -> None:
-        """Put the units into that many groups, before the first draw."""
+        """Divide the units into `groups` groups, before the first draw."""
         if groups * self.expected_batch_size > self.num_units:
             raise Refusal(
                 "too-few-units",
-                f"{groups} groups that take turns need {groups} × the expected batch size of {self.expected_batch_size} "
-                f"units, got {self.num_units}. Take a noise_shape of fewer bands, or a smaller batch.",
+                f"The noise shape divides the records (or users) into {groups} groups that take turns, which needs "
+                f"{groups} × the expected batch size of {self.expected_batch_size} of them; the training set has "
+                f"{self.num_units}. Use a noise_shape with fewer bands, or a smaller batch.",
             )
         if groups > 1 and self.sampling == "poisson":
             raise Refusal(
                 "groups-with-poisson",
-                f"Poisson sampling has one group, got {groups}. Take white noise, or random allocation.",
+                f"Poisson sampling has one group only; got {groups} groups. Use white noise, or random allocation.",
             )
         self.groups, batch = groups, groups * self.expected_batch_size
         self.turns_of_round = 1 if self.sampling == "poisson" else self.num_units // batch
-        # Up to which words a unit has one of the first turns, ⌈turn·bB/N·2⁶⁴⌉, in whole numbers: a float has 53 bits.
+        # A unit with a word below bound ⌈turn·bB/N·2⁶⁴⌉ has one of the first `turn` turns. Whole numbers are used, because a
+        # float has 53 bits only.
         bounds = (-(-(turn * batch << 64) // self.num_units) for turn in range(1, self.turns_of_round + 1))
         self._bounds = np.array([bound for bound in bounds if bound < 1 << 64], dtype=np.uint64)
 
     def go_on(self, secret: bytes, *, first_step: int) -> None:
-        """Keep the groups and turns of another sampler of the same units, whose first round began at `first_step`."""
-        # Sensitivity: a round that goes on is the same round. A unit that had its turn has no other one in it.
+        """Continue with the groups and turns of a sampler of the same units, whose first round began at `first_step`."""
+        # Sensitivity: a round that continues is the same round. A unit that had its turn gets no other turn in it.
         self.secret, self._words, self.first_step = secret, WordsByNumber(secret), first_step
 
     @property
     def sample_rate(self) -> float:
-        """Probability q = B/N with which a unit is drawn at a step, whichever its group is."""
+        """Probability q = B/N with which a unit is drawn at a step, averaged over its possible groups."""
         return self.expected_batch_size / self.num_units
 
     @property
     def steps_per_epoch(self) -> int:
-        """Draws per epoch, ⌈N/B⌉, as many as the steps of a shuffling loader."""
+        """Number of draws per epoch, ⌈N/B⌉, the same as the steps of a shuffling loader."""
         return math.ceil(self.num_units / self.expected_batch_size)
 
     @property
@@ -202,19 +218,21 @@ class AllocationSampler(Sampler[list[int]]):
         return self._stream.is_secret
 
     def begin_at(self, step: int) -> None:
-        """Set the optimizer step of the next iteration's first draw. Groups and reproducible draws depend on it."""
+        """Set the optimizer step of the first draw of the next iteration, on which groups and reproducible draws depend."""
         self._next_step, self._may_begin = step, True
 
     def draw(self, step: int) -> np.ndarray:
-        """Return the examples of one draw of this process's shard at an optimizer step, by index, in any order."""
+        """Return the indices of the examples of one draw of this process's shard at an optimizer step."""
         drawn = self.drawn_units(step)
         if self.units is not None:
             drawn = self._examples_of(drawn, step=step)
-        # The order within a draw reveals nothing: the step releases a sum over the draw, which does not depend on it.
-        keys = [key[drawn] for key in (self.lengths, self.counts) if key is not None]  # the last one counts first
+        # The order within a draw reveals nothing, because the step releases a sum over the draw.
+        keys = [
+            key[drawn] for key in (self.lengths, self.counts) if key is not None
+        ]  # `lexsort` sorts by the last key first.
         if self.keeps_units_whole and self.lengths is not None:
             assert self.units is not None
-            # The examples of a unit stand together already, and with one key for all of them they stay so.
+            # The examples of a unit are neighbours already, and with the same keys they stay neighbours.
             _, unit_of = np.unique(self.units[drawn], return_inverse=True)
             longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
             np.maximum.at(longest, unit_of, keys[0])
@@ -222,10 +240,10 @@ class AllocationSampler(Sampler[list[int]]):
         return drawn[np.lexsort(keys)] if keys else drawn
 
     def drawn_units(self, step: int) -> Int64[np.ndarray, " units"]:
-        """Return the units of one draw of this process's shard.
+        """Return the units of one draw of this process's shard, shape (units,).
 
         Raises:
-            RuntimeError: If the step's round is over. Its units would take part once more.
+            RuntimeError: If the round of the step is over, because its units would take part again.
         """
         number, place = divmod(step - self.first_step, self.turns_of_round * self.groups)
         if number < 0:
@@ -233,18 +251,19 @@ class AllocationSampler(Sampler[list[int]]):
         if number < self._round and self.is_secret:
             raise Failure(
                 "steps-out-of-order",
-                f"Steps must be drawn in order, got step {step} after a later round. Make a new sampler to begin again.",
+                f"Batches must be drawn in the order of the steps, but step {step} was asked for after a later round, and "
+                "its records would take part twice. Make a new sampler to begin again.",
             )
         if number != self._round:
             self._round, self._places = number, self._drawn_places(number)
         return self._rank + self._world_size * np.flatnonzero(self._places == place)
 
     def _drawn_places(self, number: int) -> UInt32[np.ndarray, " units"]:
-        """Return the step within a round at which each unit of this process's shard takes part, or one after its end."""
+        """Return the step within a round at which each unit of this process's shard takes part, or a step after its end."""
         # Sensitivity: the turn of a unit follows from a word of its own, whose law depends on no other unit; N is public. So
-        # a unit that is added or removed changes no other's turn. It is in one draw of a round at most, in each turn of its
-        # group with probability b·q, but for the bounds' rounding by less than 2⁻⁶⁴. Over T turns that adds less than
-        # T·2⁻⁶³·e^ε to δ. Shards are disjoint.
+        # a unit that is added or removed does not change the turns of other units. A unit is in at most one draw of a round,
+        # in each turn of its group with probability b·q, except for the rounding of the bounds by less than 2⁻⁶⁴. Over T
+        # turns that adds less than T·2⁻⁶³·e^ε to δ. Shards are disjoint.
         count = len(range(self._rank, self.num_units, self._world_size))
         places = np.empty(count, dtype=np.uint32)
         for start in range(0, count, _AT_ONCE):
@@ -255,43 +274,43 @@ class AllocationSampler(Sampler[list[int]]):
         return places
 
     def group_of(self, units: np.ndarray) -> np.ndarray:
-        """Return the group of each of these units of this process's shard, the same whenever it is asked for."""
-        # Sensitivity: a unit's group is its own secret coin, so that one unit more or less does not move the others to other
-        # groups, as it would if they were counted off. The accountant counts on the secret: nothing that is published may
-        # depend on a group but through the draws.
+        """Return the group of each of these units of this process's shard; it never changes."""
+        # Sensitivity: the group of a unit is its own secret coin, so that one unit more or less does not move other units to
+        # other groups, as it would if units were counted off. The accountant relies on the secret: nothing that is published
+        # may depend on a group except through the draws.
         return (self._words.of(units, series=0) % np.uint64(self.groups)).astype(np.int64)
 
     def _examples_of(self, units: np.ndarray, *, step: int) -> np.ndarray:
         """Return the examples that are drawn with these units, shape (examples,)."""
         assert self.unit_sizes is not None
         sizes = self.unit_sizes[units]
-        # Position k of the result is the (k - ends[j] + sizes[j])-th example of its unit j.
+        # Position k of the result, in unit j, is the (k - ends[j] + sizes[j])-th example of this unit.
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         examples = self._examples_by_unit[np.repeat(self._starts[units], sizes) + within]
         limit = self.max_examples_per_unit
         if limit is None or not np.any(sizes > limit):
             return examples
-        # The choice among a unit's examples depends on its own size and secret coins, never on another unit.
+        # Which examples of a unit are chosen depends on the size of this unit and on secret coins, never on another unit.
         shuffled = np.lexsort((self.coins(len(examples), step=step), np.repeat(np.arange(len(units)), sizes)))
         return examples[shuffled[within < limit]]
 
     def coins(self, count: int, *, step: int) -> np.ndarray:
-        """Return 53-bit uniforms in [0, 1), shape (count,)."""
+        """Return uniform random numbers in [0, 1) with 53 bits, shape (count,)."""
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the pieces of one epoch, each `OfStep`; some may be empty.
+        """Yield the pieces of one epoch, each an `OfStep`; some may be empty.
 
         Raises:
-            Refusal: If the draws are reserved for a training, and something else asks for them.
+            Refusal: If the draws are reserved for a training run, and something else asks for them.
         """
         if self.is_reserved and not self._may_begin:
             raise Refusal(
                 "loader-read",
-                "Something other than the training has read train_dataloader, such as next(iter(train_dataloader)) in a "
-                "callback. Its batches are the draws of the steps, and each belongs to one step alone. To look at a batch, "
-                "make a loader of your own: "
-                "DataLoader(trainer.train_dataset, batch_size=4, collate_fn=trainer.data_collator).",
+                "Something other than the training loop has read train_dataloader, such as next(iter(train_dataloader)) "
+                "in a callback. Its batches are the secret random batches of the steps, and each can be used in one step "
+                "only. To look at a batch, make your own loader: DataLoader(trainer.train_dataset, batch_size=4, "
+                "collate_fn=trainer.data_collator).",
             )
         self._may_begin = False
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
@@ -300,7 +319,7 @@ class AllocationSampler(Sampler[list[int]]):
                 yield OfStep(piece.tolist(), step=step)
 
     def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
-        """Return a draw in its pieces, of as many examples each, or as many whole units."""
+        """Return the pieces of a draw, with equal numbers of examples, or of whole units."""
         if not self.keeps_units_whole:
             number, pieces = len(drawn), self.pieces
             parts = pieces if self._micro_batch_size is None else max(pieces, -(-number // self._micro_batch_size))
@@ -316,10 +335,10 @@ class AllocationSampler(Sampler[list[int]]):
 
 
 def digest_of_data(dataset: Any, sampler: AllocationSampler) -> DataDigest:
-    """Return a digest of the rows of a data set in their order, with their number, units and labels.
+    """Return a digest of the rows of a data set in their order, and of their number, units and labels.
 
-    Shares of processes, turns of shaped noise and units of privacy are by the numbers of examples. One that has one number
-    here and another there is drawn more often than is accounted for.
+    The shards of processes, the turns of groups and the units of privacy depend on the numbers of examples. If an example
+    has different numbers in two processes or launches, it may be drawn more often than the accountant assumes.
     """
     digest = hashlib.sha256(f"{sampler.num_examples}".encode())
     for values in (sampler.units, labels_of(dataset)):

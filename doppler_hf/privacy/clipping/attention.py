@@ -42,7 +42,9 @@ def attention(
 ) -> tuple[Float[Tensor, "_ _ dim"], Float[Tensor, "batch *heads queries keys"] | None]:
     """Compute Y = [A₁V₁, A₂V₂, …] Wᵀ + b with Aₕ = softmax(QₕKₕᵀ/√d + mask), and A if it is wanted."""
     if is_causal and attn_mask is None:
-        return nn.MultiheadAttention.forward(module, query, key, value, is_causal=True)  # whose error asks for the mask
+        return nn.MultiheadAttention.forward(
+            module, query, key, value, is_causal=True
+        )  # Torch then raises an error that asks for the mask.
     q, k, v = _projected(notes, module, query, key, value)
     keys, own = k.shape[1], dict(module.named_parameters(recurse=False))
     if "bias_k" in own:
@@ -51,7 +53,7 @@ def attention(
     if module.add_zero_attn:
         k, v = (F.pad(each, (0, 0, 0, 1)) for each in (k, v))
     q, k, v = (each.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for each in (q, k, v))
-    # As torch does: it reads no mask that it takes for the causal one.
+    # Like torch, this does not read a mask that is declared causal.
     is_causal = is_causal and key_padding_mask is None and not need_weights
     mask = None
     if attn_mask is not None and not is_causal:

@@ -1,15 +1,15 @@
-"""Per-sample clipping: a sum over examples, to which each contributes a vector of norm at most C.
+"""Per-sample clipping: a sum over examples, to which each example contributes a vector of norm at most C.
 
-*flat* takes one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L on its own, so that
-the whole still has norm at most √(L·C²/L) = C. The factor with which an example contributes follows from its norm:
+*flat* uses one norm over all trainable parameters. *per_layer* clips each of the L layers to C/√L separately, so that the
+whole still has norm at most √(L·C²/L) = C. The clip factor of an example follows from its norm:
 
     vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
     automatic   clip(g) = C/max(‖g‖, γ)·g                  (after Bu et al. 2023, https://arxiv.org/abs/2206.07136)
 
-With either the sensitivity of the sum is C. γ is next to nothing, so automatic clipping brings all gradients to norm C:
-examples that are fitted would pull as hard as others, and a classifier run to the class that is more frequent. So those of
-a classifier are also multiplied by `shares_of_error`. Norms are first raised by the most that rounding may have taken from
-them.
+With both, the sensitivity of the sum is C. Because γ is tiny, automatic clipping scales every gradient to norm C.
+Well-fitted examples would then count as much as misclassified ones, and a classifier would drift to the majority class. So
+the gradients of a classifier are also multiplied by `shares_of_error`. Before clipping, norms are raised by the largest
+possible rounding error.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
 SMALLEST_NORM: Final = 0.01
-# By how much norms are raised, in units of eps, so that rounding leaves them above the true ones: a thousandth in float32.
+# Norms are raised by so many eps (a thousandth in float32), so that they are above the true norms in spite of rounding.
 RAISED_BY: Final = 2**13
-# Squares of numbers far smaller would vanish in float32.
+# The squares of much smaller numbers would underflow in float32.
 SMALLEST_BOUND: Final = 1e-12
 
 
@@ -53,23 +53,23 @@ class ClippedGradients:
     Args:
         model: The model; its trainable parameters (`requires_grad`) are clipped together. It is not wrapped: parameter
             names and checkpoints stay as they are.
-        max_grad_norm: C, the most that one example contributes.
+        max_grad_norm: C, the clip norm: the largest norm that one example contributes.
         clipping: "vanilla" or "automatic".
         granularity: "flat" or "per_layer".
         engine: How per-sample gradients are computed. "book_keeping" keeps them as factors and costs about as much as
-            ordinary training; "opacus" forms them by Opacus's samplers (`opacus_layers`), slowly, as a reference.
+            ordinary training; "opacus" computes them with Opacus's samplers (`opacus_layers`), slowly, as a reference.
         norm_rule: How "book_keeping" computes the norm of a matrix's gradient: "ghost" from its factors, "direct" from
             the matrix itself, "auto" the cheaper way for each layer and length; see `Notes.is_formed`.
-        rows_per_loss: With how many rows, one after another, the model is called for each loss, such as the two answers of
-            a pair.
+        rows_per_loss: The number of consecutive input rows for each loss, such as 2 for the two answers of a pair.
 
     Attributes:
         engine_name: `engine`.
         parameters: The trainable parameters by name.
-        on_accelerator: Whether nothing may wait for the device.
-        in_kernels: Whether norms and sums are found by `fused_gradients`; set both before the context is entered.
-        num_non_finite: How many examples since the last `reset` had a gradient that is not finite, or a norm whose square is
-            not; on the device. They contribute nothing.
+        on_accelerator: Whether the model is on an accelerator, so that no operation may wait for the device.
+        in_kernels: Whether norms and sums are computed by `fused_gradients`. Set both before the context is entered.
+        num_non_finite: Number of examples since the last `reset` whose gradient, or its squared norm, is not finite; a
+        tensor
+            on the device. These examples contribute nothing.
 
     Raises:
         ValueError: If an option is unknown, the clip norm is not positive, there is nothing to train, or a layer has no
@@ -94,7 +94,7 @@ class ClippedGradients:
     ) -> None:
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise Refusal(
-                "out-of-range", f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, got {max_grad_norm}."
+                "out-of-range", f"max_grad_norm must be finite and at least {SMALLEST_BOUND:g}; got {max_grad_norm}."
             )
         for name, value, choices in (
             ("clipping", clipping, get_args(Clipping)),
@@ -103,7 +103,7 @@ class ClippedGradients:
             ("norm_rule", norm_rule, get_args(NormRule)),
         ):
             if value not in choices:
-                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}; got {value!r}.")
         if engine == "opacus" and norm_rule != "auto":
             raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
         self._model = model
@@ -111,14 +111,17 @@ class ClippedGradients:
         self._clipping = clipping
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise Refusal("nothing-trained", "The model has no trainable parameter. Set requires_grad for some.")
+            raise Refusal(
+                "nothing-trained", "The model has no trainable parameter. Set requires_grad=True for some parameters."
+            )
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
-        # Sensitivity: two parameters of one storage, as PEFT ties adapters, are two blocks of coordinates, each with its own
-        # gradient. C bounds the norm over both, and each gets its noise. Weights that take both steps are post-processing.
+        # Sensitivity: two parameters that share their storage, as where PEFT ties adapters, are two blocks of coordinates,
+        # each with its own gradient. C bounds the norm over both, and each gets its noise. That the shared weights get both
+        # steps is post-processing.
         self.parameters = trainable
         self._as_made = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
-        self._finest, self._coarsest = dtypes[0], dtypes[-1]  # in which something is summed
+        self._finest, self._coarsest = dtypes[0], dtypes[-1]  # the dtypes in which sums are computed
         self._group_of = {name: "" if granularity == "flat" else name.rpartition(".")[0] for name in trainable}
         self._engine: BookKeepingEngine | None = None
         devices = {parameter.device for parameter in trainable.values()}
@@ -130,7 +133,7 @@ class ClippedGradients:
     def sums(self) -> dict[str, Float[Tensor, "..."]]:
         """Parameter name → Σ clip(gᵢ) since the last `reset`, in float32 or better. Not private: it has no noise yet.
 
-        Of this process's examples, and of whole parameters, even if weights lie in shards.
+        The sums are over this process's examples, and have the shape of whole parameters, even if weights are in shards.
         """
         for name in self.parameters.keys() - self._sums.keys():
             self._sums[name] = self._zeros(name)
@@ -138,7 +141,7 @@ class ClippedGradients:
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Layer name → how its gradient is computed without a rule, and its cost. Complete after the first `backward`."""
+        """Layer name → how its gradient is computed without a rule, and the cost; complete after the first `backward`."""
         layers = {} if self._engine is None else self._engine.without_rule
         return {name: layer.fallback for name, layer in layers.items() if layer.fallback}
 
@@ -163,66 +166,71 @@ class ClippedGradients:
     ) -> Float[Tensor, " batch"]:
         """Back-propagate one loss per example and add the clipped per-sample gradients to `sums`.
 
-        With K views, an example is K rows of the batch, one after another, and the mean of their gradients is clipped once:
+        With K views, an example is K consecutive rows of the batch, and the mean of their gradients is clipped once:
         *augmentation multiplicity* (De et al. 2022, https://arxiv.org/abs/2204.13650). The sensitivity stays C.
 
-        Stand-ins of the layers, which stand in the model since the context was entered, note the factors of each gradient in
-        this pass (`torch_layers`, `gradients`). The ordinary gradients that it leaves in `.grad` are discarded.
+        Since the context was entered, the forward passes of the layers are replaced. In this pass they note the factors of
+        each gradient (`torch_layers`, `gradients`). Ordinary gradients in `.grad` are discarded.
 
         Args:
             losses: One loss per row, shape (batch·views,), from a call of the model with these rows. A row's loss must
                 depend on that row alone: no mean over the batch's tokens, no term over the batch.
-            weights: Factors of the clipped gradients, shape (batch,), which are cut to [0, 1]; by default 1. If several
+            weights: Factors of the clipped gradients, shape (batch,), which are clamped to [0, 1]; by default 1. If several
                 examples belong to one unit of privacy and their weights add up to 1 or less, the unit contributes at most C.
                 An example of weight 0 adds nothing, whatever its gradient.
-            views: K, how many rows each example has; by default an example is one row.
+            views: K, the number of rows of each example; by default 1.
             is_cross_entropy: Whether a loss is −log p of one right class. Automatic clipping then multiplies an example's
                 gradient, at norm C, by min(1, 2(1 − p)).
 
         Returns:
-            Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,): above the true ones
-            where terms cancel, see `gradients`. Not private.
+            Per-sample gradient norms over all trainable parameters, before clipping, shape (batch,). They are above
+            the true norms where terms cancel, see `gradients`. They are not private.
 
         Raises:
-            ValueError: If `losses` or `weights` are of another shape, or the first dimension of a per-sample gradient is not
+            ValueError: If `losses` or `weights` have another shape, or the first dimension of a per-sample gradient is not
                 the batch.
             RuntimeError: If it is called outside the `with` block.
         """
         if self._engine is None:
             raise Failure(
-                "backward-outside", "ClippedGradients.backward was called outside its `with` block. Call it inside."
+                "backward-outside",
+                "ClippedGradients.backward was called outside of its `with` block. Call it inside the block.",
             )
         if losses.ndim != 1:
-            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example, got {losses.ndim} dimensions.")
-        # Sensitivity: an example of which some views stood with another's would contribute to two clipped gradients.
+            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example; got {losses.ndim} dimensions.")
+        # Sensitivity: if some views of an example were grouped with another example's, it would contribute to two clipped
+        # gradients.
         if views < 1 or len(losses) % views:
             raise Refusal(
                 "out-of-range",
-                f"views must be at least 1 and divide the number of losses, got {views}. Let the views of an example stand "
-                "together, all of them in one call of the model.",
+                f"views must be at least 1 and divide the number of losses; got {views}. Put all views of an example next "
+                "to each other, in one call of the model.",
             )
         batch_size = len(losses) // views
         if weights is not None and weights.shape != (batch_size,):
-            # Not the weights: how many examples a unit has is private, and messages end in logs.
+            # The message has no weights, because the number of examples of a unit is private, and messages end up in logs.
             raise Refusal(
-                "wrong-shape", "weights must be one number per example, got another shape. Return the weights of the losses."
+                "wrong-shape",
+                "weights must have one number per example, but has another shape. Return one weight for each loss.",
             )
         if any(each.requires_grad is not is_trained for each, is_trained in self._as_made):
             self.refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
-        # Outside of autocast and of every mode that rounds the factors of a product: the bound holds for float32 numbers.
+        # Autocast, and every mode that rounds the factors of a product, is off here, since the bound holds for float32
+        # numbers.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
             if is_cross_entropy and self._clipping == "automatic":
-                # Sensitivity: a share is a number of [0, 1] of the example alone, so that it contributes C at most.
+                # Sensitivity: the share of error is in [0, 1] and depends on the example alone, so the example contributes
+                # at most C.
                 shares = shares_of_error(losses).unflatten(0, (batch_size, views)).mean(dim=1)
                 weights = shares if weights is None else shares * weights
             return self._add_clipped(gradients, weights)
 
     @contextlib.contextmanager
     def unclipped(self, sums: Mapping[str, Tensor]) -> Iterator[None]:
-        """Add gradients as they are to `sums`, the reference gradients with the other sign, and forget all afterwards."""
+        """Add gradients without clipping to `sums`, and reference gradients with a negative sign; reset all afterwards."""
         assert self._engine is not None
         before = self.max_grad_norm, self._clipping
         self.reset()
@@ -236,41 +244,43 @@ class ClippedGradients:
             self.reset()
 
     def coupled(self, losses: Float[Tensor, " rows"], *, examined: Bool[Tensor, " rows"]) -> list[str]:
-        """Return the parameters at which losses of the examined examples have a gradient in the rows of the others."""
+        """Return the parameters at which the losses of the examined examples have a gradient in other examples' rows."""
         assert self._engine is not None
         return self._engine.coupled(losses, self.parameters, examined=examined)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Let the model compute as without the engine, so that a backward pass leaves ordinary gradients in `.grad`."""
+        """Switch the engine off inside the block, so that a backward pass leaves ordinary gradients in `.grad`."""
         assert self._engine is not None
         return self._engine.notes.unwatched()
 
     def reset(self) -> None:
-        """Set the sums to zero, for the next draw."""
+        """Set the sums to zero for the next batch."""
         self._sums: dict[str, Tensor] = {}
         device = next(iter(self.parameters.values())).device
-        # Of one dtype on all processes, even on one without examples: they are added up.
+        # The dtype is the same on all processes, even on one without examples, because the sums are added up.
         self.num_non_finite = torch.zeros((), dtype=self._finest, device=device)
 
     def refuse_other_parameters(self) -> None:
         """Refuse parameters that were frozen or unfrozen since the context was made."""
-        # Sensitivity: the norm is over the parameters that were trainable at first. Another one would be added unclipped.
+        # Sensitivity: the norm is over the parameters that were trainable at first. The gradient of another parameter would
+        # be added without clipping.
         now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         if now != self.parameters.keys():
             name = min(now ^ self.parameters.keys())
             raise Refusal(
                 "trained-parameters-changed",
-                f"The trainable parameters must stay the same while per-sample gradients are computed, got {name!r} "
-                f"{'unfrozen' if name in now else 'frozen'}. Set requires_grad before train().",
+                f"The parameter {name!r} was {'unfrozen' if name in now else 'frozen'} after training began, but the set "
+                "of trained parameters must stay the same: clipping covers only the parameters that were trainable at the "
+                "start. Set requires_grad before train().",
             )
         for name, parameter in self._model.named_parameters():
-            # Sensitivity: a layer that has taken the place of another one is watched by nobody.
+            # Sensitivity: the engine does not see a layer that has replaced another layer.
             known = self.parameters.get(name)
             if known is not None and parameter is not known and not isinstance(parameter, DTensor):
                 raise Refusal(
                     "replaced-parameter",
-                    f"{name!r} was replaced by another parameter during the training. Its gradients would not be private. "
-                    "Change layers and adapters before train().",
+                    f"The parameter {name!r} was replaced by another one during training, so its gradients would not be "
+                    "private. Change layers and adapters before train().",
                 )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
@@ -288,7 +298,7 @@ class ClippedGradients:
         # and a layer that this micro-batch did not use contributes 0 to the norm, exactly as it does to the sum.
         assert self._engine is not None
         found = in_groups(gradients, self._group_of, small=self._engine.notes.small)
-        gradients.clear()  # so that the memory of each is freed once it is in the sum
+        gradients.clear()  # The memory of each is then freed as soon as it is in the sum.
         squares = Squares(in_kernels=self.in_kernels, halves=not self.on_accelerator)
         for names in found:
             found[names].add_squares(squares, self._group_of[names[0]])
@@ -306,11 +316,11 @@ class ClippedGradients:
         finite: Bool[Tensor, " batch"],
         weights: Float[Tensor, " batch"] | None,
     ) -> dict[str, Weights]:
-        """Return what the gradients of each group are multiplied by."""
-        # Sensitivity: an example whose gradient is not finite contributes the zero vector, whose norm is at most C too. Of
-        # the others factor·norm stays within the bound, whatever rounding has taken from the norm.
+        """Return the factors by which the gradients of each group are multiplied."""
+        # Sensitivity: an example whose gradient is not finite contributes the zero vector, whose norm is at most C too. For
+        # the other examples factor·norm stays within the bound, whatever the rounding error of the norm.
         bound, zero = self.max_grad_norm / len({*self._group_of.values()}) ** 0.5, finite.new_zeros((), dtype=torch.float32)
-        # Without a device to wait for, one look saves a copy of every factor; the sums are the same.
+        # On a CPU, this check may save a copy of every factor without waiting for a device; the sums are the same.
         are_all = not self.on_accelerator and bool(finite.all())
         found, raised = {}, 1 + RAISED_BY * torch.finfo(self._coarsest).eps
         for group, norms in norms_of.items():
@@ -321,7 +331,7 @@ class ClippedGradients:
         return found
 
     def _add_sums(self, found: dict[Names, Gradient], weights_of: Mapping[str, Weights]) -> None:
-        """Add up the weighted gradients, and forget each (taken out of `found`)."""
+        """Add up the weighted gradients, and remove each from `found` afterwards."""
         if self.in_kernels:
             from doppler_hf.privacy.clipping.fused_gradients import weighed  # imports Triton
 
@@ -333,7 +343,7 @@ class ClippedGradients:
             for names, left, right in weighed(products):
                 weights = replace(weights_of[self._group_of[names[0]]], by_kernel=(left, right))
                 self._add_sum(names, found.pop(names), weights)
-        # Tables last: theirs are the largest sums, for which the other notes make room.
+        # Tables come last, because their sums are the largest, and the other notes have been freed by then.
         for names in sorted(found, key=lambda names: found[names].is_of_table):
             self._add_sum(names, found.pop(names), weights_of[self._group_of[names[0]]])
 
@@ -342,7 +352,7 @@ class ClippedGradients:
         sums = self._sums
         known = sums.get(names[0]) if len(names) == 1 else None
         total = gradient.weighted(weights, known)
-        if known is not None:  # to which it was added
+        if known is not None:  # The gradient was added to the known sum in place.
             return
         parts = total.view(-1).split([self.parameters[name].numel() for name in names])
         news = {name: part.view_as(self.parameters[name]) for name, part in zip(names, parts, strict=True)}
@@ -359,7 +369,7 @@ def clip_factors(norms: Float[Tensor, " batch"], *, max_grad_norm: float, clippi
 
 
 def shares_of_error(losses: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """Return min(1, 2(1 − p)) of cross-entropies −log p: 1 where the right class has at most even odds, and 0 at no loss.
+    """Return min(1, 2(1 − p)) for cross-entropies −log p: 1 if the right class has at most even odds, and 0 at loss 0.
 
     The gradient of a logit is in proportion to 1 − p. A loss that is not a number has the share 1, so that it is counted.
     """

@@ -1,4 +1,4 @@
-"""A copy for each example, where a layer broadcasts one tensor over the batch: its ordinary gradient is the example's."""
+"""One copy per example of a tensor that is broadcast over the batch, so that its ordinary gradient is per-sample."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from doppler_hf.privacy.clipping.gradients import Notes
 
 
 def one_per_example(notes: Notes, parameter: nn.Parameter, shape: tuple[int, ...]) -> Float[Tensor, "rows ..."]:
-    """Return a stand-in for an elementwise parameter: one copy per row, whose ordinary gradient is noted as the row's.
+    """Return one copy per row of an elementwise parameter; the copy's ordinary gradient is noted as the row's gradient.
 
     A copy broadcasts with a row as `shape`.
     """
@@ -55,7 +55,7 @@ class _OutputPerExample(torch.autograd.Function):
     ) -> Float[Tensor, "batch ..."]:
         assert notes.batch_size is not None
         ctx.notes, ctx.parameters = notes, parameters
-        # Gradient checkpointing would drop what this keeps, and compute its whole block again within the map over examples.
+        # Gradient checkpointing would discard saved tensors, and recompute its whole block inside the map over examples.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
             ctx.leaves = [parameter.detach().requires_grad_() for parameter in parameters]
             ctx.output = output_of(dict(zip(names, ctx.leaves, strict=True)))
@@ -64,7 +64,7 @@ class _OutputPerExample(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Float[Tensor, "batch ..."]) -> tuple[None, ...]:
-        # Linear in the gradient of the output, so every example's is back-propagated separately.
+        # The result is linear in the gradient of the output, so each example is back-propagated separately.
         gradients = torch.autograd.grad(ctx.output, ctx.leaves, grad.unsqueeze(1), is_grads_batched=True, retain_graph=True)
         for parameter, gradient in zip(ctx.parameters, gradients, strict=True):
             ctx.notes.note_rows(parameter, gradient)

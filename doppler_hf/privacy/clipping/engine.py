@@ -1,12 +1,12 @@
 """Per-sample gradients from one forward and one backward pass, at the cost of ordinary ones.
 
-Every trained layer gets a stand-in for its forward (`torch_layers`, `transformers_layers`, `other_layers`), which notes the
-factors of each product in a `Notes`. The model keeps its class, its parameters' names and its output.
-After the backward pass, norms and sums are computed from the notes (`gradients`).
+The forward of every trained layer is replaced (`torch_layers`, `transformers_layers`, `other_layers`) by a function that
+notes the factors of each product in a `Notes`. The model keeps its class, the names of its parameters and its output. After
+the backward pass, norms and sums are computed from the notes (`gradients`).
 
-A batch dimension is never guessed. A layer whose input does not start with the batch computes as usual; its parameters then
-receive an ordinary gradient, and that is an error with the parameter's name. The same check finds every use of a parameter
-outside its layer.
+The batch dimension is never guessed. A layer whose input does not start with the batch computes as usual. Its parameters
+then get an ordinary gradient, which raises an error with the parameter's name. The same check finds every use of a parameter
+outside of its layer.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from doppler_hf.privacy.clipping.torch_layers import RULES, Rule, rule_for
 from doppler_hf.privacy.losses import has_prompt, task_of, without_adapters
 from doppler_hf.shards import gathered
 
-# Layers that may be told which dimension is the batch: torch's transformers tell it the attention within them.
+# Layers with an argument `batch_first`. Torch's transformers pass it to their attention.
 _WITH_BATCH_FIRST = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class BookKeepingEngine:
-    """Stand-ins on a model that give the gradient of each example's loss, until `detach`.
+    """Replaces forward passes in a model, until `detach`, so that per-sample gradients can be computed.
 
-    With `by_opacus` the rules of torch's layers are those of `opacus_layers`, as a reference.
+    With `by_opacus`, the rules for torch's layers are those of `opacus_layers`, as a reference.
     """
 
     def __init__(self, model: nn.Module, notes: Notes, *, by_opacus: bool, rows_per_loss: int) -> None:
@@ -57,7 +57,7 @@ class BookKeepingEngine:
         self._num_inputs: int | None = None
         self._has_choices = task_of(without_adapters(model)) == "multiple_choice"
         rules = opacus_rules() if by_opacus else RULES | of_transformers.transformers_rules()
-        rules |= {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}  # for which Opacus has no sampler
+        rules |= {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}  # Opacus has no sampler for these.
         for name, module in model.named_modules():
             if (method := of_transformers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
@@ -82,7 +82,7 @@ class BookKeepingEngine:
         for name, module in expert_blocks(model):
             block = self.without_rule[name] = ExpertBlock(module, self.notes, forward=module.forward)
             self._replace(module, "forward", self._unless_unwatched(module.forward, block, name=name))
-        # Around the stand-ins of these layers, or of their adapters.
+        # These wrap the replaced forward passes of these layers, or of their adapters.
         for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
             self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self.notes, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
@@ -95,8 +95,8 @@ class BookKeepingEngine:
     def per_sample_gradients(
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, views: int = 1
     ) -> dict[str, Gradient]:
-        """Back-propagate `losses` and return each example's gradient of the trained parameters."""
-        # Sensitivity: all rows of an example, its views, choices, windows, or those of its loss, stand together and are
+        """Back-propagate `losses` and return the per-sample gradients of the trained parameters."""
+        # Sensitivity: all rows of an example (its views, choices or windows, or the rows of its loss) are neighbours and are
         # summed up before they are clipped.
         with self._noted(losses, parameters, num_examples=len(losses) // views) as (notes, trainable):
             self._back_propagate(losses.sum() / views, trainable)
@@ -122,12 +122,13 @@ class BookKeepingEngine:
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, num_examples: int
     ) -> Iterator[tuple[Notes, dict[str, Tensor]]]:
         if self._num_inputs != len(losses) * self._rows_per_loss:
-            # Not their numbers: the size of a draw is private, and messages end in logs.
+            # The message has no numbers, because the size of a random batch is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                "losses must be as many as the rows with which the model was called"
+                "Expected one loss per input row of the model"
                 + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
-                + ", got another number. Call the model once with the whole micro-batch, and return one loss per example.",
+                + ". The number of losses differs from that. Call the model once with the whole micro-batch, and return one "
+                "loss per record.",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)
@@ -141,49 +142,49 @@ class BookKeepingEngine:
             self._not_batched.clear()
 
     def _back_propagate(self, loss: Float[Tensor, ""], trainable: Mapping[str, Tensor]) -> None:
-        """Fill the notes, and leave no ordinary gradients."""
+        """Fill the notes in one backward pass, and leave no ordinary gradients."""
         notes = self.notes
-        notes.uses.clear()  # an ordinary backward pass of the user's may have left some
+        notes.uses.clear()  # An ordinary backward pass of the user may have left some.
         for parameter in trainable.values():
             parameter.grad = None
         loss.backward()
         if notes.failed:
             kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in notes.failed}))
             error = next(iter(notes.failed.values()))
-            # Not its numbers, which may be the lengths of examples: messages end in logs.
+            # Numbers are removed from the message, because they may be lengths of examples, and messages end up in logs.
             words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
             raise Refusal(
                 "layer-without-rule",
-                f"The layers {listed(notes.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
-                f"{type(error).__name__} ({words}). "
-                "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"Per-sample gradients of the layers {listed(notes.failed)} ({kinds}) failed with {type(error).__name__} "
+                f"({words}). Freeze these layers with requires_grad_(False), or train adapters of another kind, such as "
+                "LoRA: docs/start/troubleshooting.md#model.",
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             raise Refusal("no-per-sample-gradient", self._unexplained(unexplained))
 
     def _unexplained(self, names: Sequence[str]) -> str:
-        # All of them: whoever freezes the first would be told of the next.
+        # All names are listed. Otherwise a user who freezes the first would get the next error.
         sizes = {name: self._not_batched.get(name.rpartition(".")[0]) for name in names}
         outside = listed(name for name, size in sizes.items() if size is None)
         inside = listed(name for name, size in sizes.items() if size is not None)
-        # Not their shapes: the length of an example is private, and messages end in logs.
+        # The message has no shapes, because the length of an example is private, and messages end up in logs.
         dimensions = " or ".join(map(str, sorted({size for size in sizes.values() if size is not None})))
-        found = [f"{outside}, used outside of the forward of its layer"] if outside else []
+        found = [f"{outside}, which is used outside of its layer's forward"] if outside else []
         if inside:
-            found.append(f"{inside}, whose layer has an input of {dimensions} dimensions, which do not start with the batch")
+            found.append(f"{inside}, whose layer has an input of {dimensions} dimensions that does not begin with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
-        freeze = "Set batch_first=True in them, or freeze" if inside and is_turned else "Freeze"
-        others = "or train LoRA" if outside else "and train others"
+        freeze = "Set batch_first=True in these layers, or freeze" if inside and is_turned else "Freeze"
+        others = "or train LoRA" if outside else "and train other layers"
         return (
-            f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
-            f"an adapter's, leave these layers out of its target_modules, {others}: docs/start/troubleshooting.md#model."
+            f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
+            f"requires_grad_(False). If they belong to an adapter, leave these layers out of its target_modules, {others}: "
+            "docs/start/troubleshooting.md#model."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
+            return original(*args, **kwargs)  # This is an evaluation, in which layers make no notes.
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
         self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
@@ -192,24 +193,25 @@ class BookKeepingEngine:
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            # A tensor that was left on another device is torch's to name.
+            # If a tensor is on another device, torch's own message is better.
             if not self.notes.repeated or isinstance(error, torch.OutOfMemoryError) or "device" in str(error):
                 raise
             layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
             raise Refusal(
                 "output-repeated",
-                f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
-                "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each example, so "
+                "that it has more rows than the batch. Freeze these layers with requires_grad_(False), or train adapters "
+                "of another kind, such as LoRA: docs/start/troubleshooting.md#model.",
             ) from error
         finally:
             self.notes.is_in_forward = False
 
     def _apply(self, rule: Rule, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if "parametrizations" in module._modules:
-            # As PEFT does for a forward that trains `target_parameters`: a rule would leave those without a gradient.
+            # PEFT replaces parameters in a forward that trains `target_parameters`. With a rule, these would get no
+            # gradient.
             return type(module).forward(module, *args, **kwargs)
-        # The first input, by whatever name the model passes it.
+        # The first input may be passed under any name.
         input = args[0] if args else kwargs[next((key for key in ("query", "input") if key in kwargs), next(iter(kwargs)))]
         rows = num_rows(module, input)
         if rows == self.notes.batch_size:
@@ -229,8 +231,9 @@ class BookKeepingEngine:
             if self.notes.batch_size is None:
                 raise Refusal(
                     "layer-called-alone",
-                    f"The layer {name!r} was called on its own, as by a method of the model other than its forward. Call "
-                    "model(...) as a whole, once, and let its forward return what the loss needs.",
+                    f"The layer {name!r} was called outside of the model's forward, for example by another method of the "
+                    "model, so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
+                    "forward return what the loss needs.",
                 )
             return watched(*args, **kwargs)
 
@@ -238,9 +241,9 @@ class BookKeepingEngine:
 
     def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
         before = module.__dict__.get(method)
-        # With its signature: `generate` makes the positions of padded prompts only for a forward that names them.
+        # The signature is kept, because `generate` passes the positions of padded prompts only to a forward that names them.
         functools.update_wrapper(function, getattr(module, method))
-        # Bypasses nn.Module.__setattr__, which would look for parameters and sub-modules.
+        # This bypasses nn.Module.__setattr__, which would look for parameters and sub-modules.
         module.__dict__[method] = function
         if before is None:
             self._cleanup.callback(module.__dict__.pop, method)
@@ -249,7 +252,7 @@ class BookKeepingEngine:
 
 
 def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:
-    """Return how many rows a layer's input has, or None if it has no batch."""
+    """Return the number of rows of a layer's input, or None if it has no batch dimension."""
     if isinstance(input, PackedSequence):
         return int(input.batch_sizes[0])
     if isinstance(module, _WITH_BATCH_FIRST):

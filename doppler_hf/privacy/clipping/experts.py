@@ -18,13 +18,13 @@ from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.layers import substituted
 from doppler_hf.privacy.clipping.other_layers import has_rows
 
-# What transformers sets in every module of fused experts, and the adapters that PEFT puts around it.
+# The attribute that Transformers sets in fused experts, and the adapters that PEFT wraps around them.
 _MARK: Final = "_is_expert_parallel"
 _ADAPTERS: Final = re.compile(r"(\.base_layer)+$")
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of router and fused experts that are trained in part, with their names."""
+    """Yield name and module of each block of router and fused experts with trained parameters."""
     for name, module in model.named_modules():
         if _MARK in vars(module):
             block_name = _ADAPTERS.sub("", name).rpartition(".")[0]
@@ -42,12 +42,12 @@ class ExpertBlock:
         self.fallback = f"{type(module).__name__}: one example after another; {numbers * 4 / 2**20:.3g} MiB for each example"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block's outputs, tensors that are joined along their first dimension."""
+        """Compute the block's outputs for each example, and join them along the first dimension."""
         values, spec = pytree.tree_flatten((args, kwargs))
         rows = self._notes.batch_size
         if rows is None or not has_rows(values[0], rows):
-            # Without a batch in front nobody knows whose a token is.
-            return self._forward(*args, **kwargs)  # the engine refuses the parameters by name
+            # Without a batch dimension, the example of a token is unknown.
+            return self._forward(*args, **kwargs)  # The engine then refuses the parameters by name.
         trained = {name: each for name, each in self._module.named_parameters() if each.requires_grad}
         copies = {name: one_per_example(self._notes, each, tuple(each.shape)) for name, each in trained.items()}
         found = []

@@ -63,7 +63,7 @@ def _gram(
             inside = (at + column < dim)[None, :]
             one = tl.load(first + at + column[None, :], mask=(s < time)[:, None] & inside, other=0.0)
             two = tl.load(second + at + column[None, :], mask=(t < time)[:, None] & inside, other=0.0)
-            if INTERPRETED:  # which would multiply the bits of bfloat16 numbers
+            if INTERPRETED:  # The interpreter would multiply the bit patterns of bfloat16 numbers.
                 one, two = one.to(tl.float32), two.to(tl.float32)
             part = tl.dot(one, tl.trans(two), part, input_precision="ieee")
         total += part

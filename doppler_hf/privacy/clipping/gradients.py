@@ -47,7 +47,7 @@ from torch import Tensor
 from doppler_hf.linalg import in_float32, product_in_float32, row_norms, row_sums
 
 NormRule = Literal["auto", "ghost", "direct"]
-Names = tuple[str, ...]  # of the parameters that have one gradient together, side by side
+Names = tuple[str, ...]  # Names of parameters that share one gradient, side by side.
 
 # The cost of writing one number to memory and reading it twice, in multiply-adds. Fitted on two x86-64 cores; any value
 # between 25 and 400 makes the same choices for a RoBERTa of 384 with 64 tokens and for ViT-tiny with 197.
@@ -64,9 +64,9 @@ TILE: Final = 1024
 VANISHED: Final = 1e-25
 # Rounding to bfloat16 changes a number by half of this dtype's eps of it at most. The rest covers the rounding of S.
 HALF: Final = 0.51
-# Gram matrices of so many numbers are compared with each other in one go.
+# Gram matrices with so many numbers together are compared at once.
 AT_ONCE: Final = 2**20
-# Of longer Gram matrices, which are symmetric, only the blocks of so many rows on and below the diagonal are computed.
+# Longer Gram matrices are symmetric, so only blocks of so many rows on and below the diagonal are computed.
 BLOCK: Final = 64
 
 
@@ -159,7 +159,7 @@ class Dense(Use):
     """The gradient in full; of several parameters, one after another."""
 
     values: Float[Tensor, "examples n"]
-    squares: Float[Tensor, " examples"] | None = None  # of its norms, if they are known
+    squares: Float[Tensor, " examples"] | None = None  # the squared norms, if they are known
 
     @property
     def factors(self) -> tuple[Float[Tensor, "examples n"]]:
@@ -240,7 +240,7 @@ class Lookup(Use):
 
     ids: Int[Tensor, "examples time"]
     values: Float[Tensor, "examples time dim"]
-    rows: int  # of the table
+    rows: int  # rows of the table
 
     is_of_table: ClassVar[bool] = True
 
@@ -360,7 +360,9 @@ class Notes:
         self.in_kernels = in_kernels
         self.small = SMALL_IN_KERNELS if in_kernels else SMALL
         self.is_in_forward = self._is_unwatched = False
-        self.casts: dict[tuple[Tensor, torch.dtype], Tensor] = {}  # of a forward pass, in which no weight changes
+        self.casts: dict[
+            tuple[Tensor, torch.dtype], Tensor
+        ] = {}  # copies of weights in other dtypes, valid for one forward pass
         self.clear()
 
     @property
@@ -394,12 +396,12 @@ class Notes:
         self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
         # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
         self.num_examples = 1
-        self.uses: dict[Tensor, Uses] = {}  # of each parameter, filled by the backward pass
+        self.uses: dict[Tensor, Uses] = {}  # parameter → its uses; the backward pass fills this
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
-        # In a check, the examples whose losses are differentiated: gradients are then compared, not kept.
+        # During a check, these are the examples whose losses are differentiated. Gradients are then compared and not kept.
         self.examined: Bool[Tensor, " examples"] | None = None
-        self.coupled: set[Tensor] = set()  # parameters at which these have a gradient in the places of others
+        self.coupled: set[Tensor] = set()  # parameters at which these examples have a gradient in the rows of other examples
 
     def is_formed(self, time: int, p: int, q: int) -> bool:
         """Return whether the matrix of each example is to be formed, of p·q elements from so many positions.
@@ -431,7 +433,7 @@ class Notes:
         """Return the gradient of every parameter that was used, by name, and forget its uses."""
         found = {}
         for name, parameter in parameters.items():
-            # Each is forgotten at once, so that its memory is free for the next one.
+            # Each is removed at once, so that its memory is free for the next parameter.
             if uses := self.uses.pop(parameter, {}):
                 found[name] = combined(uses)
         return found
@@ -440,7 +442,8 @@ class Notes:
         self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
     ) -> None:
         """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
-        # Of each row, if that is worth it already: to join the patches of images would take longer than to add products.
+        # The product is formed for each row if that is cheaper already, since joining patches of images takes longer than
+        # adding products.
         if self.is_formed(left.shape[1], left.shape[2], right.shape[2]):
             self.note_rows(parameter, formed(left, right))
             return
@@ -521,11 +524,12 @@ class Squares:
 
     def __init__(self, *, in_kernels: bool, halves: bool) -> None:
         self._in_kernels, self._longest_whole = in_kernels, BLOCK if halves else math.inf
-        # Products and look-ups that a kernel compares, by group, and S of those that are rounded.
+        # The first list has products and look-ups that a kernel compares, with their group; the second has S of rounded
+        # ones.
         self._for_kernels: list[tuple[str, Tensor, Tensor]] = []
         self._rounded: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
         self._found: dict[str, list[Float[Tensor, " examples"]]] = defaultdict(list)
-        # By length and dtype: pairs of Gram matrices with the groups whose squares are still to be found.
+        # Length and dtype → pairs of Gram matrices whose squares are still to be computed, with their groups.
         self._pairs: dict[object, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
 
     def add(self, group: str, squares: Float[Tensor, " examples"]) -> None:

@@ -1,4 +1,4 @@
-"""A layer's own parameters: which they are, what stands in for them, in which mode layers are, and how they are named."""
+"""A layer's own parameters and how to substitute them, the modes of layers, and names of layers in messages."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-# They have no forward: what they hold is their owner's, as of most of PEFT's adapters.
+# Containers have no forward, so their content counts as their owner's. Most of PEFT's adapters are in containers.
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 
@@ -26,7 +26,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that the module itself owns, those in its dictionaries and lists too.
+    """Return the trainable parameters that the module itself owns, including those in its dictionaries and lists.
 
     Parameters of a layer inside it belong to that layer, as in Opacus's recurrent layers, which name their cells'
     parameters.
@@ -48,7 +48,7 @@ def trainable_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 @contextlib.contextmanager
 def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Substitute tensors for some of the parameters that the module itself owns."""
-    # Straight into the dictionaries, so that the parameters keep their places in the order that optimizers rely on.
+    # The dictionaries are changed directly, so that the parameters keep their order, on which optimizers rely.
     places = {name: (module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2]) for name in tensors}
     before = {name: parameters[key] for name, (parameters, key) in places.items()}
     try:
@@ -62,7 +62,7 @@ def substituted(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Give every module its mode back after the block, which gets them: whether each was in training."""
+    """Restore the mode of every module after the block; the block gets module → whether it was in training mode."""
     training = {module: module.training for module in model.modules()}
     try:
         yield training

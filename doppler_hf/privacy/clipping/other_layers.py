@@ -26,7 +26,7 @@ from doppler_hf.privacy.clipping.layers import modes_kept, substituted, trainabl
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
 
 
-# By parameter, in which shape one copy of it for each example broadcasts with the inputs of its layer.
+# Parameter → the shape in which one copy per example broadcasts with the inputs of its layer.
 _Copies = dict[str, tuple[int, ...]]
 
 
@@ -35,8 +35,8 @@ class LayerWithoutRule:
 
     def __init__(self, name: str, module: nn.Module, notes: Notes, *, forward: Callable[..., Any]) -> None:
         self._name, self.module, self.notes, self._forward = name, module, notes, forward
-        # By the dimensions of the inputs, and which have one place only: a layer may be called with tokens and with their
-        # mean, and of one token it does not show on how many copies act.
+        # The keys are the dimensions of the inputs, and which of these have size 1. A layer may be called with tokens and
+        # with their mean, and with a single token one cannot see how many copies are used.
         self._copies: dict[tuple[Any, ...], _Copies | None] = {}
         self._unbatched: set[tuple[int, ...]] = set()  # dimensions of inputs without a batch
 
@@ -96,7 +96,7 @@ class LayerWithoutRule:
             output = output_of(own)
         trained = {parameter for parameter in self.module.parameters() if parameter.requires_grad}
         if (
-            trained > {*own.values()}  # those of layers within it, which would get none
+            trained > {*own.values()}  # The parameters of inner layers would get no gradient.
             or not isinstance(output, Tensor)
             or len(output) != 1
             or any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
@@ -189,7 +189,7 @@ class LayerWithoutRule:
             return pull_back(of_outputs)[0]
 
         try:
-            with warnings.catch_warnings(action="ignore"):  # of operations that are slow under vmap
+            with warnings.catch_warnings(action="ignore"):  # Vmap warns about slow operations.
                 # Randomness raises: a second draw of dropout would not be the one whose loss is differentiated.
                 return torch.func.vmap(gradient_of_one)([values[index] for index in batched], list(gradients))
         except torch.OutOfMemoryError:

@@ -62,7 +62,7 @@ def _over_time(
     if state is None:
         sizes = (module.proj_size or module.hidden_size, module.hidden_size)
         state = tuple(of_inputs[0].new_zeros(len(x), size) for size in sizes[: 1 + (module.mode == "LSTM")])
-    hidden: dict[int, Tensor] = {}  # by time, which runs backwards in one of the directions
+    hidden: dict[int, Tensor] = {}  # time → hidden states; one direction runs backwards in time
     steps = range(len(of_inputs))
     for time in reversed(steps) if suffix.endswith("reverse") else steps:
         of_state = product(notes, state[0], own["weight_hh" + suffix], own.get("bias_hh" + suffix))

@@ -1,4 +1,4 @@
-"""Layers that cannot be trained privately."""
+"""Refuse layers that cannot be trained privately."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -16,7 +16,7 @@ _TIED_TOKENS: Final = "Leave trainable_token_indices out, and add the embeddings
 
 
 def refuse_layers(model: nn.Module) -> None:
-    """Refuse layers that mix examples, write values that no noise covers, or are compiled."""
+    """Refuse layers that share parameters, mix examples, change weights without noise, or are compiled."""
     with modes_kept(model):
         in_training = {module for module in model.train().modules() if module.training}
     owners: dict[nn.Module, str] = {}
@@ -25,23 +25,23 @@ def refuse_layers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
             held = [key for key, parameter in child.named_parameters(recurse=False) if parameter.requires_grad]
-            # A use in a layer within another one that owns it too would be noted for both.
+            # If a layer inside another layer shares its parameters, each use would be noted for both.
             if isinstance(child, CONTAINERS) and held and owners.setdefault(child, name) != name:
                 is_token = child_name == "trainable_tokens_delta"
                 raise Refusal(
                     "shared-parameters",
-                    f"The parameters of '{name}.{child_name}' must belong to one layer, got {owners[child]!r} too: shared "
-                    f"parameters have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
+                    f"The layer '{name}.{child_name}' shares its parameters with {owners[child]!r}, and shared parameters "
+                    f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
         is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
         if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
             raise Refusal(
                 "compiled-module",
-                f"The module {name or 'itself'!r} is compiled and trained, but torch compiles no layer that notes "
-                "per-sample gradients. Pass the model without torch.compile, or compile frozen modules alone.",
+                f"The module {name or 'itself'!r} is compiled and trained, but per-sample gradients cannot be computed in "
+                "compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
             )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
-        # statistics. One that stays in evaluation mode has statistics that no example moves.
+        # statistics. In evaluation mode, its statistics do not change.
         is_mixing = isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
         if is_mixing and (module in in_training or module.running_mean is None):
             mixing[name] = module
@@ -50,19 +50,20 @@ def refuse_layers(model: nn.Module) -> None:
     if mixing:
         raise Refusal(
             "layer-mixes-examples",
-            f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Keep statistics of "
-            "pretraining as they are (docs/guides/images.md#batchnorm), or take GroupNorm or LayerNorm, as `model = "
-            "opacus.validators.ModuleValidator.fix(model)` does.",
+            f"The {named(mixing, 'mixes', 'mix')} the records of a batch, so clipping cannot bound what one record "
+            "contributes. Keep the statistics of pretraining fixed (docs/guides/images.md#batchnorm), or use GroupNorm or "
+            "LayerNorm, for example with `model = opacus.validators.ModuleValidator.fix(model)`.",
         )
     if rewriting:
         raise Refusal(
             "embedding-max-norm",
-            f"The {named(rewriting, 'has', 'have')} max_norm, which rewrites rows without noise. Set max_norm to None.",
+            f"The {named(rewriting, 'has', 'have')} max_norm, which changes weights during the forward pass without noise. "
+            "Set max_norm to None.",
         )
 
 
 def named(layers: Mapping[str, nn.Module], one: str, several: str) -> str:
-    """Return layers with their kinds, and a verb in its number."""
+    """Return the names and classes of layers, with the verb in singular or plural."""
     kinds = ", ".join(sorted({type(module).__name__ for module in layers.values()}))
     noun, verb = ("layer", one) if len(layers) == 1 else ("layers", several)
     return f"{noun} {listed(layers)} ({kinds}) {verb}"

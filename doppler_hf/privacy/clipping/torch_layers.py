@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
     ) -> Float[Tensor, "batch *time p"]:
         ctx.weight, ctx.bias, ctx.notes, ctx.transposed = weight, bias, notes, transposed
-        # As it is multiplied. Without kernels wide matrices share their input with each other.
+        # The input is kept in the dtype of the product. Without kernels, wide matrices share their input with each other.
         is_rounded = weight.requires_grad and is_cast(x)
         if is_rounded and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # in float32 it would take twice the memory
@@ -119,7 +119,7 @@ def is_cast(x: Tensor) -> bool:
 
 def layer_norm(notes: Notes, module: nn.LayerNorm, input: Float[Tensor, "batch *rest"]) -> Float[Tensor, "batch *rest"]:
     """Compute Y = x̂ w + b, x̂ = (x − mean)/std over the last dimensions."""
-    # As autocast does for a normalization on CUDA.
+    # Autocast converts the input of a normalization on CUDA in the same way.
     input = input.float() if input.is_cuda and torch.is_autocast_enabled("cuda") else input
     return _LayerNorm.apply(input, module.weight, module.bias, module, notes)
 
@@ -143,7 +143,7 @@ class _LayerNorm(torch.autograd.Function):
         ctx.notes.note_normalized(ctx.weight, ctx.bias, terms)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        # The mask asks for the gradient of the input only.
+        # The mask requests only the gradient of the input.
         wanted = (True, False, False)
         arguments = (grad.contiguous(), x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, wanted)
         return torch.ops.aten.native_layer_norm_backward(*arguments)[0], None, None, None, None

@@ -4,8 +4,8 @@
     hash_i = SHA-256(canonical JSON of entry i without its hash),    previous_hash_i = hash_{i−1}
 
 Reading refuses content outside the schema. The chain reveals an edited,
-missing, inserted or exchanged entry. It does not reveal a tail that was cut off, or a chain that was rewritten: against
-these, publish the last hash (the head) where it cannot be changed.
+missing, inserted or exchanged entry. It does not reveal entries that were cut off at the end, or a chain that was rewritten
+as a whole. Against these, publish the last hash (the head) where nobody can change it.
 """
 
 import functools
@@ -30,14 +30,14 @@ from doppler_hf.version import VERSION
 
 Entry = dict[str, Any]
 
-# It also reads 10, which does not say whether a run goes on with the plan and has no marks of trained weights, and 9, which
-# has ε of the steps so far.
+# Formats 10 and 9 are read too. Format 10 does not say whether a run continues the plan, and has no marks of trained
+# weights. Format 9 has the ε of the steps so far.
 FORMAT: Final = 11
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
-LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers uploads no file whose name begins with "_"
+LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers does not upload files with names that begin with "_".
 _PACKAGES: Final = ("torch", "transformers", "opacus", "dp-accounting", "numpy")
-# The previous hash of the first entry.
+# The first entry has this as its previous hash.
 ORIGIN: Final = "0" * 64
 
 
@@ -45,7 +45,7 @@ def digest(entry: Mapping[str, Any]) -> str:
     """Return the SHA-256 of an entry's canonical JSON (sorted keys, no blanks, UTF-8), without its own `hash`."""
     hashed = {name: value for name, value in entry.items() if name != "hash"}
     text = json.dumps(hashed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # A lone surrogate, which JSON allows, must give another hash and not an encoding error.
+    # A lone surrogate, which JSON allows, must change the hash and not raise an encoding error.
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
@@ -62,19 +62,21 @@ def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any])
 
 
 def check_chain(entries: Sequence[Entry]) -> None:
-    """Check that no entry was changed or moved; the error has the first one, with both values."""
+    """Check that no entry was changed or moved; the error names the first such entry and both values."""
     for index, entry in enumerate(entries):
         expected = {"index": index, "previous_hash": entries[index - 1]["hash"] if index else ORIGIN, "hash": digest(entry)}
         for name, value in expected.items():
             if entry[name] != value:
                 raise Refusal(
                     "ledger-changed",
-                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} must be {value!r}, got "
-                    f"{entry[name]!r}. Take the file from an unchanged copy.",
+                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} is {entry[name]!r}, but "
+                    f"{value!r} follows from the rest of the file. Restore the file from an unchanged copy.",
                 )
 
 
-_version = functools.cache(importlib.metadata.version)  # which reads the whole description of a package
+_version = functools.cache(
+    importlib.metadata.version
+)  # The result is cached, because each call reads the whole description of a package.
 
 
 def package_versions() -> dict[str, str]:
@@ -97,14 +99,14 @@ def read_entries(path: Path) -> list[Entry]:
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise Refusal(
-            "not-a-ledger", f"This is not the JSON of a privacy ledger: {reason}. Put back the old file."
+            "not-a-ledger", f"This file is not the JSON of a privacy ledger: {reason}. Restore the original file."
         ) from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
         raise Refusal(
             "not-a-ledger",
-            f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Put back the "
-            "unchanged file, or move it away to begin a new ledger.",
+            f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Restore the "
+            "unchanged file, or move this one away to begin a new ledger.",
         )
     entries: list[Entry] = document["entries"]
     check_chain(entries)
@@ -112,18 +114,20 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def is_earlier_state(path: Path, entries: Sequence[Entry]) -> bool:
-    """Return whether the file holds the first of `entries`, or all. It only compares, so that saving often stays cheap."""
+    """Return whether the file has the first of `entries`, or all; a comparison alone keeps frequent saving cheap."""
     try:
         there = json.loads(path.read_text("utf-8"))["entries"]
         return bool(there == entries[: len(there)])
-    except (ValueError, KeyError, TypeError):  # damaged, or another file by that name
+    except (ValueError, KeyError, TypeError):  # The file is damaged, or is not a ledger.
         return False
 
 
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:
-    """Write the file, so that after a crash at any moment, or on a full disk, the old one or the new one is there."""
+    """Write the file such that after a crash, or with a full disk, either the old or the new file is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # a random name, because two runs may write at once
+    temporary = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}"
+    )  # The name is random, because two runs may write at the same time.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -142,7 +146,7 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 
 class WriterLock:
-    """Keeps other runs, of this process or another, from writing to the ledger of a folder. It can be entered repeatedly."""
+    """Prevents other runs, in this or another process, from writing to the ledger of a folder; can be entered repeatedly."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -155,8 +159,8 @@ class WriterLock:
         except Timeout:
             raise Refusal(
                 "folder-in-use",
-                f"{self._folder} is the folder of another private run, which is still going on. Use another output_dir, or "
-                "wait until that run has ended.",
+                f"Another private run is using the folder {self._folder}. Use another output_dir, or wait until that run "
+                "has ended.",
             ) from None
 
     def __exit__(self, *exception: object) -> None:

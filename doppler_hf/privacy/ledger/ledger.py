@@ -1,6 +1,6 @@
 """The privacy ledger: what was done to the data, in a file that others can check.
 
-It lies beside the model and in every checkpoint as `privacy_ledger.json`, an append-only chain of entries:
+It is the file `privacy_ledger.json` next to the model and in every checkpoint, an append-only chain of entries:
 
     opened | resumed    the whole statement of a run, before its first step
     steps               at most this many steps may have been released; written before they are computed
@@ -9,9 +9,9 @@ It lies beside the model and in every checkpoint as `privacy_ledger.json`, an ap
     left                the digests of the model's parameters and buffers when the run ended, cleanly or not
     saved               the digests of a model that was saved, and the hashes of its weight files; see `weights`
 
-After a crash it never counts too few steps, and too many by one portion at most, a hundredth of the plan.
+After a crash it never counts too few steps, and at most one portion too many, a hundredth of the plan.
 
-Privacy: ε is that of the plan, wherever a run ends, since results may have chosen where (`accounting.accounting`).
+Privacy: ε is that of the whole plan, wherever a run ends, since results may have decided where (`accounting.accounting`).
 """
 
 import contextlib
@@ -45,28 +45,28 @@ from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_N
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
-_PORTIONS: Final = 100  # in about so many a run reserves its steps
+_PORTIONS: Final = 100  # A run reserves its steps in about so many portions.
 
 
 class PrivacyLedger:
-    """The record of a training's releases and their statements. Made by `open`, `load` or `resume`."""
+    """The account of all releases of a training run, with the terms of each; made by `open`, `load` or `resume`."""
 
     def __init__(self, record: LedgerRecord) -> None:
         self._record = record
         self.entries: Sequence[Entry] = record.entries
         self.runs: Sequence[Run] = record.runs
         self.claims: Sequence[Claim] = record.claims  # every ε that the entries state
-        self.saved: Sequence[Mapping[str, str]] = record.saved  # hashes of the weights that it speaks for, by name
-        self.models: Sequence[ModelDigests] = record.models  # digests of the models that it speaks for
+        self.saved: Sequence[Mapping[str, str]] = record.saved  # name → hash, for each set of saved weights
+        self.models: Sequence[ModelDigests] = record.models  # digests of the models that the run left or saved
         self._is_training = False
 
     # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, statement: PrivacyStatement, *, earlier: Trainings | None = None, run_id: str | None = None) -> Self:
-        """Return a new ledger, on which nothing has been spent, of weights that `earlier` trainings may have left.
+        """Return a new ledger without any spending, for weights on which `earlier` training runs may have spent ε.
 
-        Its run gets a name of its own. Processes that train together pass the same one.
+        Its run gets a random name, unless `run_id` is given. Processes that train together pass the same name.
         """
         ledger = cls(LedgerRecord())
         ledger._begin("opened", statement, {"earlier": _entries_of(earlier or {})}, run_id)
@@ -98,26 +98,26 @@ class PrivacyLedger:
         return ledger
 
     def steps_allowed_to(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
-        """Return how many steps a run may make as a part of the last plan; None if it begins a new one: see `record`."""
+        """Return how many steps a run may make as a part of the last plan; None if it begins a new plan (see `record`)."""
         return self._record.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
 
     def as_written(self) -> Self:
-        """Return the ledger as its entries are read: an interrupted run counts the steps that it had reserved."""
+        """Return the ledger as it is read from its entries, where an interrupted run counts all reserved steps."""
         return type(self)(LedgerRecord(self.entries))
 
     def reserve(self, *, at_most: int) -> bool:
-        """Reserve the next portion of steps, before they are computed, and return whether the ledger must now be saved."""
+        """Reserve the next portion of steps before they are computed; return whether the ledger must now be saved."""
         run = self.runs[-1]
         assert self._is_training
         if run.steps_released < run.steps_reserved:
             return False
-        # A portion, since a file that is written and synchronized before every step would take longer than small steps.
+        # Steps are reserved in portions, since writing and synchronizing a file may take longer than a small step.
         portion = min(max(1, run.statement.steps_planned // _PORTIONS), at_most)
         self._record.add("steps", {"steps_reserved": run.steps_reserved + portion})
         return True
 
     def record_step(self) -> None:
-        """Count one release. It was reserved, so the file need not change."""
+        """Count one release; it was reserved, so the file need not change."""
         run = self.runs[-1]
         assert self._is_training
         assert run.steps_released < run.steps_reserved, "a step was released before it was reserved"
@@ -138,7 +138,7 @@ class PrivacyLedger:
     def leave(self, model: ModelDigests, *, trained: Iterable[str] = ()) -> bool:
         """Note the digests of the model as the run leaves it, and return whether they were new.
 
-        By the marks of its `trained` weights these are recognised in another model.
+        The marks of the `trained` weights let a later run recognise them in another model.
         """
         is_new = model not in self.models
         if is_new:
@@ -146,8 +146,8 @@ class PrivacyLedger:
         return is_new
 
     def speak_for(self, weights: Mapping[str, str], *, model: ModelDigests, trained: Iterable[str] = ()) -> None:
-        """Note that the run has saved weight files of these SHA-256, by name, with these marks of trained weights."""
-        # Not twice: the head, which may have been published, stays what it is when the same weights are saved again.
+        """Note that the run has saved weight files (name → SHA-256), with these marks of trained weights."""
+        # The same weights are not noted twice, so that the head, which may be published, stays the same.
         if not self.has_saved(weights):
             self._record.add("saved", {**model._asdict(), "trained": "".join(sorted(trained)), "weights": dict(weights)})
 
@@ -155,7 +155,7 @@ class PrivacyLedger:
 
     @property
     def head(self) -> str:
-        """Hash of the last entry, by which one can tell later whether this is still the same ledger."""
+        """The hash of the last entry, which shows later whether this is still the same ledger."""
         return str(self.entries[-1]["hash"])
 
     @property
@@ -165,7 +165,7 @@ class PrivacyLedger:
 
     @property
     def steps_of_rounds(self) -> int:
-        """Steps counted since the rounds of the last run began, in an earlier one perhaps."""
+        """Steps counted since the rounds of the last run began, perhaps in an earlier run."""
         return self._record.steps_of_rounds(self.steps_run)
 
     @property
@@ -185,23 +185,23 @@ class PrivacyLedger:
 
     @property
     def not_covered(self) -> list[str]:
-        """The things that the guarantee of any run does not cover, in the entries' own words."""
+        """What the guarantee of some run does not cover, as the entries say it."""
         return list(dict.fromkeys(line for entry in self.entries for line in entry.get("not_covered", ())))
 
     @property
     def restarts(self) -> list[int]:
-        """Optimizer steps from which the training was resumed."""
+        """Optimizer steps at which the run was resumed."""
         return [run.from_step for run in self.runs if run.from_step is not None]
 
     @property
     def steps_run(self) -> int:
-        """Steps released, including those that a crash undid, and for a run that did not end cleanly all steps reserved."""
+        """Steps released, including steps that a crash undid; a run that did not end cleanly counts all reserved steps."""
         run = self.runs[-1]
         return run.steps_released if self._is_training else run.steps_counted
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the last run has the terms of the run before, and is a plan of its own all the same: see `record`."""
+        """Whether the last run is a plan of its own although it has the terms of the run before (see `record`)."""
         if len(self.runs) < 2:
             return False
         before, run = self.runs[-2:]
@@ -210,40 +210,40 @@ class PrivacyLedger:
 
     @property
     def history(self) -> list[Releases]:
-        """The releases so far, by rounds."""
+        """The releases so far."""
         return self._record.history(self.steps_run)
 
     @property
     def name(self) -> str:
-        """The name of this ledger, by which others refer to its training: that of its first run."""
+        """The name of this ledger, which is the name of its first run; other ledgers refer to it."""
         return str(self.entries[0]["run_id"])
 
     @property
     def names_of_plans(self) -> list[str]:
-        """The names of its plans, by which other ledgers refer to what each has spent."""
+        """The names of its plans, by which other ledgers refer to their spending."""
         return self._record.names_of_plans
 
     @property
     def trained_marks(self) -> frozenset[str]:
-        """The marks of the weights that were trained under this ledger, by which other trainings recognise them."""
+        """The marks of the weights that were trained under this ledger, by which other runs recognise them."""
         return self._record.trained_marks
 
     @property
     def earlier_trainings(self) -> Trainings:
-        """What private trainings under other ledgers had spent on the weights with which this one's runs began.
+        """What private runs under other ledgers had spent on the weights with which the runs of this ledger began.
 
-        It may name this ledger too: for what its weights carry from another folder, in which it was continued otherwise.
+        This ledger may be among them, if it was also continued in another folder and the weights come from there.
         """
         return by_ledger(self._earlier_plans)
 
     @property
     def earlier(self) -> Spent | None:
-        """What all those trainings had spent together, if they used the same data; None if none is known."""
+        """What all these earlier runs had spent together if they used the same data; None if none is known."""
         return sum_of_trainings(self._earlier_plans) if self._earlier_plans else None
 
     @property
     def trainings(self) -> Trainings:
-        """What this training and those have spent on the weights, by their plans."""
+        """Name of a plan → what it has spent on the weights, for this ledger and the earlier runs."""
         return {**self._earlier_plans, **self._own_plans}
 
     @property
@@ -257,7 +257,7 @@ class PrivacyLedger:
 
     @property
     def _own_plans(self) -> Trainings:
-        """What each plan of this ledger has spent: together `epsilon` at δ, of which each has an equal share."""
+        """What each plan of this ledger has spent. Together they cost `epsilon` at δ, and each has an equal share of δ."""
         epsilon, delta = self.epsilon(), self.statement.target_delta
         plans = self._record.plans_made(self.steps_run)
         if len(plans) < 2:
@@ -267,7 +267,7 @@ class PrivacyLedger:
             return dict.fromkeys(plans, Spent(epsilon, share))
         *before, last = plans
         spent = {name: Spent(get_total_epsilon(plans[name], delta=share), share) for name in before}
-        # The guard may end the last one within its target.
+        # The budget check may end the last plan within its target.
         return {**spent, last: Spent(epsilon - sum(each.epsilon for each in spent.values()), share)}
 
     def when(self, marks: frozenset[str]) -> "PrivacyLedger | None":
@@ -288,12 +288,12 @@ class PrivacyLedger:
 
     @property
     def spent(self) -> Spent:
-        """What they have spent together, if they used the same data."""
+        """What this run and the earlier runs have spent together if they used the same data."""
         return sum_of_trainings(self.trainings)
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """The releases that are accounted: those that were planned."""
+        """The planned releases, for which ε is computed."""
         return self._record.account(self.steps_run).planned
 
     @property
@@ -304,21 +304,21 @@ class PrivacyLedger:
         return self._record.account(self.steps_run).epsilon(delta=self.statement.target_delta)
 
     def epsilon(self) -> float:
-        """Return the ε that holds from the first step on, wherever a run ends: the planned one."""
+        """Return the ε of the whole plan, which holds from the first step on, wherever a run ends."""
         return 0.0 if self.steps_run == 0 and self.private else self.planned_epsilon
 
     @property
     def stated_epsilon(self) -> float | None:
-        """The ε of the plan that its entries state last; None if they state none, as those of format 9."""
+        """The ε of the plan as the entries last state it; None if they state none, as in format 9."""
         claim = self.claims[-1] if self.claims else None
         return claim.epsilon if claim is not None and "planned_epsilon" in self.entries[claim.entry] else None
 
     def epsilon_of_fixed_length(self) -> float:
-        """Return the ε that would hold if the steps so far, and all terms, had been fixed before the first result."""
+        """Return the ε that would hold if the number of steps and all terms had been fixed before the first result."""
         return get_total_epsilon(self.history, delta=self.statement.target_delta) if self.private else math.inf
 
     def trade_off(self) -> TradeOff:
-        """Return the best that a membership attack can do."""
+        """Return bounds on the success of a membership attack."""
         return trade_off_of_plans(self.plans, epsilon=self.epsilon(), delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
@@ -336,7 +336,11 @@ class PrivacyLedger:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a ledger, or the ledger of a folder; a ValueError names the entry that was changed, and what to do."""
+        """Read a ledger file, or the ledger of a folder.
+
+        Raises:
+            ValueError: If the file is not a ledger, or an entry was changed.
+        """
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
             return cls(LedgerRecord(read_entries(path)))
@@ -344,18 +348,22 @@ class PrivacyLedger:
             raise Refusal(error.code, f"{path}: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write the ledger into `folder`, whole or not at all; refuse to lose the entries of another one there."""
+        """Write the ledger into `folder`, as a whole or not at all.
+
+        Raises:
+            ValueError: If the folder has the ledger of another run, whose entries would be lost.
+        """
         path = Path(folder) / LEDGER_NAME
         if path.exists() and not is_earlier_state(path, self.entries):
             raise Refusal(
                 "ledger-of-another-run",
-                f"{path} is the ledger of another run, with the last hash {self.load(path).head[:8]}. Two runs write to one "
-                "folder: use another output_dir for one of them.",
+                f"{path} is the ledger of another run (last hash {self.load(path).head[:8]}), so two runs are writing to "
+                "the same folder. Use another output_dir for one of them.",
             )
         write_entries(path, self.entries)
 
     def has_saved(self, weights: Mapping[str, str]) -> bool:
-        """Return whether files with these hashes, by name, were saved together."""
+        """Return whether files with these names and hashes were saved together."""
         return not unknown_files(weights, saved=self.saved)
 
     def unknown_weights(self, folder: Path) -> list[str]:
@@ -363,12 +371,12 @@ class PrivacyLedger:
         return unknown_files(hashes(folder), saved=self.saved)
 
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
-        """Return whether `other` is this ledger, or continues it."""
+        """Return whether `other` is this ledger or a continuation of it."""
         return other.entries[: len(self.entries)] == self.entries
 
     def _begin(self, event: str, statement: PrivacyStatement, payload: dict[str, Any], run_id: str | None) -> None:
         terms = {
-            # Two runs that begin in the same second with the same arguments must differ.
+            # A random name tells runs apart that begin in the same second with the same arguments.
             "run_id": secrets.token_hex(8) if run_id is None else run_id,
             "statement": asdict(statement),
             "mechanism": statement.mechanism,
@@ -382,27 +390,27 @@ class PrivacyLedger:
 
 
 def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
-    """Return the ledger that continues all the others; refuse two of different runs."""
+    """Return the ledger that continues all the others; refuse ledgers of different runs."""
     longest = max(ledgers, key=lambda ledger: len(ledger.entries))
     for ledger in ledgers:
         if not ledger.is_prefix_of(longest):
             raise Refusal(
                 "ledgers-disagree",
-                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} are of different runs, so the ε "
-                "spent is unknown. Resume from a checkpoint of the run whose ledger lies in the folder above, or put that "
-                "ledger back.",
+                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} come from different runs, so "
+                "the ε spent is unknown. Resume from a checkpoint of the run whose ledger is in the folder above, or "
+                "restore that ledger.",
             )
     return longest
 
 
 def ledger_files(folder: str | Path) -> list[Path]:
-    """Return the files of the ledger of a folder, if there is one, and of those that were set aside there."""
+    """Return the files of the ledger of a folder, if there is one, and of ledgers that were set aside there."""
     path = Path(folder) / LEDGER_NAME
     return [*([path] if path.exists() else []), *sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))]
 
 
 def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
-    """Return the ledger of a folder, and those that were set aside there. What cannot be read is not among them."""
+    """Return the ledger of a folder and the ledgers set aside there, without files that cannot be read."""
     found = {}
     for candidate in ledger_files(folder):
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -411,7 +419,7 @@ def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
 
 
 def marks_in(path: Path) -> frozenset[str]:
-    """Return the marks of trained weights in a file, which may be no ledger at all; unlike `load` it checks nothing."""
+    """Return the marks of trained weights in a file, which may not be a ledger; unlike `load`, this checks nothing."""
     try:
         entries = json.loads(path.read_text("utf-8"))["entries"]
         return frozenset().union(*(split_marks(entry.get("trained", "")) for entry in entries))
@@ -420,13 +428,13 @@ def marks_in(path: Path) -> frozenset[str]:
 
 
 def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) -> Path | None:
-    """Rename the ledger of `folder` after its head, `unless` it may stay; return the new path if renamed."""
+    """Rename the ledger of `folder` after its head, except if `unless` allows it to stay; return the new path."""
     path = Path(folder) / LEDGER_NAME
     if not path.exists():
         return None
     try:
         there = PrivacyLedger.load(path)
-    except ValueError:  # Damaged, or of another format: it is kept all the same.
+    except ValueError:  # A damaged file, or one of another format, is kept too.
         name = hashlib.sha256(path.read_bytes()).hexdigest()
     else:
         if unless(there):

@@ -1,18 +1,18 @@
 """The content of a privacy ledger, read entry by entry: runs, steps counted, and every ε that was stated.
 
-A run that ended cleanly counts the steps that it released. Any other counts the steps that it had reserved, since it is
+A run that ended cleanly counts the steps that it released. Any other run counts all steps that it reserved, since it is
 unknown how many of them were computed.
 
-Runs of the same terms make one plan, as long as what they release is a part of what was fixed before the first result. A
-plan is a sequence of steps, in rounds, with a length. Each step may use what was released before: whether a further step
-starts from the last weights, from those of an earlier checkpoint, or is not made at all, is post-processing of the same
-sequence, and ε of the whole sequence covers it. So results may end a run, and its plan goes on later where it was left.
+Runs with the same terms make one plan, as long as they release a part of what was fixed before the first result. A plan is a
+sequence of steps, in rounds, with a length. Each step may use what was released before. Whether a step starts from the last
+weights, or from those of an earlier checkpoint, or is not made at all, is post-processing of the same sequence, and the ε of
+the whole sequence covers it. So results may end a run, and a later run may continue the plan where it was left.
 
-They may not make the sequence longer, nor choose where a round is cut. Hence a run that follows a clean end, which results
-may have led to, begins a new plan if it makes steps again without a target, or if it cannot go on with the rounds in the
-middle of one. With a target, steps that are made again are missing at the end of the plan. A run that was killed, failed or
-was interrupted has not ended cleanly. It is taken to have been ended by chance: the steps since its latest checkpoint are
-lost, are made again, and lengthen the plan by as many. A run from an earlier checkpoint is one that results may have led to.
+But results may not make the sequence longer, nor decide where a round is cut. Results may have led to a clean end. So a run
+after a clean end begins a new plan if it repeats steps without a target, or if it starts in the middle of a round that it
+cannot continue. With a target, repeated steps are missing at the end of the plan. A run that was killed, failed or was
+interrupted has not ended cleanly, and chance is taken to have ended it: the steps since its latest checkpoint are lost, are
+repeated, and lengthen the plan by as many. A run from an earlier checkpoint counts as one to which results may have led.
 """
 
 import json
@@ -30,12 +30,12 @@ MARK_LENGTH: Final = 16  # hexadecimal digits by which a trained weight is recog
 
 
 def split_marks(joined: str) -> frozenset[str]:
-    """Return the marks of trained weights, which a file holds as one text."""
+    """Return the marks of trained weights, which a ledger file holds as one string."""
     return frozenset(joined[first : first + MARK_LENGTH] for first in range(0, len(joined), MARK_LENGTH))
 
 
 class ModelDigests(NamedTuple):
-    """The digests by which a ledger knows a model: of its parameters, and of what is saved besides them."""
+    """The digests by which a ledger knows a model: of its parameters, and of the buffers that are saved with them."""
 
     parameters: str
     buffers: str
@@ -46,14 +46,14 @@ class Claim(NamedTuple):
 
     entry: int
     epsilon: float
-    account: Account  # of which
+    account: Account  # the plans to which this ε belongs
     private: bool
     versions: Mapping[str, str]
 
 
 @dataclass
 class Run:
-    """One launch of the training. Counts of steps are over the ledger's life."""
+    """One launch of a training run; counts of steps are over the life of the ledger."""
 
     name: str
     statement: PrivacyStatement
@@ -62,22 +62,22 @@ class Run:
     steps_before: int
     steps_reserved: int
     steps_released: int
-    steps_allowed: int  # how many it may make: what its plan has left
+    steps_allowed: int  # the steps that its plan has left
     saved_at: int = 0  # the step of its latest checkpoint that is known to be complete
     being_saved_at: int = 0  # the step of the last checkpoint that it noted, whose writing may have been cut off
     made_anew_from: int = 0  # the step at which its plan began or, after a clean end, was taken up again
-    continues_rounds: bool = False  # whether units keep the turns that they had drawn in the run before
+    continues_rounds: bool = False  # whether units keep their turns from the run before
     is_closed: bool = False  # whether it ended cleanly
-    is_by_the_rule_before: bool = False  # whether version 0.3.0 wrote it, to which all clean ends were alike
+    is_by_the_rule_before: bool = False  # whether version 0.3.0 wrote it, which treated all clean ends alike
 
     @property
     def steps_counted(self) -> int:
-        """Steps counted at its end: those released if that is known, or else those reserved."""
+        """Steps counted at its end: the released steps if their number is known, else the reserved steps."""
         return self.steps_released if self.is_closed else self.steps_reserved
 
     @property
     def steps_made(self) -> int:
-        """Steps counted for this run alone."""
+        """Steps counted for this run only."""
         return self.steps_counted - self.steps_before
 
     @property
@@ -92,22 +92,22 @@ class LedgerRecord:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.entries: list[Entry] = []
         self.runs: list[Run] = []
-        self.plans: list[list[Run]] = []  # all runs: those that go on with a plan follow the one that began it
-        self._plans_before: list[list[Run]] = []  # the same by the rule of version 0.3.0, for what its entries state
+        self.plans: list[list[Run]] = []  # plans, each with its runs in their order
+        self._plans_before: list[list[Run]] = []  # the plans by the rule of version 0.3.0, by which its entries state ε
         self.claims: list[Claim] = []
         self.saved: list[Mapping[str, str]] = []
         self.models: list[ModelDigests] = []
         self.trained_marks: frozenset[str] = frozenset()
-        self.earlier: Trainings = {}  # what other trainings had spent on the weights
+        self.earlier: Trainings = {}  # what other runs had spent on the weights
         for entry in entries:
             self.take(entry)
 
     def add(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Append an entry of `event`, with the time of now."""
+        """Append an entry of `event`, with the present time."""
         self.take(next_entry(self.entries, event, payload))
 
     def take(self, entry: Entry) -> None:
-        """Append an entry of the chain, if it can follow those before it. Only here does an entry change the record."""
+        """Append an entry if it can follow the entries before it; only this method changes the record."""
         event = entry["event"]
         if event in ("opened", "resumed"):
             self._begin(entry)
@@ -130,16 +130,16 @@ class LedgerRecord:
         self.entries.append(entry)
 
     def account(self, steps_run: int) -> Account:
-        """Return what all plans release to their end, and with the last one after `steps_run` steps of all runs."""
+        """Return what all plans release: as planned, and with the last plan up to `steps_run` steps of all runs."""
         return _account(self.plans, steps_run, to_its_end=_to_its_end)
 
     @property
     def names_of_plans(self) -> list[str]:
-        """The names of all plans, in their order."""
+        """The names of all plans, in order."""
         return [name_of_plan(self.runs[0].name, [run.name for run in plan]) for plan in self.plans]
 
     def plans_made(self, steps_run: int) -> dict[str, Plan]:
-        """Return the plans of `account`, with the last one as it was counted, by their names."""
+        """Return name → plan for the plans of `account`, with the last plan as it was counted."""
         last = steps_run - self.plans[-1][-1].steps_before
         made = {
             name_of_plan(self.runs[0].name, [run.name for run in plan]): _rounds(
@@ -151,34 +151,36 @@ class LedgerRecord:
         return {name: plan for name, plan in made.items() if plan}
 
     def history(self, steps_run: int) -> list[Releases]:
-        """Return what the first `steps_run` steps of all runs have released, by rounds."""
+        """Return what the first `steps_run` steps of all runs have released."""
         return _rounds(self.runs, steps_run - self.runs[-1].steps_before)
 
     def steps_allowed(self, statement: PrivacyStatement, *, from_step: int, keeps_rounds: bool) -> int | None:
-        """Return how many steps a run may make as a part of the last plan; None if it begins a new one."""
+        """Return how many steps a run may make as a part of the last plan; None if it begins a new plan."""
         last = next((run for run in reversed(self.plans[-1]) if run.steps_made), None)
         if last is None or not statement.continues(last.statement, from_step=from_step):
             return None
         left = last.steps_allowed - last.steps_made
         if not self._has_ended_cleanly(last):
-            # Privacy: chance has led here. What it has lost are the steps since the latest checkpoint, and not those before
-            # the step at which the training was taken up by choice. Who takes an earlier checkpoint has chosen to.
+            # Privacy: chance has led here. It has lost the steps since the latest checkpoint, but no steps before the step
+            # at which the run was resumed by choice. To resume from an earlier checkpoint is a choice.
             kept = max(last.made_anew_from, self._saved_at())
             is_lost = from_step >= kept or statement.target_epsilon is not None
             return left + max(0, last.ended_at - max(from_step, kept)) if is_lost else None
-        # Privacy: results may have led here. The steps must be those that the plan has left.
+        # Privacy: results may have led here. The run may make only the steps that the plan has left.
         goes_on = keeps_rounds or self._is_between_rounds(last)
         return left if goes_on and (from_step >= last.ended_at or statement.target_epsilon is not None) else None
 
     def steps_of_rounds(self, steps_run: int) -> int:
-        """Return the steps since the rounds of the last run began, in an earlier run perhaps."""
+        """Return the steps since the rounds of the last run began, perhaps in an earlier run."""
         first = next(run for run in reversed(self.runs) if not run.continues_rounds)
         return steps_run - first.steps_before
 
     def _is_between_rounds(self, last: Run) -> bool:
-        """Return whether the steps counted are whole rounds, so that new ones are what would have followed anyway."""
+        """Return whether the counted steps are complete rounds, so that new rounds would have followed anyway."""
         turns, groups = last.statement.releases(1).turns, last.statement.groups
-        return groups == 1 and self.steps_of_rounds(self.runs[-1].steps_counted) % turns == 0  # groups stay over rounds
+        return (
+            groups == 1 and self.steps_of_rounds(self.runs[-1].steps_counted) % turns == 0
+        )  # Groups stay the same in all rounds.
 
     def _begin(self, entry: Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
@@ -203,16 +205,17 @@ class LedgerRecord:
             if there != here:
                 raise Refusal(
                     "other-terms-than-resumed",
-                    f"{name} must be {there!r}, as in the run that is resumed, got {here!r}. Resume with the same data, "
-                    "privacy_unit_column and target_delta, or train into a new output_dir.",
+                    f"The run that is resumed has {name}={there!r}, but this run has {name}={here!r}, so their ε cannot be "
+                    "counted together. Resume with the same data, privacy_unit_column and target_delta, or train into a "
+                    "new output_dir.",
                 )
         if entry["steps_run"] != counted:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
             raise Refusal(
                 "ledger-of-another-checkpoint",
-                f"The checkpoint is at step {entry['from_step']}, but its ledger counts {counted} steps only: it is of "
-                "another checkpoint. Put back the ledger that was saved with it.",
+                f"The checkpoint is at step {entry['from_step']}, but its ledger counts only {counted} steps, so the "
+                "ledger is from another checkpoint. Restore the ledger that was saved with this checkpoint.",
             )
         from_step, keeps_rounds = entry["from_step"], entry.get("continues_rounds", False)
         went_on = statement.continues_by_the_rule_before(earlier, from_step=from_step)
@@ -247,7 +250,7 @@ class LedgerRecord:
         return max((run.saved_at for run in self.plans[-1]), default=0)
 
     def _has_ended_cleanly(self, last: Run) -> bool:
-        """Return whether the last run that made a step, or one since that made none, ended cleanly.
+        """Return whether the last run that made a step, or a later run without steps, ended cleanly.
 
         A run that failed after its last step is over for who looks at the results of a later one that found nothing to do.
         """
@@ -255,7 +258,7 @@ class LedgerRecord:
         return any(run.is_closed for run in self.runs[since:])
 
     def _last_made(self) -> Run:
-        """Return the last run that has made a step, or the first one."""
+        """Return the last run that made a step, or the first run if there is none."""
         return next((run for run in reversed(self.runs) if run.steps_made), self.runs[0])
 
     def _release(self, entry: Entry) -> None:
@@ -263,7 +266,7 @@ class LedgerRecord:
         if not run.steps_released <= steps_run <= run.steps_reserved:
             _refuse(entry, f"{run.steps_released} steps had been released and {run.steps_reserved} were reserved")
         run.steps_released, run.is_closed = steps_run, is_end
-        # Files follow a checkpoint's entry. They are there if the training went on.
+        # The files of a checkpoint are written after its entry. They are complete if the run continued.
         step = run.being_saved_at if is_end else entry["step"]
         if is_end or step != run.being_saved_at:
             run.saved_at, run.being_saved_at = run.being_saved_at, step
@@ -271,7 +274,7 @@ class LedgerRecord:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:
                 account = _account(self._plans_before, steps_run, to_its_end=_to_its_end_before)
-        else:  # format 9 stated ε of the steps so far
+        else:  # Format 9 stated the ε of the steps so far.
             history = self.history(steps_run)
             stated, account = entry["epsilon"], Account([history], [history], target=None)
             stated = stated[run.statement.accountant] if is_end else stated
@@ -280,9 +283,9 @@ class LedgerRecord:
 
 
 def _earlier(entry: Entry) -> Trainings:
-    """Return what other trainings had spent on the weights with which a run began, by their ledgers."""
+    """Return ledger → what its runs had spent on the weights with which a run began."""
     earlier = entry.get("earlier") or []
-    if isinstance(earlier, dict):  # the sum of them, before format 11
+    if isinstance(earlier, dict):  # Before format 11, entries had only the sum.
         earlier = [{"ledger": f"before {entry['run_id']}", **earlier}]
     return {
         each["ledger"]: Spent(math.inf if each["epsilon"] is None else each["epsilon"], each["delta"]) for each in earlier
@@ -310,7 +313,7 @@ def _to_its_end_before(run: Run, steps_made: int) -> int:
 
 
 def _rounds(runs: Sequence[Run], last_steps: int) -> list[Releases]:
-    """Return what runs release, by rounds, if the last one makes so many steps."""
+    """Return what runs release if the last run makes this many steps."""
     found: list[tuple[PrivacyStatement, int]] = []
     for run, steps in zip(runs, [*(run.steps_made for run in runs[:-1]), last_steps], strict=True):
         before = found.pop()[1] if run.continues_rounds and found else 0
@@ -322,6 +325,6 @@ def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise Refusal(
         "impossible-entry",
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot stand here: {reason}. Take the file from an unchanged "
-        "copy.",
+        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot follow the entries before it: {reason}. Restore the "
+        "file from an unchanged copy.",
     )

@@ -1,8 +1,8 @@
 """The terms of a run's guarantee, fixed before its first step.
 
-Each of N units is in a step's batch with probability q = B/N. A step clips its contribution to norm C and adds noise σC. It
-may also release, from the same draw and with noise of its own, the sum of clipped losses. Together these are one Gaussian
-mechanism with 1/σ₀² = 1/σ² + 1/σ_L², of which the accountant bounds T steps for add/remove neighbours.
+Each of N units is in the batch of a step with probability q = B/N. A step clips the contribution of a unit to norm C and
+adds noise σC. It may also release the sum of clipped losses, from the same batch and with separate noise. Together these are
+one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds T such steps for add/remove neighbours.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class PrivacyStatement:
 
     num_units: int  # N, public
     unit_of_privacy: str  # such as "one example" or "all examples with the same 'user_id'"
-    max_examples_per_unit: int | None  # in one draw; None if a unit is one example, or has no cap
+    max_examples_per_unit: int | None  # in one batch; None if a unit is one example, or has no limit
     expected_batch_size: int  # B, in units, over all processes
     sample_rate: float  # q = B/N
     noise_multiplier: float  # σ, the noise on the gradient in units of C
@@ -40,21 +40,21 @@ class PrivacyStatement:
     clipping: Literal["automatic", "vanilla"]
     clipping_granularity: Literal["flat", "per_layer"]
     augmentation_multiplicity: int  # views of an example, whose mean gradient is clipped
-    clip_unit_mean: bool  # whether the mean gradient of a unit's examples is clipped, rather than each
+    clip_unit_mean: bool  # whether the mean gradient of a unit's examples is clipped, and not each gradient
     train_loss: Literal["raw", "none", "private"]  # "raw" is not covered by the guarantee
     per_sample_max_loss: float | None  # the most that one unit adds to the private training loss
-    loss_noise_multiplier: float | None  # σ_L, the noise on that loss in units of it
+    loss_noise_multiplier: float | None  # σ_L, the noise on that loss in units of this bound
     target_delta: float
     target_epsilon: float | None  # None when σ was given
     accountant: Accountant
-    steps_planned: int  # T, from the first step of the training, also if it was resumed
+    steps_planned: int  # T, counted from the first step even if the run was resumed
     private: bool  # False without noise, with reproducible noise or draws, or with gradients recorded before noise
     noise_source: str
-    sampling: Sampling = "allocation"  # as of ledgers that do not say it
+    sampling: Sampling = "allocation"  # the default for older ledgers, which do not have this field
 
     @property
     def groups(self) -> int:
-        """The number b of groups of units that take turns; 1 if all units are drawn from at every step."""
+        """The number b of groups of units that take turns; 1 if every step draws from all units."""
         return NoiseShape.parse(self.noise_shape).bands
 
     @property
@@ -77,7 +77,7 @@ class PrivacyStatement:
 
     @property
     def noise_shape_in_words(self) -> str:
-        """The shape of the noise, and what it asks of the sampling."""
+        """The shape of the noise, and how often a unit may take part."""
         once = (
             "independent from step to step"
             if self.groups == 1
@@ -99,7 +99,7 @@ class PrivacyStatement:
         return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
 
     def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
-        """Return whether the terms of a run from this step on are those of an earlier one.
+        """Return whether the terms of a run from this step on are those of an earlier run.
 
         Whether the run then goes on with the earlier one's plan also depends on how that one ended: see `record`. Without a
         target and from step 0 it does not: all steps are made once more, and not just those that were lost.
@@ -108,7 +108,7 @@ class PrivacyStatement:
         return is_of_one_length and self.target_epsilon == earlier.target_epsilon and self.releases(1) == earlier.releases(1)
 
     def continues_by_the_rule_before(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
-        """Return whether a run went on with the plan of an earlier one for version 0.3.0, however that one had ended."""
+        """Return whether version 0.3.0 counted a run as part of an earlier run's plan, however that run had ended."""
         is_same_length = (from_step > 0 and self.steps_planned == earlier.steps_planned) or self.target_epsilon is not None
         return is_same_length and self.target_epsilon == earlier.target_epsilon and self.releases(1) == earlier.releases(1)
 

@@ -3,36 +3,36 @@
 from doppler_hf.privacy.accounting.attack import attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
-_NEARLY = 0.005  # a difference of ε, relative, that no one is told of
+_NEARLY = 0.005  # Smaller relative differences of ε are not mentioned.
 
 
 def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    """Return the mechanism and its numbers, each with its name."""
+    """Return the mechanism and its numbers, each with its label."""
     statement, first = ledger.statement, ledger.entries[0]
     sigma, of_loss = f"{statement.noise_multiplier:.4g}", statement.loss_noise_multiplier
     if of_loss is not None:
         joint = f"{statement.effective_noise_multiplier:.4g}"
-        sigma += f" of the gradient; with the loss σ₀ = {joint}, which is accounted"
+        sigma += f" for the gradient; σ₀ = {joint} for gradient and loss together, which determines ε"
     views, cap = statement.augmentation_multiplicity, statement.max_examples_per_unit
     clipped = f"{statement.clipping}, {statement.clipping_granularity}"
-    clipped += "" if views == 1 else f", the mean gradient over {views} views of an example"
-    clipped += ", the mean gradient over a unit's examples" if statement.clip_unit_mean else ""
-    train_loss = {"none": "not reported", "raw": "logged as it is, NOT PRIVATE"}
+    clipped += "" if views == 1 else f", the mean gradient over {views} views of a record"
+    clipped += ", the mean gradient over the records of a user" if statement.clip_unit_mean else ""
+    train_loss = {"none": "not reported", "raw": "logged without noise, NOT PRIVATE"}
     if statement.train_loss == "private":
         train_loss["private"] = f"private: clipped to {statement.per_sample_max_loss:g}, noise multiplier {of_loss:.4g}"
     return [
         ("mechanism", first["mechanism"]),
-        ("neighbouring data sets", first["neighbouring_relation"]),
-        ("unit of privacy", statement.unit_of_privacy + ("" if cap is None else f", at most {cap} of them in a draw")),
-        ("number of units N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
+        ("neighbouring data sets", first["neighbouring_relation"].replace("unit", noun_in_words(ledger))),
+        ("ε covers", unit_in_words(ledger) + ("" if cap is None else f", at most {cap} of them in a batch")),
+        (f"number of {noun_in_words(ledger)}s N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         ("noise multiplier σ", sigma),
         *(
-            (f"accounted: σ₀, sampling rate q in {steps:,} steps", f"{joint:.6g}, {rate:.6g}")
+            (f"ε computed for {steps:,} steps", f"σ₀ = {joint:.6g}, sample rate q = {rate:.6g}")
             for plan in ledger.plans
             for joint, rate, steps, *_ in plan
         ),
-        ("noise over time", statement.noise_shape_in_words),
+        ("noise shape", statement.noise_shape_in_words),
         ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({clipped})"),
         ("training loss", train_loss[statement.train_loss]),
         ("noise source", statement.noise_source),
@@ -49,79 +49,96 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
         return f"Not differentially private: {ledger.why_not_private}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-        f"{statement.unit_of_privacy}, by the {statement.accountant} accountant. "
+        f"{unit_in_words(ledger)}, by the {statement.accountant} accountant. "
         + " ".join(filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
     )
 
 
 def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
-    """Return why less than was planned does not cost less, if less was run; and what it would have cost."""
+    """Return why a run that stopped early costs the ε of its whole plan, and what it would have cost otherwise.
+
+    The text is empty if the run did not stop early.
+    """
     fixed = ledger.epsilon_of_fixed_length()
     if not fixed < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
     return (
-        f"The ε of the whole plan holds, since results may have chosen what was run. It would be {fixed:.4g}, had the "
-        f"length of {ledger.steps_run:,} steps{' and all terms' if len(ledger.plans) > 1 else ''} been fixed beforehand."
+        "The ε of the whole plan counts, because intermediate results may have decided when the run stopped. ε would be "
+        f"{fixed:.4g} if the length of {ledger.steps_run:,} steps{' and all terms' if len(ledger.plans) > 1 else ''} had "
+        "been fixed beforehand."
     )
 
 
 def older_rule_in_words(ledger: PrivacyLedger) -> str:
-    """Return why ε is larger than a ledger of version 0.3.0 states, if it is."""
+    """Return why ε is larger than a ledger of version 0.3.0 states, or an empty text if it is not."""
     stated = ledger.stated_epsilon
     if stated is None or not stated < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
     return (
-        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a run that had ended and was trained "
-        "again from a checkpoint as one plan. Results may have led to the repetition, so each is now a plan of its own, and "
-        f"ε is {ledger.epsilon():.4g}."
+        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a finished run and its repetition "
+        "from a checkpoint as one plan. Results may have led to the repetition, so each now counts as a plan of its own, "
+        f"and ε is {ledger.epsilon():.4g}."
     )
 
 
 def earlier_in_words(ledger: PrivacyLedger) -> str:
-    """Return what other trainings had spent on the weights, and the sum with this one; empty if none is known."""
+    """Return what earlier training runs spent on these weights, and the sum with this one; empty if none is known."""
     if ledger.earlier is None:
         return ""
     before = [f"{spent.epsilon:.4g}" for spent in ledger.earlier_trainings.values()]
-    trainings = "one other private training" if len(before) == 1 else f"{len(before)} other private trainings"
-    # What this training costs is said before its first step, too.
+    trainings = "one other private training run" if len(before) == 1 else f"{len(before)} other private training runs"
+    # The planned ε is shown, because this text appears before the first step too.
     epsilon, delta = ledger.earlier.epsilon + ledger.planned_epsilon, ledger.spent.delta
     terms = " + ".join([*before, f"{ledger.planned_epsilon:.4g}"])
     return (
         f"These weights already went through {trainings}. If all of them used the same data, they cost ε = {terms} = "
-        f"{epsilon:.4g} together, at δ = {delta:.3g}."
+        f"{epsilon:.4g} in total, at δ = {delta:.3g}."
     )
 
 
 def meaning_in_words(ledger: PrivacyLedger) -> str:
-    """Return what ε of a private training means to an attacker, in one sentence."""
+    """Return what the ε of a private run means for an attacker, in one sentence."""
     return attack_in_words(ledger.trade_off(), epsilon=ledger.epsilon(), record=record_in_words(ledger))
 
 
 def record_in_words(ledger: PrivacyLedger) -> str:
-    """Return what a unit of privacy is called."""
-    return "training record" if ledger.statement.unit_of_privacy == "one example" else "user"
+    """Return "training record" or "user": what an attacker tries to recognise."""
+    return "training record" if noun_in_words(ledger) == "record" else "user"
+
+
+def noun_in_words(ledger: PrivacyLedger) -> str:
+    """Return "record" or "user": what N counts."""
+    # A ledger that covers single rows says "one example" in its file, whose format is fixed.
+    return "record" if ledger.statement.unit_of_privacy == "one example" else "user"
+
+
+def unit_in_words(ledger: PrivacyLedger) -> str:
+    """Return what ε covers: one record, or one user and how users are told apart."""
+    unit = ledger.statement.unit_of_privacy
+    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('examples', 'records')})"
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    """Return the best rates of a membership attack, each with its name; none if the training was not private."""
+    """Return bounds on the success of any membership attack, each with its label; none if the run was not private."""
     if ledger.why_not_private is not None:
         return []
     best = ledger.trade_off()
-    rates = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
+    first, second = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
-        ("no attack exceeds, at 1 %, 0.1 % false positives", f"{', '.join(rates)} true positives"),
-        ("no attack exceeds the advantage, TPR − FPR", percent(best.advantage)),
+        ("any attack with 1 % false positives", f"at most {first} true positives"),
+        ("any attack with 0.1 % false positives", f"at most {second} true positives"),
+        ("any attack's advantage (TPR − FPR)", f"at most {percent(best.advantage)}"),
     ]
 
 
 def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
-    """Return the terms, what was spent under them, and the software that did it, each with its name."""
+    """Return the terms, the ε spent, the steps and the software of a run, each with its label."""
     last = ledger.runs[-1]
-    exact = "" if last.is_closed else ", counted ahead: the training was interrupted"
+    exact = "" if last.is_closed else " (the run was interrupted; steps are counted in advance)"
     return [
         *terms_in_words(ledger),
         (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
         *attacks_in_words(ledger),
-        ("steps", f"{ledger.steps_run:,} run, {ledger.statement.steps_planned:,} planned{exact}"),
+        ("steps", f"{ledger.steps_run:,} of {ledger.statement.steps_planned:,} planned{exact}"),
         ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-# PEFT saves every adapter but the default one into a folder of its own.
+# PEFT saves every adapter except the default one into its own folder.
 _PATTERNS: Final = (
     "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json",
     "*/adapter_model.safetensors", "*/adapter_model.bin",
@@ -20,14 +20,14 @@ Stamp = tuple[int, int, int]
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return the weight files of a folder by their names in it. Those of its checkpoints are not among them."""
+    """Return the weight files of a folder by their names in it, without those of its checkpoints."""
     paths = sorted(path for pattern in _PATTERNS for path in folder.glob(pattern) if path.name not in _NO_WEIGHTS)
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     return {name: path for name, path in names.items() if not name.startswith("checkpoint-")}
 
 
 def stamps(folder: Path) -> dict[str, Stamp]:
-    """Return inode, size and time of change of every weight file, by which one can tell later whether it was written."""
+    """Return inode, size and time of change of every weight file, which show later whether it was written again."""
     found = {name: path.stat() for name, path in weight_files(folder).items()}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
@@ -45,7 +45,7 @@ def hashes(folder: Path, *, unless_as: Mapping[str, Stamp] | None = None) -> dic
 
 
 def unknown_files(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:
-    """Return the files in `found` that are not of the set of saved files that explains most of them; all if none does."""
-    # Whole sets, so that shards of two checkpoints do not pass for one model.
+    """Return the files in `found` that do not belong to the best matching set of saved files."""
+    # Sets are compared as a whole, so that shards of two checkpoints do not pass as one model.
     of_sets = ([name for name, value in found.items() if files.get(name) != value] for files in saved)
     return min(of_sets, key=len, default=list(found))

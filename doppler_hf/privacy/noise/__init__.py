@@ -1,8 +1,8 @@
-"""From clipped sums to a private gradient.
+"""Turn clipped sums into a private gradient.
 
-- mechanism: the Gaussian mechanism, with white noise or noise that takes back part of that of earlier steps; the training
-  loss as a private number; normals from secret words
-- chacha: normals on an accelerator, and the whole release, in one kernel
+- mechanism: the Gaussian mechanism, with white noise or noise that cancels part of the noise of earlier steps; the
+  private training loss; and normals from secret words
+- chacha: the whole release on an accelerator, with its normals, in one kernel
 """
 
 from doppler_hf.privacy.noise.mechanism import GaussianMechanism, PrivateLoss, noise_source

@@ -7,29 +7,29 @@ one float a step from the mechanism, `noise_std`. The noise may be white, or sha
 
     y_t = z_t − Σ_{k=1}^{b−1} c_k y_{t−k},    z_t ~ 𝒩(0, σ²C²‖c‖²·I)
 
-The b − 1 steps of noise that this remembers are secret: they would reveal later noise in the gradients. They are never
-saved, and a run that is resumed begins a new recursion, which the ledger accounts for as such.
+The noise of the last b − 1 steps is kept. It is secret, because it would reveal later noise in the gradients. It is never
+saved, so a resumed run begins a new recursion, for which the ledger accounts.
 
-The training loss may be released beside it, as one more coordinate (`PrivateLoss`):
+The training loss may be released together with the gradient, as one more coordinate (`PrivateLoss`):
 
-    (1/B)·(Σ_{i∈draw} wᵢ·clip(lossᵢ, ±L) + 𝒩(0, σ_L²L²)),    wᵢ the example's share of its unit, 1 for examples of their own
+    (1/B)·(Σ_{i∈draw} wᵢ·clip(lossᵢ, ±L) + 𝒩(0, σ_L²L²)),    wᵢ the share of the example in its unit, or 1 without units
 
 `joint_noise_multiplier` accounts for both together.
 
-Normals follow from uniform words by the Box–Muller transform:
+Normals are computed from uniform words by the Box–Muller transform:
 
     z₁ = ρ·cos θ,   z₂ = ρ·sin θ,   ρ = √(−2 ln u),   u = |t|,   θ = πt′,   t, t′ uniform on [−1, 1],
     cos θ = 2/(1 + τ²) − 1,   sin θ = 2τ/(1 + τ²),   τ = tan(θ/2)
 
-The words come from a cipher, since every step's gradient shows bare noise, such as that of an embedding row that no example
-touched. On a CPU it is AES-256-CTR (`bits`), on an accelerator ChaCha20 in a kernel (`chacha`), or where Triton is missing
-the noise comes from the CPU.
+The words come from a cipher, since the gradient of every step shows bare noise, for example in an embedding row that no
+example uses. On a CPU the cipher is AES-256-CTR (`bits`), and on an accelerator ChaCha20 in a kernel (`chacha`). Without
+Triton the noise comes from the CPU.
 
 The transform is computed in float64 with a 64-bit word for each t. The smallest u is 2⁻⁶⁴, so the tail reaches 9.4 standard
-deviations, beyond which a normal lies once in 10²⁰ draws. u is 1, and both are 0, with a probability of 2⁻⁵⁴; cos θ or sin θ
-is 0 with one below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no noise. In a large
-model these are several coordinates at every step, and its δ allows none. Only the finished noise is rounded, to the values'
-dtype, which keeps every number of that dtype possible.
+deviations, which a normal exceeds once in 10²⁰ times. With a probability of 2⁻⁵⁴, u is 1 and both normals are 0; cos θ or
+sin θ is 0 with a probability below 2⁻⁵². With 24-bit uniforms the tail would end at 5.8, and one pair in 2²⁵ would get no
+noise. In a large model this would be several coordinates at every step, and δ allows none. Only the finished noise is
+rounded, to the dtype of the values, so that every number of that dtype stays possible.
 
 `floating_point_safe` adds four independent normals and halves the sum. The set of floating-point numbers that a single
 transform can return reveals something about the value to which noise was added (Mironov 2012). For a sum of four that set
@@ -53,7 +53,7 @@ from doppler_hf.privacy.randomness import BitStream, bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")
-# Normals made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
+# So many normals are made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
 _PIECE: Final = 1 << 18
 # The number of normals that `floating_point_safe` adds.
 TERMS: Final = 4
@@ -64,18 +64,18 @@ class GaussianMechanism:
     """Add Gaussian noise to clipped sums and average them over the expected batch.
 
     Args:
-        noise_multiplier: σ, the noise's standard deviation in units of the clip norm. 0 adds no noise.
-        max_grad_norm: C, the bound on one example's contribution.
+        noise_multiplier: σ, the standard deviation of the noise in units of the clip norm. 0 adds no noise.
+        max_grad_norm: C, the clip norm: the bound on the contribution of one example.
         expected_batch_size: B, over all processes.
         shape: The shape of the noise over the steps. White noise is independent from step to step. Shaped noise needs units
             that take part at most once in `shape.bands` steps, and keeps `shape.bands` - 1 gradients in memory.
-        first_step: The step at which shaped noise begins. Its steps are to be taken one after the other.
-        device: Where the sums are. On an accelerator of CUDA or ROCm with Triton a kernel makes the noise there.
+        first_step: The step at which shaped noise begins. Later steps must follow one after the other.
+        device: The device of the sums. On CUDA or ROCm with Triton, a kernel makes the noise on the device.
         floating_point_safe: Whether each normal is the sum of four, against attacks on floating-point noise.
-        seed: None for noise from the operating system's entropy. An integer makes it reproducible, for tests only.
+        seed: None for secret noise, with a key from the operating system. An integer makes it reproducible, for tests only.
 
     Attributes:
-        source: Where the noise comes from, in one line.
+        source: The source of the noise, in one line of text.
 
     Raises:
         ValueError: If `noise_multiplier` is negative, or the clip norm or the batch size is not positive.
@@ -101,29 +101,30 @@ class GaussianMechanism:
         seed: int | None = None,
     ) -> None:
         if not 0.0 <= noise_multiplier < float("inf"):
-            raise Refusal("out-of-range", f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier}.")
+            raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise Refusal("out-of-range", f"max_grad_norm must be a finite number > 0, got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"max_grad_norm must be positive and finite; got {max_grad_norm}.")
         if expected_batch_size < 1:
-            raise Refusal("out-of-range", f"expected_batch_size must be at least 1, got {expected_batch_size}.")
+            raise Refusal("out-of-range", f"expected_batch_size must be at least 1; got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
         self.expected_batch_size = expected_batch_size
         self.shape = shape
         self._first_step = self._next_step = first_step
-        # Of each parameter the shaped noise of so many earlier steps, the last one first.
+        # For each parameter, the shaped noise of the last b − 1 steps, the latest first.
         self._num_past, self._past = shape.bands - 1, dict[str, list[Tensor]]()
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and triton_support.are_usable(device)
         self._floating_point_safe, self._seed = floating_point_safe, seed
-        # Of the white noise z in a sum. Sensitivity: a unit's gradient stands in b rows of CG, with norm ‖c‖ times its own.
+        # The standard deviation of the white noise z in a sum. Sensitivity: a unit's gradient is in b rows of CG, with norm
+        # ‖c‖ times its own.
         self._white_std = noise_multiplier * max_grad_norm * shape.norm
 
     def noise_std(self, step: int) -> float:
         """Return the standard deviation of the noise per coordinate of the mean gradient at a step, from `first_step` on.
 
-        Of white noise it is σC/B, the paper's σ_DP, at all of them; of other noise it rises at first.
+        For white noise it is σC/B (the paper's σ_DP) at every step; for shaped noise it rises during the first steps.
         """
         white = self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return white if self._num_past == 0 else white * self.shape.std(step - self._first_step)
@@ -135,41 +136,42 @@ class GaussianMechanism:
         """Turn clipped sums into the private gradient of step `step`.
 
         Args:
-            sums: This process's clipped sums by parameter name, contiguous (modified in place, so that no second gradient
-                is held). With several processes each passes its own, and all add some of the noise; they must agree in
-                names, shapes and order.
+            sums: Parameter name → this process's clipped sum, contiguous (modified in place, so that no second gradient is
+            in
+                memory). With several processes, each passes its own sums and adds a part of the noise; names, shapes and
+                order must be the same.
             step: Optimizer step, counted from 0.
-            shards: By name the parameters that lie in shards. Their sums are of whole parameters like all others.
+            shards: Name → parameter, for parameters in shards. Their sums have the shape of the whole parameter too.
 
         Returns:
-            The private mean gradient by parameter name, in the tensors that were passed. It is the same on every process;
-            for parameters in shards it has this process's rows.
+            Parameter name → private mean gradient, in the tensors that were passed. It is the same on every process, except
+            that for parameters in shards it has this process's rows.
 
         Raises:
-            ValueError: If a sum is not of real numbers, by name. No sum has been modified then, and no noise drawn.
-            RuntimeError: If steps of shaped noise do not follow each other. Nothing must be released then.
+            ValueError: If a sum is not of real floating-point numbers. Then no sum has been modified, and no noise drawn.
+            RuntimeError: If steps of shaped noise do not follow each other. Then nothing has been released.
         """
         if self._num_past and step != self._next_step:
             raise Failure(
                 "steps-out-of-order",
-                f"Steps of shaped noise must follow each other: the next one is {self._next_step}, got {step}. Make a new "
-                "mechanism for a new run.",
+                "Shaped noise depends on the noise of earlier steps, so steps must follow each other: expected step "
+                f"{self._next_step}; got {step}. Make a new mechanism for a new run.",
             )
-        # Sensitivity: the noise is of real numbers, and would leave imaginary parts as they are.
+        # Sensitivity: the noise is real, so imaginary parts would get no noise.
         other = next((name for name, total in sums.items() if not total.is_floating_point()), None)
         if other is not None:
             raise Refusal(
                 "not-real",
-                f"Sums must be of floating-point numbers, got {other!r} of type {sums[other].dtype}. Keep the real and the "
-                "imaginary part in a real tensor (torch.view_as_real).",
+                f"Noise can be added to real floating-point numbers only; {other!r} has the type {sums[other].dtype}. Keep "
+                "the real and the imaginary part in a real tensor (torch.view_as_real).",
             )
         # Sensitivity: adding or removing one example changes the sum over all processes by at most C in the joint ℓ₂ norm,
         # because each example is on one process only and contributes one clipped gradient.
         #
-        # Each process adds the noise of its own run of coordinates to its own sum, before these are reduced; of a parameter
-        # in shards these are the rows that it keeps. Each from a stream under a key of its own: σC for every coordinate,
-        # once, however many processes there are, and independent between them. So no total without noise exists anywhere,
-        # and every replica receives the same bits.
+        # Each process adds the noise for its own range of coordinates to its own sum, before the sums are reduced. For a
+        # parameter in shards, this range is the rows that the process keeps. Each process has a stream with its own key, so
+        # every coordinate gets noise σC once, however many processes there are, and the noise of different processes is
+        # independent. So no total without noise exists anywhere, and every replica receives the same bits.
         distributed = dist.is_available() and dist.is_initialized()
         rank, processes = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         own = {
@@ -178,7 +180,7 @@ class GaussianMechanism:
             else total.view(-1).tensor_split(processes)[rank]
             for name, total in sums.items()
         }
-        # In one process the kernel writes the mean at once; several add up first.
+        # In one process, the kernel writes the mean directly; several processes add up their sums first.
         scale = 1.0 / self.expected_batch_size
         if self.noise_multiplier > 0.0:
             if self._in_kernel:
@@ -207,7 +209,7 @@ class GaussianMechanism:
         for name, part in parts.items() if self._num_past else ():
             past = self._past.setdefault(name, [])
             before = [*past]
-            # Of b − 1 tensors y_t overwrites the oldest one, so that no more memory is needed.
+            # y_t overwrites the oldest of the b − 1 tensors, so that no more memory is needed.
             past.insert(0, past.pop() if len(past) == self._num_past else torch.empty_like(part))
             states.append((past[0], *before))
         for kind in {(part.device, part.dtype) for part in parts.values()}:
@@ -225,7 +227,8 @@ class GaussianMechanism:
         begin = int(part.storage_offset() - whole.storage_offset())
 
         def add_white(values: Float[Tensor, " n"]) -> None:
-            # With a seed, for tests, each process makes the noise that one would, and takes what is of its coordinates.
+            # With a seed (in tests), each process makes the noise of a single process, and uses the part for its
+            # coordinates.
             drawn = values if self._seed is None else values.new_zeros(whole.numel())
             add_gaussian_noise(
                 drawn, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
@@ -236,10 +239,10 @@ class GaussianMechanism:
         if self._num_past == 0:
             add_white(part)
             return
-        # Privacy: y depends on the generator alone, never on an example, so that what it is rounded to in float32 is noise
-        # of a slightly other z, and not a function of the data.
+        # Privacy: y depends on the generator alone, never on an example. So its rounding to float32 makes it the noise of a
+        # slightly different z, and not a function of the data.
         past = self._past.setdefault(name, [])
-        # In place of the oldest one, since another tensor of that size takes longer than what is computed.
+        # The result overwrites the oldest tensor, since allocating a new tensor would take longer than the computation.
         y = torch.zeros_like(part) if len(past) < self._num_past else past.pop().mul_(-self.shape.c[-1])
         for c, before in zip(self.shape.c[1:], past, strict=False):
             y.sub_(before, alpha=c)
@@ -263,13 +266,13 @@ class PrivateLoss:
 
     def __init__(self, mechanism: GaussianMechanism, *, device: torch.device) -> None:
         self.mechanism = mechanism
-        # In float64, so that what one example adds does not depend on how much the others have added up to.
+        # The sum is in float64, so that the contribution of one example does not depend on the size of the sum.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, losses: Float[Tensor, " batch"], *, weights: Float[Tensor, " batch"] | None = None) -> None:
-        """Add the losses of some of the draw's examples, of which NaN counts as L, each times its share of its unit.
+        """Add the losses of some examples of the batch, each times its weight; NaN counts as L.
 
-        These weights, 1 by default, add up to at most 1 for a unit.
+        A weight is the share of the example in its unit, by default 1. The weights of a unit add up to at most 1.
         """
         # Sensitivity: an example changes the sum by a number within ±L, whatever its loss, and a unit by at most L.
         bound = self.mechanism.max_grad_norm
@@ -277,11 +280,11 @@ class PrivateLoss:
         self._sum += clipped.sum() if weights is None else clipped @ weights.double()
 
     def reset(self) -> None:
-        """Begin the next draw, and forget what was added for one that was not released."""
+        """Begin the next batch, and discard losses that were added but not released."""
         self._sum = torch.zeros_like(self._sum)
 
     def release(self, *, step: int) -> Float[Tensor, ""]:
-        """Return the private mean loss of the draw, the same on every process, and begin the next draw."""
+        """Return the private mean loss of the batch, the same on every process, and begin the next batch."""
         released = self.mechanism.privatize({"loss": self._sum}, step=step)["loss"]
         self.reset()
         return released
@@ -308,8 +311,8 @@ def box_muller(words: Int64[Tensor, " n"], out: Float64[Tensor, " n"], *, std: f
     radius, tangent = out[:half], out[half:]
     radius[:] = words[:half]
     tangent[:] = words[half:]
-    factor = words[:half].view(torch.float64)  # the words have been read, so that their memory is free
-    # Half a unit beside an integer t is never 0. A float64 is finest at 0, where the logarithm needs it.
+    factor = words[:half].view(torch.float64)  # The words have been read, so their memory can be reused.
+    # An integer t plus one half is never 0. A float64 is most precise near 0, where the logarithm needs precision.
     radius.add_(0.5).mul_(2.0**-63).abs_().log_().mul_(-2.0 * std * std).sqrt_()
     tangent.mul_(math.pi / 2.0 * 2.0**-63).tan_()
     # With f = 2ρ/(1 + τ²): z₁ = f − ρ and z₂ = τf.
@@ -327,12 +330,12 @@ def add_gaussian_noise(
 
     The noise is made on the CPU; with `floating_point_safe` each draw is the sum of four.
     """
-    # Every coordinate gets its own draw, in their order, and no word of the stream is used twice.
+    # Every coordinate gets its own normal, in order, and no word of the stream is used twice.
     terms = TERMS if floating_point_safe else 1
     flat, most = values.view(-1), min(_PIECE, values.numel() + values.numel() % 2)
     words = torch.empty(most, dtype=torch.int64, device="cpu")
     drawn, rounded = torch.empty_like(words, dtype=torch.float64), torch.empty_like(words, dtype=flat.dtype)
-    total = torch.empty_like(drawn) if floating_point_safe else drawn  # one pass less takes a seventh of the time
+    total = torch.empty_like(drawn) if floating_point_safe else drawn  # One pass less saves a seventh of the time.
     for part in flat.split(_PIECE):
         even = len(part) + len(part) % 2
         if floating_point_safe:
@@ -342,5 +345,5 @@ def add_gaussian_noise(
             box_muller(words[:even], drawn[:even], std=std / math.sqrt(terms))
             if floating_point_safe:
                 total[:even].add_(drawn[:even])
-        # Rounded as a whole: torch adds two dtypes slowly, number by number.
+        # The noise is converted as a whole, because torch adds tensors of two dtypes slowly.
         part.add_(rounded[: len(part)].copy_(total[: len(part)]).to(part.device))
