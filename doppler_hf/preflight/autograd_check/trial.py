@@ -47,7 +47,7 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
                 + (" If it is set, squeeze() has removed the batch dimension: use squeeze(-1)." if number == 1 else ""),
             ),
             ("more or fewer", "Make the collator return one row for each record (no packing)."),
-            ("several per row", "Reduce them to one: losses.mean(dim=1) over classes, or the mean over the row's own tokens."),
+            ("several per row", "Reduce them to one: losses.mean(dim=1) over classes, or the mean over its own tokens."),
         )[min(losses.ndim, 2)]
         raise Refusal(
             "other-number-of-losses",
