@@ -266,7 +266,7 @@ def _register() -> Path:
 
 
 def _write(run: str, record: Record) -> None:
-    """Write a record into the register, if its folder can be written, and remove the oldest records if there are too many."""
+    """Write a record into the register, if its folder can be written, and remove the oldest of too many records."""
     trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ _BY_CHANCE: Final = 6.0
 
 
 def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
-    """Return lines that say how the model in `merged` differs, beyond rounding, from `base` with `adapter` merged into it."""
+    """Return in words how the model in `merged` differs, beyond rounding, from `base` with `adapter` merged into it."""
     require("recipes")
     with _readable(merged):
         config = AutoConfig.from_pretrained(merged)

@@ -125,7 +125,7 @@ def _merged(
     values: Mapping[str, Tensor] | None,
     adapters: Sequence[str] | None = None,
 ) -> Tensor:
-    """Return the base weight in a precision with the adapters merged into it, with the adapters' values replaced if given."""
+    """Return the base weight in a precision with the adapters merged into it, after replacing the adapters' `values`."""
     made = _copy_without_hooks(layer)
     for name, value in (values or {}).items():
         made.get_parameter(name).copy_(value)
@@ -185,7 +185,7 @@ class _Difference(NamedTuple):
     change: Mapping[int, np.ndarray]
 
     def fit(self, others: Iterable["_Difference"]) -> tuple[float, float, float]:
-        """Return how often the change is contained, how many standard deviations that is from 0, and the squared residual."""
+        """Return how often the change is contained, its distance from 0 in standard deviations, and the squared residual."""
         places = [*self.found]
         found = np.concatenate([self.found[place] for place in places])
         columns = [np.concatenate([self.change[place] for place in places])]

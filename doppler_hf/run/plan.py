@@ -206,11 +206,15 @@ def mechanisms_of(
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> Refusal:
-    """Return the error of a run for which too little of its budget is left, with what makes its plan another one."""
+    """Return the refusal of a run for which too little of its budget is left; `changed` says what makes it a new plan."""
     return Refusal(
         "budget-spent",
-        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
-        f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. "
-        + ("Resume with the arguments of the earlier run" if changed else "With the same arguments that run is over")
-        + ", raise target_epsilon to continue, or add another ε: an untrained model and a new trainer.",
+        f"The privacy budget of this run is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. "
+        + (
+            f"The full planned ε counts even if a run stopped early, and this run needs a new plan ({', '.join(changed)}). "
+            "Resume with the arguments of the earlier run, raise"
+            if changed
+            else "Raise"
+        )
+        + " target_epsilon to continue, or start over with an untrained model and a new trainer, whose ε adds to this ε.",
     )
