@@ -69,7 +69,7 @@ class Limit(NamedTuple):
         fix = self.fix.replace("train_dataset", name)
         return Refusal(
             "values-out-of-range",
-            f"Expected {words} in column {self.column!r} of {name}; got {got} in some rows. {fix}." + hint,
+            f"Column {self.column!r} of {name}: expected {words}; got {got} in some rows. {fix}." + hint,
         )
 
 

@@ -174,9 +174,9 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         said = str(first).rstrip(".")
         raise Refusal(
             "metric-fails",
-            f"compute_metrics failed with {type(first).__name__}: {said}. It was called with the labels of the whole "
-            "evaluation set, and with the predictions for a few rows repeated for all rows. No ε is spent. Fix it, or set "
-            "rehearse=False to skip this check.",
+            f"compute_metrics failed with {type(first).__name__} on the labels of the whole evaluation set: {said}. It was "
+            "called with these labels, and with the predictions for a few rows repeated for all rows. No ε is spent. Fix "
+            "it, or set rehearse=False to skip this check.",
         ) from first
     with _told_as_refusal(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
         raise watched.errors[0]

@@ -152,7 +152,7 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
     before = PrivacyLedger.load(tmp_path / "out")
     capsys.readouterr()
     second = trained(trainer_of(tmp_path, model=model(first)))
-    assert f"earlier training is continued: its {before.steps_run} steps count" in said(capsys)
+    assert f"continues the ledger of the model's earlier run, so the {before.steps_run} steps of that run" in said(capsys)
     second.save_model()
     ledger = PrivacyLedger.load(tmp_path / "out")
     assert before.is_prefix_of(ledger)
@@ -207,7 +207,7 @@ def test_a_finished_run_is_not_resumed_under_a_target_that_it_has_overrun(tmp_pa
     assert (tmp_path / "out" / LEDGER_NAME).read_text() == before
     capsys.readouterr()
     trainer_of(tmp_path, target_epsilon=4.0, **options).train(resume_from_checkpoint=True)
-    assert "All 4 steps are done, and none is trained. To go on set a larger max_steps" in said(capsys)
+    assert "All 4 steps of this run were already done, so nothing was trained. To continue, set a larger" in said(capsys)
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
@@ -281,7 +281,7 @@ def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
         ),
         (
             dict(report_train_loss="none", learning_rate=None),
-            {"rate": " (auto: by noise, steps and model size)", "watch": ""},
+            {"rate": " (auto: from noise, steps and model size)", "watch": ""},
         ),
         # What is accounted, and what `plan` says, is σ of gradient and loss together.
         (dict(), {"watch": ""}),
@@ -296,7 +296,8 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record"
     noise = changed.get("noise", "noise multiplier {sigma}; shape: white (auto); filter: none (auto)")
     watch = (
-        "the training loss shown here is not private, and not saved: report_train_loss='private' adds noise, 'none' hides it"
+        "the training loss shown here is NOT PRIVATE, so it is not saved: report_train_loss='private' adds noise, and "
+        "'none' hides it"
     )
     lines = {
         "privacy": spent,
@@ -308,7 +309,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     }
     assert begin.strip().splitlines() == [f"{name:<14} {words}" for name, words in lines.items() if words]
     assert end.strip().splitlines()[0] == f"Privacy spent: {spent} in 4 steps."
-    assert f"The ledger is in {tmp_path / 'out' / LEDGER_NAME}: check it with `doppler-hf verify" in end
+    assert f"The ledger is {tmp_path / 'out' / LEDGER_NAME}. Check it with `doppler-hf verify" in end
     assert "docs/" not in end  # which people do not have who installed the package
 
 
@@ -326,9 +327,9 @@ def test_the_start_says_how_many_processes_a_launcher_has_started(tmp_path, caps
 @pytest.mark.parametrize("column", ["patient_id", "overflow_to_sample_mapping"])  # of windows of a long text
 def test_a_column_that_may_say_whose_a_row_is_is_told_of(tmp_path, capsys, column):
     data = text_data().add_column(column, [row // 4 for row in range(24)])
-    told = f"ε is for one row: if {column!r} says"
+    told = f"ε protects one row. If the column {column!r} says"
     trained(trainer_of(tmp_path / "rows", data=data, max_steps=1))
-    assert f"{told} whose it is, set privacy_unit_column={column!r}" in capsys.readouterr().out
+    assert f"{told} to whom a row belongs, set privacy_unit_column={column!r}" in capsys.readouterr().out
     units = dict(privacy_unit_column=column, per_device_train_batch_size=1)
     trained(trainer_of(tmp_path / "patients", data=data, max_steps=1, **units))
     assert told not in capsys.readouterr().out
@@ -378,7 +379,7 @@ def test_a_regression_that_is_hardly_better_than_the_mean_label_is_told_of(tmp_p
     ))  # fmt: skip
     found = next(log for log in trainer.state.log_history if "eval_loss" in log)
     assert found["eval_mean_label_loss"] == pytest.approx(np.var(scores))
-    words = f"its loss, {found['eval_loss']:.3g}, is not clearly below {np.var(scores):.3g}, that of the mean label of the"
+    words = f"its loss ({found['eval_loss']:.3g}) is not clearly below the loss of always predicting the mean label"
     assert (words in capsys.readouterr().out) is not knows
 
 
