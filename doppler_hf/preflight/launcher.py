@@ -75,7 +75,7 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
     if steps not in ("1", "auto", str(args.gradient_accumulation_steps)):
         raise Refusal(
             "launcher-accumulation",
-            f"The launcher sets gradient_accumulation_steps={steps}, but a private run uses that of the arguments "
+            f"The launcher sets gradient_accumulation_steps={steps}, but a private run uses the value of the arguments "
             f"({args.gradient_accumulation_steps}), so the batch would be smaller than you expect. Set "
             f"gradient_accumulation_steps={steps} in the arguments, or remove it from the launcher.",
         )

@@ -67,7 +67,7 @@ def on_all_labels(
         return None
     found = []
     for column, own in zip(columns, of_few, strict=True):
-        # A collator may change the stored labels. Then those of the whole set are unknown.
+        # A collator may change the stored labels. Then the labels of the whole set are unknown.
         if column is None or not isinstance(own, np.ndarray) or len(own) != len(rows) or not _same(column[rows], own):
             return None
         found.append(column.astype(own.dtype))

@@ -27,7 +27,7 @@ _LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")
 
 
 def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
-    """Refuse trained weights, and new frozen ones beside adapters, that no saved file would hold."""
+    """Refuse trained weights, and new frozen weights next to adapters, that no saved file would hold."""
     model = trainer.model
     saves_itself = type(model).save_pretrained if hasattr(type(model), "save_pretrained") else None
     is_ours_to_know = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES

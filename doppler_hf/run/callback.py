@@ -123,7 +123,7 @@ class PrivacyCallback(TrainerCallback):
                 print(words)
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Close the ledger beside the model, and print what was spent."""
+        """Close the ledger next to the model, and print what was spent."""
         run, model = self._run, kwargs["model"]
         note_shards(model.parameters())
         run.leave(model, speaks=run.speaks_for(model), writes=state.is_world_process_zero)

@@ -20,7 +20,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.checkpoint import filter_name_of
 
-_INTERRUPTED = f"it has no {TRAINER_STATE_NAME}, or a file is cut off"
+_INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file is cut off"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
 
 
@@ -62,9 +62,9 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         if checkpoints and not whole:
             raise Refusal(
                 "interrupted-checkpoint",
-                f"resume_from_checkpoint=True found no complete checkpoint in {output_dir}: {len(checkpoints)} checkpoint"
-                f"{'s' * (len(checkpoints) > 1)} there was interrupted while it was written ({_INTERRUPTED}). To start "
-                "over, remove incomplete checkpoints; the ε of both runs then add up.",
+                f"resume_from_checkpoint=True found no complete checkpoint in {output_dir}. Writing {len(checkpoints)} of "
+                f"them was interrupted ({_INTERRUPTED}). To start over, remove the incomplete checkpoints; the ε of both "
+                "runs then add up.",
             )
         return whole[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):

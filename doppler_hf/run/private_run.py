@@ -442,9 +442,9 @@ class PrivateRun:
             # The message leaves out the numbers: the size of a draw is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                f"Expected one loss per row; compute_per_sample_loss returned "
-                f"{'more' if len(losses) > micro_batch.size else 'fewer'} losses than the micro-batch has records. Make the "
-                "collator return one row per record, and compute_per_sample_loss one loss per row.",
+                "Expected one loss per row of the micro-batch; compute_per_sample_loss returned "
+                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Make the collator return one row per record, and "
+                "compute_per_sample_loss one loss per row.",
             )
         size, shares = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:

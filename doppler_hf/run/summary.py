@@ -30,7 +30,7 @@ DROWNED: Final = 0.005
 LARGEST_EPSILON: Final = 10.0
 # The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
 _NOISY: Final = 0.125
-_LITTLE: Final = 0.1  # with less than this share of what a model can learn, it has learnt little
+_LITTLE: Final = 0.1  # a model has learnt little if it has learnt less than this share of what it can learn
 # torchrun, or `accelerate launch` with one process, sets these variables for the script.
 _OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns

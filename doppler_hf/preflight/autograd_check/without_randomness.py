@@ -74,7 +74,7 @@ def away_from_zero(model: nn.Module) -> Iterator[None]:
     zeros: list[Tensor] = [p for p in trained if not p.flatten()[:64].any() and not p.any()]
     for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
         if table.padding_idx is not None and table.weight.requires_grad:
-            place = table.padding_idx - first_row(table.weight)  # if the table is sharded, one process has this row
+            place = table.padding_idx - first_row(table.weight)  # only one process has this row of a sharded table
             row = part_here(table.weight).detach()[max(0, place) : max(0, place + 1)]
             zeros += [] if row.any() else [row]
     for parameter in zeros:
