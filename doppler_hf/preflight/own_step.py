@@ -67,7 +67,7 @@ class _Counted:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Tensor:
         """Count a piece."""
         if not all(isinstance(each, MicroBatch) for each in piece):
-            raise TypeRefusal("own-training-step", "Expected a list of micro-batches; it has other things in it.")
+            raise TypeRefusal("own-training-step", "Expected a list of micro-batches; got a list with other things.")
         self.pieces += 1
         return torch.zeros(0)
 

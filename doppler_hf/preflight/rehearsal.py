@@ -134,12 +134,12 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
         )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-        which = f"they return {', '.join(known)}" if known else "they return no metric on the first rows"
+        which = f"They return {', '.join(known)}" if known else "They return no metric on the first rows"
         default = " (the default of load_best_model_at_end)" if name == "loss" else ""
         mend = "Set one of these." if known else "Add labels to eval_dataset, or pass compute_metrics."
         raise Refusal(
             "no-such-metric",
-            f"metric_for_best_model={name!r}{default} is not a metric of the evaluations: {which}. {mend}",
+            f"Expected metric_for_best_model to be a metric of the evaluations; got {name!r}{default}. {which}. {mend}",
         )
     if isinstance(best, float) and math.isnan(best):
         warnings.warn(

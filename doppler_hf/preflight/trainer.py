@@ -41,7 +41,8 @@ def refuse_other_bases(trainer: type) -> None:
     if other is not None and f"Doppler{other}" not in {kind.__name__ for kind in trainer.__mro__}:
         fix = _OF_TRL.get(other, "Use DopplerSFTTrainer or DopplerDPOTrainer")
         raise TypeRefusal(
-            "trainer-of-trl", f"{trainer.__name__} derives from DopplerTrainer and TRL's {other}, which do not fit. {fix}."
+            "trainer-of-trl",
+            f"{trainer.__name__} derives from DopplerTrainer and from {other} of TRL, which do not fit together. {fix}.",
         )
 
 
@@ -65,7 +66,7 @@ def refuse_own_loss_of_batches(trainer: Any) -> None:
     if trainer.compute_loss_func is not None:
         raise Refusal(
             "loss-of-the-batch",
-            "compute_loss_func sees the whole batch, so the gradient of one record could depend on the others. Override "
+            "A compute_loss_func sees the whole batch, so the gradient of one record could depend on the others. Override "
             "compute_per_sample_loss instead, which returns one loss per record.",
         )
 

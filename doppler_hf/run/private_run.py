@@ -425,8 +425,8 @@ class PrivateRun:
         if self.is_complete:
             raise Refusal(
                 "piece-added-twice",
-                "super().training_step was called more often than gradient_accumulation_steps allows for this batch. Call "
-                "it once in your training_step, or override compute_per_sample_loss instead.",
+                "Your training_step calls super().training_step more often than gradient_accumulation_steps allows for a "
+                "batch. Call it once, or override compute_per_sample_loss instead.",
             )
         self._pieces_left -= 1  # count first, so that a piece that fails half-way is not added again
         self._fill_generators()

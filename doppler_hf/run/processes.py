@@ -95,7 +95,7 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise Refusal(
             "processes-sample-alone",
-            f"torch's process group has {processes} process{'es' * (processes > 1)}, but the training arguments have "
+            f"The process group of torch has {processes} process{'es' * (processes > 1)}, but the training arguments have "
             f"{world_size}, so each process would sample its own batches. Start with `accelerate launch` or `torchrun`, or "
             "call torch.distributed.destroy_process_group() before train().",
         )

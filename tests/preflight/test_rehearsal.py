@@ -95,7 +95,7 @@ FAILS = {
     ),
     "an unknown metric": (
         dict(compute_metrics=accuracy_from_logits, metric_for_best_model="acuracy", **BEST),
-        ("no-such-metric", "'acuracy' .*eval_loss, eval_accuracy, eval_majority_class_accuracy"),
+        ("no-such-metric", "'acuracy'.* eval_loss, eval_accuracy, eval_majority_class_accuracy"),
     ),
     "a best metric that is None": (
         dict(compute_metrics=lambda prediction: {"f1": None}, metric_for_best_model="f1", **BEST),
@@ -107,11 +107,11 @@ FAILS = {
     ),
     "several sets, and the best by the loss": (
         dict(evaluated=TWO_SETS, **BEST),
-        ("no-such-metric", "'loss' .*eval_a_loss, eval_b_loss"),
+        ("no-such-metric", "'loss'.* eval_a_loss, eval_b_loss"),
     ),
     "a schedule by the loss of several sets": (
         dict(evaluated=TWO_SETS, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATES),
-        ("no-such-metric", "'loss' .*eval_a_loss, eval_b_loss"),
+        ("no-such-metric", "'loss'.* eval_a_loss, eval_b_loss"),
     ),
     "a metric that is no number": (
         dict(compute_metrics=lambda prediction: {"confusion": torch.eye(2).numpy()}, **(EVALUATES | SAVES)),
