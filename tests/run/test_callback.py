@@ -125,7 +125,9 @@ def test_a_fresh_run_sets_the_earlier_ledger_aside_and_says_that_both_add_up(tmp
     trainer_of(tmp_path, max_steps=3, **options).train()
     new = PrivacyLedger.load(tmp_path / "out")
     aside = tmp_path / "out" / f"privacy_ledger.{old.head[:8]}.json"
-    assert f"is now {aside.name}. If it used the same data, its ε and that of this run add up." in said(capsys)
+    assert f"was renamed to {aside.name}. If that run used the same data, its ε and the ε of this run add up." in said(
+        capsys
+    )
     assert PrivacyLedger.load(aside).head == old.head
     assert (new.steps_run, new.restarts) == (3, [])
     # Checkpoint 2 is the new run's, checkpoint 4 still the old one's.
@@ -348,7 +350,7 @@ def test_an_accuracy_that_is_hardly_the_majoritys_is_told_of(tmp_path, capsys, a
     trainer = trainer_of(tmp_path, eval_strategy="epoch", compute_metrics=metrics)
     share = np.bincount(trainer.eval_dataset["labels"]).max() / 8
     assert share == 0.75
-    words = f"its accuracy, {accuracy:.3g}, is not clearly above 0.75, the share of the most"
+    words = f"its accuracy ({accuracy:.3g}) is not clearly above the share of the majority class (0.75)"
     assert "epsilon" not in trainer.evaluate()  # of a model that no training has left
     assert words not in capsys.readouterr().out
     for evaluated in (trainer.train, trainer.evaluate):

@@ -190,7 +190,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(learning_rate=1.0), " times above the "),
+        (dict(learning_rate=1.0), " times larger than the "),
         (dict(learning_rate=0.0), "learning_rate=0 trains nothing: leave it out"),
         (
             dict(warmup_steps=2),
@@ -254,7 +254,7 @@ def test_a_rate_that_arrives_trains(tmp_path, schedule):
 def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)
-    assert "another optimizer" in refusal_unspent(trainer, "another-schedule")
+    assert "a different optimizer" in refusal_unspent(trainer, "another-schedule")
     mine = trainer_of(tmp_path)
     mine.create_optimizer()
     mine.lr_scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1)
