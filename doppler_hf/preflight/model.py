@@ -42,7 +42,7 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
             "otherwise experts drop tokens of one record depending on the other records. Load the model with "
             f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS}).",
         )
-    # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
+    # Sensitivity: the inverse in Nyströmformer's attention begins with the largest sum of columns in the whole micro-batch.
     if any(vars(module).get("init_option") == "original" for module in model.modules()):
         raise Refusal(
             "maximum-over-batch",

@@ -160,7 +160,7 @@ def test_trap_14_noise_is_added_once_by_two_processes(two_processes):
 def test_trap_23_processes_with_different_data_are_refused(two_processes):
     for message in two_processes["shuffled"]:
         # No digest of lengths and labels, since messages end in logs.
-        assert message.startswith("train_dataset must be the same on all processes, got one on process 0 and another on")
+        assert message.startswith("train_dataset differs between process 0 and process 1. Start all processes")
         assert "data in the same order" in message
 
 

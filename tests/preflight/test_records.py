@@ -72,7 +72,7 @@ def test_users_in_both_sets_are_told(tmp_path, capsys):
     assert shares_users(data, {"a": None, "b": data.select(range(4))}, column="user")
     assert not shares_users(data.select(range(4, 24)), data.select(range(4)), column="user")
     trained(trainer_of(tmp_path, data=data, evaluated=data.select(range(4)), max_steps=1, privacy_unit_column="user"))
-    assert "some users, by 'user', are in train_dataset and in eval_dataset" in capsys.readouterr().out
+    assert "some users (column 'user') are in both train_dataset and eval_dataset" in capsys.readouterr().out
 
 
 # --- rows that fail later -------------------------------------------------------------------------------------------------

@@ -293,7 +293,7 @@ def test_a_loss_above_its_bound_is_told_of_once(tmp_path, capsys):
     class High(Constant):
         value = 8.0
 
-    words = "is close to 5, where each example's loss is clipped, so the true loss may be larger"
+    words = "is close to 5, at which the loss of each record is clipped for logging, so the true loss may be"
     options = dict(data=text_data(400), per_device_train_batch_size=100, per_sample_max_loss=5.0, max_steps=8)
     trained(trainer_of(tmp_path / "1", cls=High, **options))
     shown = capsys.readouterr().out
