@@ -75,8 +75,8 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
             if not differing:
                 return lines
     lines.append(
-        f"{len(differing)} of {len(found)} tensors in {merged}, such as {differing[0]}, differ from {base} with the adapter "
-        f"in {adapter} merged into it. Merge again from the saved adapter, and change nothing afterwards."
+        f"{len(differing)} of {len(found)} tensors in {merged} differ from {base} with the adapter in {adapter} merged into "
+        f"it, such as {differing[0]}. Merge again from the saved adapter, and change nothing afterwards."
     )
     return lines
 
