@@ -1,13 +1,13 @@
 """`DopplerTrainer`: Transformers' `Trainer` with an optimizer that sees only private gradients.
 
-One training step from top to bottom, in `Trainer`'s own loop: `get_batch_samples` takes the random batch, which
+This is one training step from top to bottom, in `Trainer`'s own loop. `get_batch_samples` takes the random batch, which
 `get_train_dataloader` has cut into `gradient_accumulation_steps` pieces, each a list of micro-batches. The callback
-(`run.callback`) reserves the step in the ledger. Each micro-batch's per-sample gradients are clipped and summed, and
-after the last piece noise turns the sum into `p.grad` (`training_step`). This is the privacy boundary. The callback counts
+(`run.callback`) reserves the step in the ledger. `training_step` clips and sums each micro-batch's per-sample gradients, and
+after the last piece it adds noise and puts the result into `p.grad`. This is the privacy boundary. The callback counts
 the release. Transformers logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`)
 and saves (`run.saving`).
 
-The trainer holds the run (`run.private_run`), which owns all that is private: sampler, engine, mechanism and ledger.
+The trainer holds the run (`run.private_run`), which owns everything private: sampler, engine, mechanism and ledger.
 """
 
 import contextlib
@@ -52,18 +52,18 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
-    choice, semantic segmentation and CTC have a loss per example. For another task override `compute_per_sample_loss`. With
-    `args.disable_dp` every method is `Trainer`'s.
+    choice, semantic segmentation and CTC have a built-in per-sample loss. For another task, override
+    `compute_per_sample_loss`. With `args.disable_dp` every method behaves as in `Trainer`.
 
     Args:
-        model: As in `Trainer`. Arguments not listed here are `Trainer`'s too, in its order.
+        model: As in `Trainer`. The arguments that are not listed here are those of `Trainer` too, in the same order.
         args: `DopplerTrainingArguments`.
-        train_dataset: As in `Trainer`; it must have a length.
-        optimizers: (None, None) with privacy: `args` define the optimizer, and you may override `create_scheduler`.
+        train_dataset: As in `Trainer`, but it must have a length.
+        optimizers: Leave it out in a private run: `args` define the optimizer, and you may override `create_scheduler`.
 
     Raises:
         ValueError: If something would break the guarantee: an iterable training set, `compute_loss_func`, your own optimizer
-            or a scheduler made for one, or a model with layers that mix examples.
+            or a scheduler made for it, or a model with layers that mix records.
 
     Example:
         >>> trainer = DopplerTrainer(model=model, args=args, train_dataset=train, processing_class=tokenizer)
@@ -74,7 +74,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     optimizer: Any
     lr_scheduler: Any
     model_wrapped: Any
-    # With how many rows, one after another, `compute_per_sample_loss` calls the model for each loss.
+    # The number of consecutive rows of the model's input that belong to one loss of `compute_per_sample_loss`.
     rows_per_loss = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -93,8 +93,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if not isinstance(args, DopplerTrainingArguments):
             raise Refusal(
                 "not-our-arguments",
-                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or one that combines it "
-                "with another, such as Seq2SeqTrainingArguments.",
+                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or a class that "
+                "combines it with another, such as Seq2SeqTrainingArguments.",
             )
         self._was_disabled = args.disable_dp
         self._run: PrivateRun | None = None
@@ -107,16 +107,17 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if not args.disable_dp:
             preflight.of_the_trainer(self)
 
-    __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]  # whose arguments a notebook then shows
+    # Notebooks then show the arguments of Transformers' `__init__`.
+    __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]
 
     @property
     def privacy(self) -> PrivateRun:
-        """The current private run or the last one; before the first training, the run that would begin.
+        """The current private run, or the last one. Before the first call of `train`, the run that would begin.
 
-        It has the `ledger` of the training, `epsilon()`, and every number of the plan in `statement`.
+        It has the run's `ledger`, `epsilon()`, and every number of the plan in `statement`.
         """
         if self.args.disable_dp:
-            raise AttributeError("privacy: with disable_dp=True a training has no privacy")
+            raise AttributeError("privacy: a run with disable_dp=True is not private")
         self._run = self._run or self._new_run()
         return self._run
 
@@ -144,18 +145,19 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
-        # Transformers' only method around the loop in which the model is final: `train` may still build it, or load into it.
+        # No other method of Transformers wraps the loop with the final model: `train` may still build it or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
         preflight.of_privacy_itself(self, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
-        # Transformers builds anew, as after `model_init`, what is of an earlier training, its model and its arguments.
+        # An earlier run's wrapped model, optimizer and schedule belong to its model and arguments, so Transformers rebuilds
+        # them, as after `model_init`. An optimizer that the user has made since is not wrapped yet, and is kept.
         self.model_wrapped = self.model
-        if isinstance(self.optimizer, AcceleratedOptimizer):  # and not one that the user has made since
+        if isinstance(self.optimizer, AcceleratedOptimizer):
             self.optimizer = self.lr_scheduler = None
         self._prepare_model()
-        note_shards(self.model.parameters())  # others may have been loaded since they were cut
+        note_shards(self.model.parameters())  # other weights may have been loaded since FSDP cut the model
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
             run = running.enter_context(self._begun(checkpoint))
@@ -174,11 +176,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     @contextlib.contextmanager
     def _begun(self, checkpoint: str | None) -> Iterator[PrivateRun]:
-        """Plan a run and hold it; if it is refused, hold the one before, whose ledger counts."""
+        """Plan a run and hold it. If it is refused, go back to the run before, whose ledger still counts."""
         before = self._run
         ledger, model = (None, None) if before is None else (before.ledger, before.trained_model)
         ledger = continued_ledger(ledger, checkpoint, folder=str(self.args.output_dir), model=self.model)
-        # A new plan: the arguments may have changed since the last run, and what that run spent counts.
+        # Plan again: the arguments may have changed since the last run, and what that run spent counts.
         run = self._run = self._new_run(previous=Previous(checkpoint, step_of_checkpoint(checkpoint), ledger, model))
         try:
             with run:
@@ -192,7 +194,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     @contextlib.contextmanager
     def _told_of_events(self, run: PrivateRun) -> Iterator[None]:
-        """Let Transformers' events reach the run during the block, behind all other callbacks, which may change things."""
+        """Pass Transformers' events to the run in the block, after all other callbacks, since these may change things."""
         handler = self.callback_handler
         callback = self._privacy_callback = PrivacyCallback(run, handler=handler)
         handler.add_callback(callback)
@@ -208,8 +210,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             run = self.privacy
             preflight.of_the_loader(run, dataloader)
             theirs = planned_steps(args, run.sampler)
-            assert values[-1] == theirs, "Transformers plans another number of steps than was accounted"
-            # Which may be a few less, where only some groups would have a turn in the last ones.
+            assert values[-1] == theirs, "Transformers plans a different number of steps than was accounted for"
+            # The plan may have a few steps less: it leaves out final steps in which only some groups would take part.
             values = (*values[:-1], run.statement.steps_planned)
             preflight.before_the_engine(run, self)
             run.attach(self.model, self._losses, rows_per_loss=self.rows_per_loss, sharding=self._sharding)
@@ -217,7 +219,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return values
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
+        # This is Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
             preflight.before_the_first_step(self.privacy, self)
@@ -232,7 +234,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
-        # The first two helpers that Transformers' `_get_dataloader` calls.
+        # These are the first two helpers that Transformers' `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -246,7 +248,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             inner = inner.func
         if inner is default_data_collator or type(inner) is DefaultDataCollator:
             return functools.partial(made_apart, collator=collator)
-        # A collator derived from one of Transformers' goes by the first example, too, and so does torch's.
+        # Collators derived from Transformers' ones, and torch's, take the columns of the first row for those of all rows.
         by_first = any(kind.__module__ == default_data_collator.__module__ for kind in type(inner).__mro__)
         by_first |= inner is default_collate
         return functools.partial(of_the_same_columns, collator=collator) if by_first else collator
@@ -254,26 +256,27 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the pieces of one batch, without a count of tokens, since no loss may be scaled by it."""
+        """Return the pieces of one batch, and no count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._privacy_callback.refuse_removed()
         return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per example. Override it for a task without a rule in `privacy.losses`.
+        """Return one loss per record. Override it for a task without a rule in `privacy.losses`.
 
-        Each entry must depend only on its own example: no mean over the batch or over the batch's tokens. Call `model` once,
-        with the whole micro-batch. If each example has several consecutive rows, set `rows_per_loss`. Pad text on the right:
-        padding on the left shifts absolute positions by an amount that depends on the other examples.
+        Each loss must depend only on its own record: take no mean over the batch or over the batch's tokens. Call `model`
+        once, with the whole micro-batch. If each record has several consecutive rows of input, set `rows_per_loss`. Pad text
+        on the right: padding on the left shifts absolute positions by an amount that depends on the other records.
 
         Args:
             model: The model, in training mode.
             inputs: One collated micro-batch, on the model's device.
 
         Returns:
-            Losses, shape (batch,), attached to the graph. Or these and weights, shape (batch,), from 0 to 1, by which the
-            *clipped* gradients are multiplied. A factor of a loss itself has no effect with clipping="automatic".
+            Losses, shape (batch,), attached to the graph. Or a pair (losses, weights), where the weights, shape (batch,),
+            are from 0 to 1 and multiply the *clipped* gradients. With clipping="automatic" a factor in the loss has no
+            effect.
 
         Raises:
             ValueError: If there is no rule for the model's class.
@@ -282,19 +285,19 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return self._of_class.values
 
     def _losses(self, inputs: Any) -> Losses:
-        # Sensitivity: what a user's `_prepare_inputs` makes of a batch is looked at by the checks, too.
+        # Sensitivity: the checks, too, look at what a user's `_prepare_inputs` makes of a batch.
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             losses = as_losses(self.compute_per_sample_loss(self.model, inputs))
         of_class, self._of_class = self._of_class, None
-        # By what was computed and not by the class: code of the user's own may return the losses of the model's class.
+        # Go by the tensor and not by the trainer's class: code of the user's own may return the built-in losses unchanged.
         if of_class is None or of_class.values is not losses.values:
             return losses
         return losses._replace(is_cross_entropy=of_class.is_cross_entropy)
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether code other than the rule for the model's class computes the losses, which may count other labels."""
+        """Whether code other than the rule for the model's class computes the losses; it may use labels differently."""
         is_inherited = type(self).compute_per_sample_loss is DopplerTrainer.compute_per_sample_loss
         return not is_inherited or overrides(self, "compute_per_sample_loss")
 
@@ -302,11 +305,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return default_bound(without_adapters(self.model), has_own_loss=self.has_own_loss)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Float[Tensor, ""]:
-        """Add a piece of the batch, a list of micro-batches. After the last piece put the private gradient into `p.grad`.
+        """Add a list of micro-batches to the step. After the last list of a batch, put the private gradient into `p.grad`.
 
         Returns:
-            The piece's share of the step's mean loss, as in `Trainer`, if it is reported raw. Otherwise 0, and for the last
-            piece the step's private mean loss, if there is one.
+            With report_train_loss="raw", the list's share of the step's mean loss, as in `Trainer`. Otherwise the private
+            mean loss of the step for the last list, if the run has one, and else 0.
         """
         if self.args.disable_dp:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -321,7 +324,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Transformers does, and warn if what is given is the training set."""
+        """Evaluate as Transformers does, and warn if `eval_dataset` is the training set."""
         if not self.args.disable_dp and eval_dataset is not None:
             preflight.before_an_evaluation(self, eval_dataset)
         return super().evaluate(eval_dataset, *args, **kwargs)
@@ -329,7 +332,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, filter, base optimizer, GaLore."""
+        """Return the `DopplerOptimizer` of `args`: Transformers' weight-decay groups, filter, base optimizer and GaLore."""
         if self.args.disable_dp:
             return super().create_optimizer(model)
         run = self.privacy
@@ -343,20 +346,21 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        # Transformers' only method that scales `p.grad`. The private gradient keeps the scale of its noise, whatever
-        # `max_grad_norm` a callback has set since; only its norm is logged.
+        # This is Transformers' only method that scales `p.grad`. The private gradient keeps the scale of its noise, whatever
+        # `max_grad_norm` a callback has set since. Only its norm is logged.
         return super()._clip_grad_norm(model) if self.args.disable_dp else self._get_grad_norm(model)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
+        """Count nothing in a private run: Transformers' count depends on the lengths of sampled records, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as Transformers does, without privacy only."""
+        """Search as Transformers does, but only with `disable_dp=True`."""
         if not self.args.disable_dp:
             raise Refusal(
                 "hyperparameter-search",
-                "With hyperparameter_search every trial would cost its own ε, and the choice among them more. Search with "
-                "disable_dp=True on public data, or add up the ε of one run per setting.",
+                "hyperparameter_search is not available in a private run: every trial would cost its own ε, and choosing "
+                "the best trial would cost more. Search with disable_dp=True on public data, or train one run per setting "
+                "and add up their ε.",
             )
         return super().hyperparameter_search(*args, **kwargs)

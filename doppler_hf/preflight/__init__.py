@@ -1,4 +1,4 @@
-"""All that is checked before the first step, so that a mistake costs no ε.
+"""All checks before the first step, so that a mistake costs no ε.
 
 - order: which checks there are, and when each is made
 - trainer: the trainer's methods, its optimizer, and a checkpoint
@@ -10,11 +10,11 @@
 - values, limits: numbers of the data that the model cannot take
 - model: models that are refused by their settings
 - examples: losses and the engine's gradients of a few examples, against plain autograd
-- autograd_check: how these are compared
+- autograd_check: how the check of `examples` compares them
 - loss: whether the model's own loss is the one that is trained
 - loop: the optimizer and the learning rate
 - saved_weights: whether the saved files will hold the model that is trained
 - rehearsal: a small evaluation and checkpoint
 - metrics: compute_metrics on the labels of the whole evaluation set
-- user_errors: errors of the user's own code later, with their reason
+- user_errors: reasons for errors that the user's own code raises later
 """

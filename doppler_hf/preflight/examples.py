@@ -1,12 +1,12 @@
-"""The check before the first step: some examples of the training set, through the user's own model, loss and collator.
+"""Run some examples of the training set through the user's model, loss and collator before the first step.
 
-- Three passes of two examples in training mode, dropout included: no layer and no loss has random numbers of its own.
-- Short examples in one batch, eight or as many as a micro-batch has if that is affordable: no loss has a gradient in others'
-  rows, and none changes with the examples beside it. The second is looked at with moved weights too, since the first ones
-  may hide what a layer does.
-- A short and the longest example: losses and the engine's gradients are compared with plain autograd on each alone.
+- Three passes with two examples in training mode, dropout included, check that no layer or loss has its own random numbers.
+- A batch of short examples (eight, or as many as a micro-batch has if that is affordable) checks that no loss has a gradient
+  in the rows of other examples, and that no loss changes with the other examples. The second check is repeated with moved
+  weights, since the initial weights may hide what a layer does.
+- A short and the longest example check losses and the engine's gradients against plain autograd on each example alone.
 
-This finds what couples examples (norms and means over the batch or its tokens, ranks, counts and capacities, padding,
+This finds whatever couples examples (norms and means over the batch or its tokens, ranks, counts and capacities, padding,
 collators that mix rows), statistics that a forward pass keeps, seeded noise, and a wrong rule of the engine.
 
 Nothing about the examples is released: the outcome depends on model, loss, data set and collator.
@@ -44,19 +44,19 @@ from doppler_hf.run.own_code import overrides
 from doppler_hf.run.precision import rounding_of
 from doppler_hf.run.private_run import PrivateRun
 
-# Multiplications of a batch of short examples: a fraction of a second. As many examples as a micro-batch has take more if
-# the model is large.
+# The most multiplications for a batch of short examples, which take a fraction of a second. In a large model, as many
+# examples as a micro-batch has would take more.
 _MOST_ON_CPU: Final = 6e9
 _MOST_ON_ACCELERATOR: Final = 6e11
 _MOST_ROWS: Final = 256
 # Losses with random numbers are compared in batches of unusual sizes, some of them larger than eight.
 _ENOUGH: Final = 19
-# With more weights than these, outside of tables, a pass of a single example takes too long on a CPU to look at many.
+# With more weights than this, not counting embeddings, a pass of one example takes too long on a CPU to check many.
 _FEW_WEIGHTS: Final = 1 << 24
 
 
 def check_examples(run: PrivateRun, trainer: Any) -> None:
-    """Check the attached engine, the loss and what is trained; refusals name the layer or tensor at fault."""
+    """Check the attached engine, the loss and the trained parameters; refusals name the layer or tensor at fault."""
     args = trainer.args
     if not args.grad_sample_self_check:
         return
@@ -69,7 +69,7 @@ def check_examples(run: PrivateRun, trainer: Any) -> None:
 
 @contextlib.contextmanager
 def multiply_adds(model: nn.Module) -> Iterator[list[int]]:
-    """Yield a list that gets the multiplications of each layer in the block: outputs times the weights of each."""
+    """Yield a list that collects the multiplications of each layer in the block: outputs times weights per output."""
     counted: list[int] = []
 
     def count(module: nn.Module, _args: Any, output: Any) -> None:
@@ -92,11 +92,11 @@ class _Comparison:
     def __init__(self, run: PrivateRun, trainer: Any) -> None:
         self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
         self.weights_of = run.weights_of
-        self.most_rows = trainer.args.per_device_train_batch_size  # of a micro-batch
+        self.most_rows = trainer.args.per_device_train_batch_size  # the most rows in a micro-batch
         self.tolerance = rounding_of(trainer.model, trainer.accelerator.mixed_precision)
         self.has_own_loss = trainer.has_own_loss
         self.has_users_loss = overrides(trainer, "compute_per_sample_loss")
-        # Short examples, and the same in one batch.
+        # `whole` has the short examples of `rows` in one batch.
         self.rows, self.whole = self.probe.short, self.probe.collated(self.probe.short)
 
     @property
@@ -105,14 +105,14 @@ class _Comparison:
 
     @functools.cached_property
     def _is_cheap(self) -> bool:
-        """Return whether a pass of a few examples takes next to no time."""
+        """Return whether a pass of a few examples takes almost no time."""
         layers = (module for module in self.model.modules() if not isinstance(module, nn.Embedding))
         weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
         return weights <= _FEW_WEIGHTS or not _is_on_cpu(self.model)
 
     def names_reached(self) -> set[str]:
         """Compare, and return the names of the trained parameters that a loss reaches."""
-        # TF32, which is cuDNN's default, would round more than the tolerance.
+        # TF32 is cuDNN's default and would round more than the tolerance.
         with away_from_zero(self.model), highest_conv_precision(), highest_matmul_precision():
             with without_dropout(self.model), nothing_written(self.model, again=self._is_random):
                 self._take_as_many_as_are_affordable()
@@ -126,12 +126,13 @@ class _Comparison:
                 except ValueError:
                     if not self._is_random():
                         raise
-            with in_evaluation_mode(self.model):  # its chance is no attribute
+            with in_evaluation_mode(self.model):  # its randomness does not come from an attribute that could be set to 0
                 if not self._is_random():
                     return self._compared(*self._place_of_coupling())
         print(
-            "The model or its loss draws random numbers in evaluation mode too, so losses together and alone cannot be "
-            "compared. `doppler-hf check` tests whether each depends on its example alone."
+            "The model or its loss draws random numbers even in evaluation mode, so this check cannot compare the losses of "
+            "a batch with those of single records. Run `doppler-hf check` to test whether each loss depends only on its own "
+            "record."
         )
         _, place = self._place_of_coupling()
         if place is not None:
@@ -141,13 +142,13 @@ class _Comparison:
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
 
     def _take_as_many_as_are_affordable(self) -> None:
-        """Take as many examples as a micro-batch has, if the model is small enough for a fraction of a second."""
+        """Take as many examples as a micro-batch has, if the model computes them in a fraction of a second."""
         affordable = 0.0
         if self._is_cheap:
             with self.clipped.unwatched(), torch.no_grad(), multiply_adds(self.model) as counted:
                 self.losses_of(self.probe.collated(self.probe.short[:1]))
             affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
-        # A loss of the user's own may choose among as many as a micro-batch has, such as the hardest eight.
+        # A user's loss may choose among all examples of a micro-batch, such as the hardest eight.
         least = min(self.most_rows, 4 * SHORT) if self.has_own_loss else SHORT
         number = max(SHORT, least, min(self.most_rows, _MOST_ROWS, int(affordable)))
         self.rows = self.probe.distinct(number)
@@ -165,8 +166,8 @@ class _Comparison:
         if not losses.isfinite().any():
             raise Refusal(
                 "no-finite-loss",
-                "The loss of an example must be finite, got none that is: nothing would be learnt. Look for NaN and "
-                "infinities in the weights and the data, and for a division by zero in the loss.",
+                "None of the tried records has a finite loss, so nothing would be learnt. Look for NaN and infinite values "
+                "in the weights and the data, and for a division by zero in the loss.",
             )
         if place is not None:
             with self.clipped.unwatched():
@@ -195,7 +196,7 @@ class _Comparison:
                 batches = self._with_numbers_of_examples(batches)
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
             reason, is_seen = None, False
-            # With moved weights the loss may fail, as one of numbers between 0 and 1, or overflow.
+            # With moved weights the loss may fail or overflow, such as a loss that expects numbers between 0 and 1.
             with moved_weights(self.model), contextlib.suppress(Exception):
                 reason, is_seen = batches.why_losses_change(), True
             if reason is None and (is_cheap or not is_seen):
@@ -210,33 +211,33 @@ class _Comparison:
             if is_dropped:
                 raise Refusal(
                     "nan-spreads",
-                    "The loss of one example changes if that of another is NaN, so that one record would move what all "
-                    "others contribute. Return losses as they are, without isfinite().all() or a choice among them: an "
-                    "example whose gradient is not finite counts as zero by itself.",
+                    "The loss of one record changes if the loss of another record is NaN, so one record would change what "
+                    "all others contribute. Return the losses as they are, without isfinite().all() or a selection: a "
+                    "record whose gradient is not finite automatically counts as zero.",
                 )
 
     def _refuse_weights_of_others(self, batches: Batches) -> None:
-        """Refuse weights that come with the losses and change with the examples beside them, as a count of classes does."""
+        """Refuse weights, returned with the losses, that change with the other examples, such as counts of classes."""
         with self.clipped.unwatched():
             if self.weights_of(self.whole) is None:
                 return
-            weights_of: Any = self.weights_of  # which has some
+            weights_of: Any = self.weights_of  # it returns weights and not None
             of_weights = batches._replace(losses_of=weights_of, norms_by=None, most_alone=SHORT)
             if of_weights.why_losses_change() is None:
                 return
         raise Refusal(
             "weights-of-others",
-            "The weight of one example changes with the examples beside it, so one record would change what others "
-            "contribute. Compute each weight from its own example and from constants, such as class frequencies that are "
-            "public.",
+            "The weight of one record changes with the other records of the batch, so one record would change what the "
+            "others contribute. Compute each weight from its own record and from constants, such as public class "
+            "frequencies.",
         )
 
     def _with_numbers_of_examples(self, batches: Batches) -> Batches:
-        """Return batches in which each example has random numbers of its own, or a place has if that is not possible."""
+        """Return batches in which each example has its own random numbers, or else each place in the batch has."""
         shapes = [parameter.shape for parameter in self.model.parameters()]
         shapes += [value.shape[1:] for value in self.whole.values() if isinstance(value, Tensor)]
         tables = {module.num_embeddings for module in self.model.modules() if isinstance(module, nn.Embedding)}
-        usual = {length for shape in shapes for length in shape} - tables  # nothing is drawn for a whole vocabulary
+        usual = {length for shape in shapes for length in shape} - tables  # no layer draws numbers for a whole vocabulary
         most, least = (unusual_size(max(self.number, _ENOUGH), usual=usual, is_least=each) for each in (False, True))
         if most is None or least is None:
             return batches._replace(chance="of places")
@@ -255,7 +256,7 @@ class _Comparison:
 
 @contextlib.contextmanager
 def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
-    """Refuse a forward pass that keeps statistics in buffers or parameters, or replaces layers; `again` makes one more."""
+    """Refuse a forward pass that keeps statistics in buffers or parameters, or replaces layers; `again` runs another one."""
     layers, buffers = dict(model.named_modules()), _copies(model)
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     rewritten = {parameter: sums_of_bytes(parameter.detach()).tolist() for parameter in adapted_parameters(model)}
@@ -264,8 +265,9 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     if replaced:
         raise Refusal(
             "layers-replaced",
-            f"A forward pass must leave the layers of a model in place, got one that replaces {replaced[0]!r} for all later "
-            "batches. Choose a setting with which it does not (for BigBird: attention_type='original_full').",
+            f"The forward pass replaces the layer {replaced[0]!r} for all later batches, depending on the data, which a "
+            "private run does not allow. Choose a setting that keeps the layer (for BigBird: "
+            "attention_type='original_full').",
         )
     written = [
         name
@@ -275,15 +277,15 @@ def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterato
     ]
     changed = _changed(model, buffers)
     if changed:
-        # A table that grows with the longest example, such as one of positions, stays as it is the next time.
+        # A table that grows with the longest example, such as a table of positions, does not change in a second pass.
         first, saved = _copies(model), model.state_dict().keys()
         again()
         written += [name for name in changed if name in saved] + _changed(model, first)
     if written:
         raise Refusal(
             "buffers-written",
-            f"The forward pass writes {written[0]!r}, which would keep statistics of the data that are neither clipped nor "
-            "noised. Replace the layer by one that keeps none.",
+            f"The forward pass writes to {written[0]!r}, which would keep statistics of the data without clipping or noise. "
+            "Replace the layer by one that keeps no statistics.",
         )
 
 
@@ -296,15 +298,15 @@ def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
 
 
 def reached_by(inputs: Inputs, model: nn.Module, losses_of: Losses, *, names: Set[str]) -> set[str]:
-    """Return those of some trained parameters that the losses of a batch reach in training, with dropout and all else."""
+    """Return which of these trained parameters get a gradient from a batch in training mode, dropout included."""
     model.train()
     return {*gradients_of(losses_of(inputs), {name: model.get_parameter(name) for name in names})}
 
 
 def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unreached: Set[str]) -> None:
-    """Refuse trained parameters that no loss reaches: noise alone would move them."""
+    """Refuse trained parameters that no loss reaches, since only noise would change them."""
     never = {*unreached}
-    # Of more examples than were compared, such as for experts that few of them reach.
+    # More examples than were compared may reach them, such as experts that few examples use.
     for inputs in probe.further():
         never -= reached_by(inputs, model, losses_of, names=never)
         if not never:
@@ -314,14 +316,13 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
         lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
         raise Refusal(
             "unreached-parameters",
-            f"Trained parameters must be reached by a loss, got {listed(name for name, _ in tops)}, which no loss reaches: "
-            f"noise alone would move them. Freeze them before trainer.train(): {lines}. Or set "
-            "train_unreached_parameters=True.",
+            f"No loss of the tried records depends on {listed(name for name, _ in tops)}, so only noise would change these "
+            f"parameters. Freeze them before trainer.train(): {lines}. Or set train_unreached_parameters=True.",
         )
 
 
 def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
-    """Return the outermost module around a parameter of which no trained one is reached, or the parameter itself."""
+    """Return the outermost module around a parameter in which no trained parameter is reached, or the parameter itself."""
     trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
     parts = name.split(".")
     for end in range(1, len(parts)):

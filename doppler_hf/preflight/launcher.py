@@ -1,6 +1,6 @@
 """Settings that come from `accelerate launch`, its configuration file, or an Accelerator of the script's own.
 
-They reach the trainer past the arguments, so that the accelerator is asked what it will do.
+These settings bypass the arguments, so the checks ask the accelerator what it will do.
 """
 
 import os
@@ -18,40 +18,40 @@ _IN_PARTS: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Dist
 
 
 def refuse_autocast_around_training(args: DopplerTrainingArguments) -> None:
-    """Refuse a `torch.autocast` block around `train`, which the engine's own sums and the optimizer would run in, too."""
+    """Refuse a `torch.autocast` block around `train`, since the engine's sums and the optimizer would run in it, too."""
     if torch.is_autocast_enabled(args.device.type):
         dtype = str(torch.get_autocast_dtype(args.device.type)).removeprefix("torch.")
         raise Refusal(
             "autocast-around-training",
-            f"train() was called with torch.autocast to {dtype} switched on, which would round the sums of gradients and "
-            "the noise as well as the model. Leave autocast out, and set bf16=True in the arguments: the model then "
-            "computes in bfloat16, and nothing else does.",
+            f"train() was called inside torch.autocast ({dtype}), which would round the sums of gradients and the noise as "
+            "well as the model. Call train() outside of it, and set bf16=True in the arguments: then only the model "
+            "computes in bfloat16.",
         )
 
 
 def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator: Any) -> None:
-    """Refuse what a private run cannot have, or would not do, wherever it was set."""
+    """Refuse settings that break or do not affect a private run, wherever they were set."""
     state, precision = accelerator.state, accelerator.mixed_precision
     if precision in IMPRECISE or accelerator.scaler is not None:
         precision = precision if precision in IMPRECISE else "fp16"
         raise Refusal(
             "launcher-precision",
             f"Mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
-            "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file, "
-            "ACCELERATE_MIXED_PRECISION, or an Accelerator that the script made. Set bf16 or no there.",
+            "It was set by `accelerate launch --mixed_precision`, accelerate's configuration file, "
+            "ACCELERATE_MIXED_PRECISION, or an Accelerator that the script made. Set it to bf16 or no there.",
         )
     if args.bf16 and precision != "bf16":
         raise Refusal(
             "launcher-precision",
-            f"bf16=True has no effect: the accelerator was made with mixed precision {precision}. Set bf16 before the "
-            "trainer is made, or where the accelerator gets its precision.",
+            f"bf16=True has no effect, because the accelerator was made with mixed precision {precision}. Set bf16 before "
+            "the trainer is made, or set it where the accelerator gets its precision.",
         )
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
         raise Refusal(
             "launcher-compiles",
             f"The launcher's dynamo backend {state.dynamo_plugin.backend.value.lower()} cannot be used with differential "
-            "privacy: torch compiles no layer that notes per-sample gradients. Leave out --dynamo_backend and "
-            "ACCELERATE_DYNAMO_BACKEND. Frozen modules you may compile yourself.",
+            "privacy: torch cannot compile layers that compute per-sample gradients. Leave out --dynamo_backend and "
+            "ACCELERATE_DYNAMO_BACKEND. You may still compile frozen modules yourself.",
         )
     if (
         accelerator.distributed_type in _IN_PARTS
@@ -61,8 +61,9 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
         what = accelerator.distributed_type.value if accelerator.distributed_type in _IN_PARTS else "a parallelism_config"
         raise Refusal(
             "launcher-parallelism",
-            f"The accelerator has {what}, which cannot be used with differential privacy: one process must see an example "
-            "whole. Start with recipes/accelerate/ddp.yaml, or for weights in shards with recipes/accelerate/fsdp2.yaml.",
+            f"The accelerator uses {what}, which cannot be used with differential privacy: clipping needs the whole "
+            "gradient of a record in one process. Launch with recipes/accelerate/ddp.yaml, or with "
+            "recipes/accelerate/fsdp2.yaml to shard the weights.",
         )
     if getattr(state, "downcast_bfloat", False):
         raise Refusal(
@@ -74,7 +75,7 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
     if steps not in ("1", "auto", str(args.gradient_accumulation_steps)):
         raise Refusal(
             "launcher-accumulation",
-            f"The launcher's gradient_accumulation_steps={steps} has no effect, and the batch would be smaller than it "
-            f"seems: the arguments have {args.gradient_accumulation_steps}. Set gradient_accumulation_steps={steps} in the "
-            "arguments, or leave it out of the launcher.",
+            f"The launcher sets gradient_accumulation_steps={steps}, but a private run uses the value of the arguments "
+            f"({args.gradient_accumulation_steps}), so the batch would be smaller than you expect. Set "
+            f"gradient_accumulation_steps={steps} in the arguments, or remove it from the launcher.",
         )

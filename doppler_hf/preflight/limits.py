@@ -1,4 +1,4 @@
-"""What a model of transformers takes of the columns of a data set: token ids, types, positions, lengths and labels."""
+"""The values that a Transformers model accepts in each column of a data set: token ids, types, lengths and labels."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,21 +13,21 @@ from doppler_hf.privacy import losses
 from doppler_hf.privacy.batching.columns import LABELS
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
-# How transformers' models name a table of positions, which stands beside that of the tokens.
+# Transformers' models name their table of positions like this. It is in the same module as the table of tokens.
 _POSITIONS: Final = ("embed_positions", "position_embedding", "position_embeddings", "positions_embed", "wpe")
 
 _REFUSED_TYPES: Final = {"no booleans": "b", "no whole numbers": "iub"}  # kinds of NumPy's dtypes
 
 
 class Limit(NamedTuple):
-    """What a model takes of a column: numbers, or lengths of rows, from 0 to less than `end`."""
+    """The values that a model accepts in a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
     kind: Literal["numbers", "lengths", "not empty", "no booleans", "no text", "no whole numbers"]
     end: int
-    fix: str  # as a sentence without its point
-    is_ignoring: bool = False  # whether there may be -100, too
-    no_place: int | None = None  # the token that takes no position, and so does not count
+    fix: str  # a sentence without its full stop
+    is_ignoring: bool = False  # whether -100 is accepted, too
+    no_place: int | None = None  # a token that takes no position and does not count for the length
 
     def is_exceeded(self, found: np.ndarray) -> bool:
         """Return whether one of these numbers, or lengths, is out of range."""
@@ -42,12 +42,12 @@ class Limit(NamedTuple):
         return bool(((found >= self.end) | ((found < 0) & ~(self.is_ignoring & (found == IGNORED_LABEL)))).any())
 
     def is_exceeded_in(self, row: Any) -> bool:
-        """Return whether it is in a row, or in a batch of one, in which labels may have the model's name for them."""
+        """Return whether a row, or a batch of one row, exceeds the limit; its labels may be called `labels`."""
         names = (self.column, *(("labels",) if self.column in LABELS else ()))
         value = next((row[name] for name in names if isinstance(row, Mapping) and name in row), None)
         if value is None:
             return False
-        if isinstance(value, list) and value and isinstance(value[0], list):  # choices, of lengths of their own
+        if isinstance(value, list) and value and isinstance(value[0], list):  # a row of several choices
             return any(self.is_exceeded_in({self.column: each}) for each in value)
         found = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         if self.kind in ("lengths", "not empty"):
@@ -57,35 +57,35 @@ class Limit(NamedTuple):
         return self.is_exceeded(found)
 
     def refusal(self, name: str, hint: str) -> Refusal:
-        """Return the error of the data set `name`, without any number or position of an example: messages end in logs."""
+        """Return the error for the data set `name`, without any value or row number: messages end up in logs."""
         words, got = {
-            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "others"),
-            "lengths": (f"at most {self.end - 1:,} tokens in a row, as many as the model has positions", "more"),
-            "not empty": ("a token in each row", "none"),
-            "no booleans": ("numbers of classes", "True or False"),
-            "no text": ("numbers of classes", "words"),
+            "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "other values"),
+            "lengths": (f"at most {self.end - 1:,} tokens per row (the model's positions)", "more"),
+            "not empty": ("at least one token per row", "none"),
+            "no booleans": ("class numbers", "True or False"),
+            "no text": ("class numbers", "text"),
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
         }[self.kind]
         fix = self.fix.replace("train_dataset", name)
         return Refusal(
             "values-out-of-range",
-            f"The column {self.column!r} of {name} must have {words}, got {got} in some rows. {fix}." + hint,
+            f"Column {self.column!r} of {name}: expected {words}; got {got} in some rows. {fix}." + hint,
         )
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
-    """Return the limits of a Transformers model for its columns; of another model nothing is known."""
+    """Return the limits of a Transformers model for its columns; nothing is known about other models."""
     base = losses.without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         return
     decoder = base.get_decoder() if base.config.is_encoder_decoder else None
     ids = "Call model.resize_token_embeddings(n) for an n above every id, or tokenize with the model's own tokenizer"
     for column, of in (("input_ids", base), ("decoder_input_ids", decoder)):
-        with contextlib.suppress(NotImplementedError):  # of models of two parts, such as CLIP
-            # Models of sound have no such table, nor a method that says so.
+        with contextlib.suppress(NotImplementedError):  # models with two parts, such as CLIP, raise it
+            # Audio models have no table of tokens, and their method returns something else.
             if column in columns and isinstance(of, PreTrainedModel) and (end := _size(of.get_input_embeddings())):
                 yield Limit(column, "numbers", end, ids)
-                if of is base:  # which takes an empty text beside others, padded, but not alone
+                if of is base:  # it accepts an empty text when padded beside other texts, but not alone
                     without = f"train_dataset.filter(lambda row: len(row[{column!r}]) > 0)"
                     yield Limit(column, "not empty", end, f"Leave them out: {without}")
     in_decoder = set() if decoder is None else set(decoder.modules())
@@ -97,7 +97,7 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
         is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
         if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
             for positions in (tables[name] for name in _POSITIONS if name in tables):
-                # BART's begin at an offset, RoBERTa's behind the row of the padding, which takes no position.
+                # BART's positions begin at an offset. RoBERTa's begin after the row of the padding, which takes no position.
                 longest = positions.num_embeddings - vars(positions).get("offset", 0) - losses.places_of_prompt(model)
                 longest -= 0 if positions.padding_idx is None else positions.padding_idx + 1
                 fix = f"Tokenize with truncation=True and max_length={longest}"
@@ -123,11 +123,11 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         if end == 1 or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():
-        without = f". Rows without a class leave out: train_dataset.filter(lambda row: row[{column!r}] >= 0)"
-        without = without if task is None else f". A token without a class has the label {IGNORED_LABEL}"
+        without = f". Remove rows without a class: train_dataset.filter(lambda row: row[{column!r}] >= 0)"
+        without = without if task is None else f". Use the label {IGNORED_LABEL} for tokens without a class"
         yield Limit(column, "numbers", end, fix + without, is_ignoring=True)
         lists = f"datasets.Sequence(datasets.Value({'float32' if task is None else 'int64'!r}))"
-        cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64')), or of lists {lists}"
+        cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64')), or with {lists} for lists"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
         encode = f"train_dataset.class_encode_column({column!r})"
         if task is not None:
@@ -138,7 +138,7 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
 
 
 def _size(table: Any) -> int:
-    """Return the rows of an embedding, or the classes of a head, maybe in an adapter; Idefics has more in a second part."""
-    parts = table.modules() if isinstance(table, nn.Module) else ()  # Perceiver's is a parameter
+    """Return the rows of an embedding, or the classes of a head, maybe in an adapter; Idefics has two parts to add up."""
+    parts = table.modules() if isinstance(table, nn.Module) else ()  # Perceiver's table is a parameter
     sizes = [vars(part)[name] for part in parts for name in ("num_embeddings", "out_features") if name in vars(part)]
     return (sum if isinstance(table, nn.Embedding | nn.Linear) else max)(sizes or [0])

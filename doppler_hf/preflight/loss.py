@@ -1,8 +1,8 @@
 """Compare the loss that `Trainer` would train with the loss that a private run trains and evaluates.
 
-The rule of `privacy.losses` follows from the model's class and not from its forward. What that adds or changes (class
-weights, a penalty, labels that are not shifted) would fall away without a sign. They are compared on a batch of several
-examples: in the mean of a single one class weights cancel out.
+The rule of `privacy.losses` follows from the model's class and not from its forward. Whatever the forward adds or changes
+(class weights, a penalty, labels that are not shifted) would be lost silently. The two losses are compared on a batch of
+several examples, because class weights cancel out in the mean of a single example.
 """
 
 import inspect
@@ -24,31 +24,31 @@ from doppler_hf.run.own_code import overrides
 from doppler_hf.run.precision import rounding_of
 from doppler_hf.run.private_run import PrivateRun
 
-# The cosine from which two gradients count as parallel, and from which ratio on factors count as different.
+# Two gradients count as parallel from this cosine on, and factors count as different from this ratio on.
 _ALONG: Final = 0.999
 _DIFFERENT: Final = 1.05
 
 
 def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
-    """Refuse labels of which the rule for the model's class counts none."""
+    """Refuse labels that the rule for the model's class would all ignore."""
     if not trainer.has_own_loss:
         run.probe.refuse_ignored_labels()
 
 
 def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:
-    """Refuse a collator that makes True and False of the classes, of which torch has no cross-entropy."""
+    """Refuse a collator that returns classes as True and False, since torch has no cross-entropy for booleans."""
     labels = run.probe.collated(run.probe.short).get("labels")
     is_of_truth = isinstance(labels, Tensor) and labels.dtype == torch.bool
     if is_of_truth and not trainer.has_own_loss and rules.has_one_label(without_adapters(trainer.model), labels):
         raise Refusal(
             "labels-of-truth-values",
-            "data_collator must return the numbers of classes as labels, got torch.bool. Return labels.long(), or override "
+            "data_collator must return class numbers as labels, got torch.bool. Return labels.long(), or override "
             "compute_per_sample_loss.",
         )
 
 
 def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
-    """Refuse a model whose own loss, which `Trainer` would train, is no mean of the per-example losses trained here."""
+    """Refuse a model whose own loss, which `Trainer` would train, is not the mean of the per-sample losses trained here."""
     if trainer.has_own_loss:
         return
     with without_dropout(trainer.model), run.unwatched():
@@ -60,7 +60,7 @@ def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:
 
 
 def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
-    """Note a loss of the user's own that is the class's one times factors, which automatic clipping cancels."""
+    """Note a user's loss that is the built-in loss times a factor per example, since automatic clipping cancels factors."""
     model, base = trainer.model, without_adapters(trainer.model)
     args = trainer.args
     if args.clipping != "automatic" or not args.grad_sample_self_check:
@@ -90,14 +90,14 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     if not len(factors) or bool((along < _ALONG).any()) or float(factors.max()) < _DIFFERENT * float(factors.min()):
         return
     run.notes.append(
-        "Your loss is the model's own cross-entropy times a factor for each example (class weights, focal loss). With "
-        "clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. Return "
-        "(losses, weights) with weights from 0 to 1, which are applied after clipping"
+        "compute_per_sample_loss returns the model's cross-entropy times a factor per record (class weights, focal loss). "
+        "With clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. "
+        "Return (losses, weights) with weights from 0 to 1, which are applied after clipping"
     )
 
 
 def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
-    """Refuse a model whose own loss on a batch is no mean of its per-example losses, up to a share of it."""
+    """Refuse a model whose own loss on a batch is not the mean of its per-sample losses, up to a relative tolerance."""
     accepted = inspect.signature(base_model.forward).parameters
     name = type(base_model).__name__ + ("" if model is base_model else " with its adapters")
     if {"labels", *rules.ANSWER}.isdisjoint(accepted) and not any(
@@ -112,19 +112,19 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
         with torch.no_grad(), filled_generators(0), rules.outputs_by_name(base_model):  # the same dropout
             outputs = model(**inputs)
     except (RuntimeError, ValueError, IndexError, TypeError, NameError) as error:
-        if "device" in str(error):  # a tensor that was left on another one is torch's to name
+        if "device" in str(error):  # torch's own message names a tensor on another device better
             raise
         raise Refusal(
             "forward-without-labels",
-            # Not the error's words, which may hold the sizes of examples: messages end in logs.
-            f"The forward of {name} must take `labels`, as Transformers calls it, got a {type(error).__name__} from it. "
-            "Override compute_per_sample_loss, and call the model without them.",
+            # The message leaves out the error's words, which may hold the sizes of examples: messages end up in logs.
+            f"{name}.forward failed with a {type(error).__name__} when it was called with `labels`, as Transformers calls "
+            "it. Override compute_per_sample_loss, and call the model without labels there.",
         ) from error
     own = rules.named_outputs(outputs, has_loss=True).get("loss")
     if not isinstance(own, Tensor) or own.ndim > 0 or not own.isfinite():
         return
     task = rules.task_of(base_model)
-    # The first token is no target of a causal model, except behind a prompt.
+    # The first token is not a target of a causal model, except after a prompt.
     first = int(task == "causal_lm" and not rules.places_of_prompt(model))
     has_tokens = task is not None and task not in rules.WITHOUT_TOKENS
     labelled = (inputs["labels"] != IGNORED_LABEL)[:, first:].sum(dim=1) if has_tokens else None
@@ -136,20 +136,20 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
         own = own / len(losses)
     labels = inputs.get("labels")
     if labelled is None and isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point():
-        labelled = labels != IGNORED_LABEL  # Transformers' mean leaves out what has no class
+        labelled = labels != IGNORED_LABEL  # Transformers' mean leaves out rows without a class
     weights = [torch.ones_like(losses), *([] if labelled is None else [labelled.to(losses)])]
     if not any(torch.allclose(own.to(losses), (losses @ weight) / weight.sum(), rtol=tolerance) for weight in weights):
         raise Refusal(
             "another-loss",
-            f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
-            "Override compute_per_sample_loss to return it for each example.",
+            f"{name}.forward computes a different loss than the built-in per-sample loss for this model class, which a "
+            "private run would train. Override compute_per_sample_loss to return the forward's loss for each row.",
         )
 
 
 def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a micro-batch of question answering whose padding counts as text, with every answer in the text.
 
-    The rule leaves out positions outside of the text, and Transformers takes padding for text: they agree only here.
+    The rule leaves out positions outside of the text, and Transformers counts padding as text, so they agree only here.
     """
     if "attention_mask" not in inputs:
         return inputs

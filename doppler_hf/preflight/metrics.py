@@ -1,7 +1,7 @@
-"""Try `compute_metrics` on the labels of the whole evaluation set, before anything is spent.
+"""Try `compute_metrics` on the labels of the whole evaluation set, before any ε is spent.
 
-A score may fail on the whole set alone: for a class that few rows have, a group that is incomplete, or a single class that
-leaves it undefined. The labels are read without the model, and the predictions are those of a few rows, repeated.
+A metric may fail only on the whole set: for a class that few rows have, a group that is incomplete, or a single class that
+leaves it undefined. The labels are read without the model, and the predictions for a few rows are repeated for all rows.
 """
 
 import time
@@ -16,15 +16,15 @@ from doppler_hf.privacy.batching.columns import LABELS, is_stored
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
-_MOST_NUMBERS: Final = 1 << 24  # of made-up predictions
-_MOST_SECONDS: Final = 0.3  # for labels of data that make their rows
+_MOST_NUMBERS: Final = 1 << 24  # the largest size of the repeated predictions
+_MOST_SECONDS: Final = 0.3  # the time for reading labels from data sets that compute their rows
 _FIRST_ROWS: Final = 16
 
 Metrics = dict[str, Any]
 
 
 class Watched:
-    """A `compute_metrics` that keeps what it was called with, and its errors, which its caller does not see."""
+    """A `compute_metrics` that records its arguments and its errors, and never raises."""
 
     def __init__(self, function: Callable[[EvalPrediction], Metrics]) -> None:
         self.function = function
@@ -50,14 +50,14 @@ def on_all_labels(
     rows: Sequence[int],
     names: list[str],
 ) -> Metrics | None:
-    """Return the metrics of a whole set for made-up predictions; None if its labels cannot be read without the model.
+    """Return the metrics of a whole set for repeated predictions, or None if its labels cannot be read without the model.
 
     Args:
         function: The user's `compute_metrics`.
-        few: What it was called with for a few rows.
+        few: The argument with which it was called for a few rows.
         dataset: The whole evaluation set.
         rows: The numbers of the few rows in it.
-        names: Of the labels, as Transformers knows them.
+        names: The names of the labels, as Transformers knows them.
     """
     if few.inputs is not None or few.label_ids is None or not has_length(dataset):
         return None
@@ -67,7 +67,7 @@ def on_all_labels(
         return None
     found = []
     for column, own in zip(columns, of_few, strict=True):
-        # A collator may make other labels of what is stored. Then nobody knows those of the whole set.
+        # A collator may change the stored labels. Then the labels of the whole set are unknown.
         if column is None or not isinstance(own, np.ndarray) or len(own) != len(rows) or not _same(column[rows], own):
             return None
         found.append(column.astype(own.dtype))
@@ -81,7 +81,7 @@ def on_all_labels(
 
 
 def all_labels(dataset: Any, name: str) -> np.ndarray | None:
-    """Return one kind of label of all rows, filled up to one length; None if it takes too long or they are no numbers."""
+    """Return one kind of label of all rows, padded to one length; None if it takes too long or labels are not numbers."""
     aliases = LABELS if name in LABELS else (name,)
     if is_stored(dataset):
         column = next((each for each in aliases if each in dataset.column_names), None)
@@ -100,7 +100,7 @@ def all_labels(dataset: Any, name: str) -> np.ndarray | None:
 
 
 def _filled(values: Any) -> np.ndarray | None:
-    """Return numbers, or lists of them that are filled up as Transformers does."""
+    """Return an array of numbers, or of lists of numbers padded as Transformers does."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values if values.dtype.kind in "iufb" else None
     rows = [np.asarray(each) for each in values]
@@ -115,7 +115,7 @@ def _filled(values: Any) -> np.ndarray | None:
 
 
 def _same(first: np.ndarray, second: np.ndarray) -> bool:
-    """Return whether labels are the same, up to what fills them up."""
+    """Return whether labels are the same, up to their padding."""
     if first.ndim != second.ndim:
         return False
     if first.ndim == 1:
@@ -126,7 +126,7 @@ def _same(first: np.ndarray, second: np.ndarray) -> bool:
 
 
 def _repeated(values: Any, size: int, *, own: tuple[int, ...], length: int | None) -> Any:
-    """Return the predictions of a few rows, repeated for all, and as long as the labels; None if they are too large."""
+    """Return the predictions for a few rows, repeated for all rows and as long as the labels; None if too large."""
     if isinstance(values, tuple | list):
         parts = [_repeated(each, size, own=own, length=length) for each in values]
         return None if any(part is None for part in parts) else type(values)(parts)

@@ -1,4 +1,4 @@
-"""Models that a private run refuses before its engine is attached, from their settings."""
+"""Checks of a model's settings, before the engine is attached."""
 
 import re
 import sys
@@ -15,11 +15,11 @@ from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
 from doppler_hf.run.private_run import PrivateRun
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
-# LayerDrop leaves out a layer of all rows, and SpecAugment rounds the number of its masks alike for all.
+# LayerDrop leaves out a layer for all rows, and SpecAugment rounds the number of its masks in the same way for all rows.
 _OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
-# PEFT's initial weights that are made of batches of a data set.
+# Values of PEFT's `init_lora_weights` that compute initial weights from batches of a data set.
 _OF_DATA: Final = ("eva", "corda", "lora_ga")
 
 
@@ -33,21 +33,22 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
     _refuse_quantized(model)
-    # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
+    # Sensitivity: each expert of NLLB's mixture takes so many tokens of the whole micro-batch, and leaves out the rest.
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
         raise Refusal(
             "expert-capacity",
             f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
-            "experts would drop tokens depending on the other examples. Load the model with from_pretrained(..., "
-            f"expert_capacity={ENOUGH_TOKENS}).",
+            "otherwise experts drop tokens of one record depending on the other records. Load the model with "
+            f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS}).",
         )
-    # Sensitivity: the inverse in its attention begins with the largest sum of columns in the whole micro-batch.
+    # Sensitivity: the inverse in Nyströmformer's attention begins with the largest sum of columns in the whole micro-batch.
     if any(vars(module).get("init_option") == "original" for module in model.modules()):
         raise Refusal(
             "maximum-over-batch",
-            "The init_option of Nyströmformer's attention must not be 'original' in a private run, which divides by a "
-            "maximum over the examples of a batch. Set it: for module in model.modules(): module.init_option = 'exact'.",
+            "Nyströmformer's attention has init_option='original', which divides by a maximum over all records of a batch, "
+            "so one record would change the gradients of the others. Change it: for module in model.modules(): "
+            "module.init_option = 'exact'.",
         )
     _refuse_shared_coins(model)
 
@@ -63,8 +64,8 @@ def _refuse_hooks_of_gradients(model: nn.Module) -> None:
         raise Refusal(
             "gradient-hook",
             f"The gradient of {listed(hooked)} has a hook (register_hook or register_post_accumulate_grad_hook). A private "
-            "gradient is made of the gradients of single examples and noise, so a hook has no effect on it, and noise would "
-            "move what the hook leaves out. Remove the hook. To train only the rows of new tokens, name them in PEFT: "
+            "run computes per-sample gradients and adds noise, so the hook has no effect, and the noise would also change "
+            "the weights that the hook masks. Remove the hook. To train only the rows of new tokens, use PEFT: "
             "TrainableTokensConfig(target_modules=[EMBEDDINGS], token_indices=[...]), or LoraConfig's "
             "trainable_token_indices.",
         )
@@ -75,16 +76,16 @@ def _refuse_mixed_adapters(model: nn.Module) -> None:
     if peft is not None and isinstance(model, peft.PeftMixedModel):
         raise Refusal(
             "mixed-adapters",
-            "The model is a PeftMixedModel, whose adapters of several kinds have no per-example loss here. Use adapters of "
-            "one kind: get_peft_model(model, config) without mixed=True.",
+            "The model is a PeftMixedModel. Mixing several kinds of adapters is not supported in a private run. Use "
+            "adapters of one kind: get_peft_model(model, config) without mixed=True.",
         )
 
 
-# Variants of LoRA whose layers compute more than LoRA's product: field of the config → name, and why it cannot train.
+# Variants of LoRA whose layers compute more than LoRA's product: field of the config → name, and why it cannot be trained.
 _VARIANTS: Final = {
-    "alora_invocation_tokens": ("aLoRA", "whose adapter begins in each example at another token"),
-    "velora_config": ("VeLoRA", "which compresses the activations of which gradients are made"),
-    "monteclora_config": ("MonteCLoRA", "which samples the adapter's weights once for all examples of a batch"),
+    "alora_invocation_tokens": ("aLoRA", "which starts the adapter at a different token in each record"),
+    "velora_config": ("VeLoRA", "which compresses the activations from which gradients are computed"),
+    "monteclora_config": ("MonteCLoRA", "which samples the adapter's weights once for all records of a batch"),
 }
 
 
@@ -93,7 +94,7 @@ def _refuse_variants_of_lora(model: nn.Module, config: Any) -> None:
         if getattr(config, field, None):
             raise Refusal(
                 "variant-of-lora",
-                f"The adapters are of {name}, {reason}, so that there are no per-sample gradients. Leave {field} out of the "
+                f"The adapters use {name}, {reason}, so per-sample gradients cannot be computed. Leave {field} out of the "
                 "LoraConfig.",
             )
     if getattr(config, "target_parameters", None):
@@ -105,35 +106,35 @@ def _refuse_variants_of_lora(model: nn.Module, config: Any) -> None:
         if wrapped:
             raise Refusal(
                 "weight-of-a-linear-layer",
-                f"The target_parameters name the weight of {listed(wrapped)}, a linear layer. PEFT then adds the adapter to "
-                "the weight itself, which leaves no per-sample gradients. Name the layer in target_modules instead.",
+                f"target_parameters names the weight of a linear layer ({listed(wrapped)}). PEFT then adds the adapter to "
+                "the weight itself, so per-sample gradients cannot be computed. Name the layer in target_modules instead.",
             )
 
 
 def _refuse_adapters(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
         _refuse_variants_of_lora(model, config)
-        if "orth_reg_weight" in vars(config):  # AdaLoRA's, which PEFT always adds
+        if "orth_reg_weight" in vars(config):  # PEFT always adds AdaLoRA's penalty
             raise Refusal(
                 "penalty-on-weights",
-                f"The adapters must not be of {type(config).__name__}, whose loss has a penalty on weights that is no "
-                "example's. Use LoraConfig.",
+                f"Adapters of {type(config).__name__} add a penalty on the weights to the loss, which belongs to no single "
+                "record, so it has no per-sample gradient. Use LoraConfig.",
             )
         # Privacy: such weights move with each record, before a step is counted.
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
             raise Refusal(
                 "adapters-of-data",
-                f"The init_lora_weights must not make the adapters' first weights of training data, which ε does not cover, "
-                f"got {kind!r}. Leave it out. Only if the data were public, say so before train(): "
+                f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does not "
+                "cover. Leave it out. If these data were public, say so before train(): "
                 f"model.peft_config[{name!r}].init_lora_weights = True.",
             )
 
 
 def _refuse_shared_coins(model: nn.Module) -> None:
-    # Sensitivity: a draw is cut into micro-batches by what is in it, so that one example more moves the borders, and
+    # Sensitivity: a draw is cut into micro-batches by what is in it, so that one more example moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
     shared: set[str] = set()
-    for owner in owners_of_options(model):  # a model copies what its config has, and the copy counts
+    for owner in owners_of_options(model):  # a model copies options from its config, and the copy counts
         is_masking = getattr(owner, "apply_spec_augment", True)
         for name, value in vars(owner).items():
             is_on = isinstance(value, float) and value > 0.0 and (is_masking or not name.startswith("mask"))
@@ -143,17 +144,17 @@ def _refuse_shared_coins(model: nn.Module) -> None:
         names = ", ".join(map(repr, sorted(shared)))
         raise Refusal(
             "shared-random-numbers",
-            f"{names} must be 0 in a private run: all rows of a micro-batch share these random numbers. Set them in the "
-            "model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, 'config', m)) "
-            f"for n in ({names},) if hasattr(o, n)].",
+            f"{names} must be 0 in a private run, because all records of a micro-batch share these random numbers. Set it "
+            "to 0 in the model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, "
+            f"'config', m)) for n in ({names},) if hasattr(o, n)].",
         )
-    # DeBERTa's and Funnel's, on tables of positions that have no batch.
+    # DeBERTa and Funnel have dropout on tables of positions, which have no batch dimension.
     of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]
     if of_tables:
         raise Refusal(
             "shared-random-numbers",
-            f"{listed(of_tables)} must have p = 0 in a private run: all rows of a micro-batch share this dropout. Set it: "
-            "[setattr(m, 'p', 0.0) for n, m in model.named_modules() "
+            f"{listed(of_tables)} must have p = 0 in a private run, because all records of a micro-batch share this "
+            "dropout. Set it to 0: [setattr(m, 'p', 0.0) for n, m in model.named_modules() "
             "if n.endswith(('pos_dropout', 'sin_dropout', 'cos_dropout'))].",
         )
 
@@ -171,24 +172,25 @@ def _refuse_quantized(model: nn.Module) -> None:
         raise Refusal(
             "int8-outliers",
             f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
-            "example changes how those of others are rounded. Load the model with "
+            "record changes how the activations of the others are rounded. Load the model with "
             "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0).",
         )
-    # On some CPUs an evaluation stores such weights anew, with other scales, and no gradient passes them from then on.
+    # On some CPUs an evaluation stores such weights again, with different scales. Then no gradient can pass through them.
     for name, module in modules.items():
         if isinstance(module, quantized.nn.Linear4bit) and module.weight.device.type == "cpu":
             is_packed = bool(vars(module.weight.quant_state).get("packing_format_for_cpu"))
             if is_packed or module.support_avx512bf16_for_cpu:
                 raise Refusal(
                     "weights-rewritten",
-                    f"The 4-bit weights of {name!r} must stay as they were loaded, got a layer that rewrites them in "
-                    "evaluations on this CPU. Load the model again, and set before it is used: for module in "
-                    "model.modules(): module.support_avx512bf16_for_cpu = False.",
+                    f"The layer {name!r} rewrites its 4-bit weights during evaluation on this CPU, after which no gradient "
+                    "passes through it. Load the model again, and before you use it run: for module in model.modules(): "
+                    "module.support_avx512bf16_for_cpu = False.",
                 )
 
 
 def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
-    # Sensitivity: such rotary embeddings change for every row of a batch with an example beyond the length of pretraining.
+    # Sensitivity: such rotary embeddings change for every row of a batch that has an example beyond the length of
+    # pretraining.
     limits = [limit for module in model.modules() for limit in _limits_of(module)]
     if not limits or probe.are_of_one_length:
         return
@@ -196,18 +198,19 @@ def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:
     if known is None or known > min(limits):
         raise Refusal(
             "positions-of-the-batch",
-            f"Examples must have at most {min(limits)} tokens with dynamic or long rotary embeddings, whose positions "
-            f"depend on the longest of a batch, got {'unknown lengths' if known is None else 'longer ones'}. Tokenize with "
-            f"max_length={min(limits)} beforehand, pad all to one length, or take another rope_type.",
+            f"Expected at most {min(limits)} tokens per record; got "
+            f"{'unknown lengths' if known is None else 'longer texts'}. Beyond that length, this model's rotary embeddings "
+            f"(dynamic or longrope) depend on the longest text of a batch. Tokenize with max_length={min(limits)} "
+            "beforehand, pad all texts to one length, or use another rope_type.",
         )
 
 
 def _limits_of(module: nn.Module) -> list[int]:
-    """Return up to which lengths the positions of a module's rotary embeddings stay, where they change beyond."""
+    """Return the lengths beyond which the positions of a module's rotary embeddings change."""
     config = vars(module).get("config")
     if "rope_type" not in vars(module) or config is None:
         return []
-    rope = config.rope_parameters  # of the model, or of each kind of layer
+    rope = config.rope_parameters  # one set for the model, or one for each kind of layer
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
     changing = [kind for kind in kinds if kind["rope_type"] in ("dynamic", "longrope")]
     return [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in changing]
@@ -219,20 +222,21 @@ def _refuse_trainable(model: nn.Module) -> None:
         raise Refusal(
             "nothing-trained",
             "All parameters of the model are frozen, so nothing would be trained. PEFT freezes the base model, and "
-            "merge_and_unload() leaves it frozen. Call model.requires_grad_(True) before the trainer is made, or train "
+            "merge_and_unload() leaves it frozen. Call model.requires_grad_(True) before you make the trainer, or train "
             "adapters: get_peft_model(model, LoraConfig(...)).",
         )
     for name, dtype in trainable.items():
         if dtype == torch.float16:
             raise Refusal(
                 "float16-parameters",
-                f"Trained parameters must not be in float16, got {name!r}: gradients of single examples leave its range. "
-                "Load the model with dtype=torch.float32, or torch.bfloat16.",
+                f"The trained parameter {name!r} is in float16, whose range is too small for per-sample gradients. Load the "
+                "model with dtype=torch.float32 or torch.bfloat16.",
             )
         # Sensitivity: noise of real numbers would leave the imaginary parts as they are.
         if dtype.is_complex:
             raise Refusal(
                 "not-real",
-                f"Trained parameters must be real numbers, got {name!r} of type {dtype}. Keep its real and its imaginary "
-                "part in the last dimension of a real one, and use torch.view_as_complex in the forward.",
+                f"The trained parameter {name!r} is complex ({dtype}), but the noise is real and would protect only its "
+                "real part. Store its real and imaginary parts in the last dimension of a real parameter, and use "
+                "torch.view_as_complex in the forward.",
             )

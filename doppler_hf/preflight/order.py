@@ -1,8 +1,8 @@
-"""All that is looked at before the first step, in this order, so that a mistake costs no ε.
+"""The order of all checks before the first step, so that a mistake costs no ε.
 
-Each function below is a moment in the life of a trainer, and its lines are the checks of that moment, one after another. A
-check is a function of its subject's file. It raises, or returns; what it has to say without refusing it adds to `run.notes`,
-which the lines of the start show.
+Each function below is a moment in the life of a trainer, and its lines are the checks of that moment, in order. A check is a
+function in the file of its subject. It raises an error or returns. If it has a remark but refuses nothing, it adds the
+remark to `run.notes`, which are printed when the run starts.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def of_a_class(cls: type) -> None:
 
 
 def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
-    """Check what a trainer is made of, before Transformers does."""
+    """Check the arguments, model and data of a trainer, before Transformers uses them."""
     trainer.refuse_changed_arguments(args)
     if not args.disable_dp:
         trainer.refuse_wrapped_model(model)
@@ -42,7 +42,7 @@ def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_data
 
 
 def of_the_trainer(of: Any) -> None:
-    """Check a trainer that was just made."""
+    """Check a trainer right after it was made."""
     trainer.refuse_own_loss_of_batches(of)
     trainer.refuse_own_optimizer(of)
     trainer.refuse_model_in_parts(of)
@@ -52,7 +52,7 @@ def of_the_trainer(of: Any) -> None:
 
 
 def before_a_training(of: Any) -> None:
-    """Check, when `train` is called, what may have been set since the trainer was made, and what its loop will call."""
+    """Check, when `train` is called, what may have changed since the trainer was made, and what its loop will call."""
     trainer.refuse_changed_arguments(of.args)
     launcher.refuse_autocast_around_training(of.args)
     launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
@@ -65,22 +65,22 @@ def before_a_training(of: Any) -> None:
 
 
 def before_an_evaluation(of: Any, evaluated: Any) -> None:
-    """Look at data that are given to `evaluate`."""
+    """Check a data set that is given to `evaluate`."""
     data.warn_if_evaluated(of.train_dataset, evaluated)
 
 
 def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
-    """Check, when `train` is called, that the training is as private as the trainer and the checkpoint were."""
+    """Check, when `train` is called, that the run is private if, and only if, the trainer and the checkpoint are."""
     trainer.refuse_another_privacy(of, checkpoint=checkpoint)
 
 
 def before_a_run(of: Any) -> None:
-    """Check what the numbers of a run are computed from."""
+    """Check the data set from which the numbers of a run are computed."""
     data.refuse_a_run_without_data(of.args, of.train_dataset)
 
 
 def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -> None:
-    """Check the rows as the collator gets them."""
+    """Check the rows that the collator will get."""
     data.refuse_own_generators(of.train_dataset, of.data_collator)
     data.refuse_another_dataset(run, of)
     values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
@@ -88,12 +88,12 @@ def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -
 
 
 def of_the_loader(run: PrivateRun, loader: Any) -> None:
-    """Check the loader before Transformers' steps are counted by it."""
+    """Check the loader before Transformers counts its steps."""
     run.refuse_another_loader(loader)
 
 
 def before_the_engine(run: PrivateRun, of: Any) -> None:
-    """Check processes and model, before something is attached to it."""
+    """Check processes and model, before the engine is attached to the model."""
     refuse_processes_that_draw_alone(of.args.world_size)
     run.bring_processes_together(of.model)
     loss.refuse_ignored_labels(run, of)
@@ -114,7 +114,7 @@ def of_an_optimizer(optimizer: Any) -> None:
 
 
 def before_the_first_step(run: PrivateRun, of: Any) -> None:
-    """Check what the loop will do: model, optimizer and schedule are final now."""
+    """Check what the loop will do, now that model, optimizer and schedule are final."""
     loop.refuse_another_optimizer(of.optimizer.optimizer)
     loop.refuse_other_parameters(run, of)
     loop.refuse_another_schedule(of)

@@ -1,7 +1,7 @@
-"""A `training_step` of the user's own, tried once before anything is spent.
+"""Try a `training_step` of the user's own once, before any ε is spent.
 
-A private step gets a list of micro-batches, and its gradient must come from `DopplerTrainer.training_step`. A step that was
-written for batches would fail at the first one, when it is counted already.
+A private `training_step` gets a list of micro-batches, and its gradient must come from `DopplerTrainer.training_step`. A
+method that was written for plain batches would fail in the first step, which the ledger has counted by then.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from doppler_hf.run.private_run import PrivateRun
 
 
 def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
-    """Refuse a `training_step` of the user's own that fails on a private batch, or does not hand it on once."""
+    """Refuse a user's `training_step` that fails on a private batch, or does not pass it to `super()` exactly once."""
     own = next(definitions(trainer, "training_step"))
     if not own.is_own:
         return
@@ -32,11 +32,12 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
         with _in_place_of_a_step(trainer, counted):
             trainer.training_step(trainer.model, piece, None)
     except Exception as error:
-        # Not its message, which may hold a part of an example.
+        # The refusal leaves out the error's message, which may hold a part of an example.
         raise Refusal(
             "own-training-step",
-            f"{own.place} must take a list of micro-batches and hand it to super().training_step, got a "
-            f"{type(error).__name__} from it. Override compute_per_sample_loss instead. No ε is spent.",
+            f"{own.place} failed with a {type(error).__name__} in a trial before the run. In a private run it gets a list "
+            "of micro-batches, which it must pass to super().training_step. Override compute_per_sample_loss instead. No ε "
+            "is spent.",
         ) from error
     finally:
         run.engine.reset()
@@ -45,18 +46,18 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
         raise Refusal(
             "own-training-step",
             f"{own.place} does not call DopplerTrainer.training_step, so its gradient would have no noise. Call "
-            "super().training_step once in yours, or override compute_per_sample_loss instead.",
+            "super().training_step once in it, or override compute_per_sample_loss instead.",
         )
     if counted.pieces > 1:
         raise Refusal(
             "own-training-step",
-            f"Each piece of a batch must be added once, got {counted.pieces} calls of DopplerTrainer.training_step from "
-            f"{own.place}. Call super().training_step once in yours.",
+            f"{own.place} calls DopplerTrainer.training_step {counted.pieces} times, which would add each record's gradient "
+            "as often. Call super().training_step once in it.",
         )
 
 
 class _Counted:
-    """A run that only counts the pieces it is given: nothing is computed, drawn or released."""
+    """A stand-in for the run that only counts the pieces it is given: nothing is computed, drawn or released."""
 
     is_complete = reports_raw_loss = False
 
@@ -66,18 +67,18 @@ class _Counted:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Tensor:
         """Count a piece."""
         if not all(isinstance(each, MicroBatch) for each in piece):
-            raise TypeRefusal("own-training-step", "A piece must be a list of micro-batches, got other things in it.")
+            raise TypeRefusal("own-training-step", "Expected a list of micro-batches; got a list with other things.")
         self.pieces += 1
         return torch.zeros(0)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else there is of the run."""
+        """Return any other attribute of the real run."""
         return getattr(self._of, name)
 
 
 @contextlib.contextmanager
 def _in_place_of_a_step(trainer: Any, run: Any) -> Iterator[None]:
-    """Let a trainer make a step outside of its loop, without callbacks, and leave it as it was."""
+    """Let a trainer take a step outside of its loop, without callbacks, and restore it afterwards."""
     handler, kept = trainer.callback_handler, (trainer._run, trainer.state, trainer.control)
     callbacks = handler.callbacks
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps

@@ -1,6 +1,6 @@
-"""Notes on what a record is: copies of rows, rows in runs, and users that training and evaluation share.
+"""Notes on what counts as a record: copies of rows, groups of adjacent rows, and users in both training and evaluation set.
 
-Privacy: the notes say that there is something, neither how often nor where. They are printed here, and not where a tracker
+Privacy: the notes say that there is something, neither how often nor where. They are printed here, and not if a tracker
 would upload what is printed.
 """
 
@@ -19,29 +19,30 @@ _SECONDS: Final = 0.03
 _ROWS_AT_ONCE: Final = 1 << 10
 _ROWS_OF_RUNS: Final = 1 << 14
 _FEWEST_VALUES: Final = 8
-_SHARE_OF_VALUES: Final = 20  # a column that names something has a value for every 20 rows, or more
+_SHARE_OF_VALUES: Final = 20  # a column that names texts or people has at least one value for every 20 rows
 _MOST_USERS: Final = 1 << 17
 
 
 def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
-    """Note where one record may be more, or less, than whoever trains believes."""
+    """Note where a record may be more, or less, than the user believes."""
     if copies_of_console(trainer.callback_handler.callbacks):
         return
     unit = trainer.args.privacy_unit_column
     if unit is None and has_equal_rows(dataset):
         run.notes.append(
-            "some rows are equal to others: ε is for one row, and more for a record that has several copies, as from "
-            "oversampling. If they are copies, leave them out"
+            "some rows are identical: ε holds for a single row, so a record with several copies (such as from oversampling) "
+            "is protected less. If they are copies, remove them"
         )
     if unit is None:
         run.notes += [
-            f"rows that follow each other have the same {name!r}: each counts as a record of its own. If they are parts of "
-            f"one text, or of one person, set privacy_unit_column={name!r}"
+            f"adjacent rows have the same {name!r}, but each row counts as a record of its own. If they are parts of one "
+            f"text, or belong to one user, set privacy_unit_column={name!r}"
             for name in columns_in_runs(trainer.train_dataset)[:1]
         ]
     elif shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
         run.notes.append(
-            f"some users, by {unit!r}, are in train_dataset and in eval_dataset: evaluations say little about new users"
+            f"some users (column {unit!r}) are in both train_dataset and eval_dataset, so evaluations say little about new "
+            "users"
         )
 
 
@@ -58,7 +59,7 @@ def has_equal_rows(dataset: Any) -> bool:
 
 
 def _keys(dataset: Any) -> Iterator[list[Any]]:
-    """Yield a key of each row, many rows at a time; only rows that are stored."""
+    """Yield a key for each row, many rows at a time, for stored rows only."""
     if is_table(dataset):
         random = np.random.default_rng(0)
         weights: dict[str, np.ndarray] = {}
@@ -71,7 +72,7 @@ def _keys(dataset: Any) -> Iterator[list[Any]]:
 
 
 def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Generator) -> list[Any]:
-    """Return something of each row that differs for other values: for lists of whole numbers a random sum of them."""
+    """Return for each row a key that differs for different values; for lists of integers it is a random weighted sum."""
     from pyarrow import compute, types
 
     values = column.combine_chunks()
@@ -92,7 +93,7 @@ def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Ge
 
 
 def columns_in_runs(dataset: Any) -> list[str]:
-    """Return the columns of names or numbers of a table whose values repeat from row to row, and never come back."""
+    """Return the text and integer columns of a table in which equal values are always in adjacent rows."""
     if not is_table(dataset):
         return []
     from pyarrow import types
@@ -114,7 +115,7 @@ def columns_in_runs(dataset: Any) -> list[str]:
 
 
 def shares_users(train: Any, evaluated: Any, *, column: str) -> bool:
-    """Return whether a user of the training set is in an evaluation set, too."""
+    """Return whether a user of the training set is also in an evaluation set."""
     sets = [*evaluated.values()] if isinstance(evaluated, dict) else [evaluated]
     known: set[Any] | None = None
     for each in sets:

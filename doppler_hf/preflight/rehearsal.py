@@ -1,6 +1,6 @@
-"""A rehearsal before anything is spent: an evaluation of a few rows, all labels, and a checkpoint without weights.
+"""A rehearsal before any ε is spent: an evaluation of a few rows, metrics on all labels, and a checkpoint without weights.
 
-Transformers evaluates and saves for the first time after an epoch. A failure there ends the training with ε spent.
+Transformers evaluates and saves for the first time after an epoch. A failure then would end the run after ε was spent.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0
 
-# Rows of each evaluation set; more if `compute_metrics` cannot do with two.
+# The number of rows of each evaluation set, and the number for a second try if `compute_metrics` fails on two rows.
 _ROWS, _ROWS_AGAIN = 2, 64
-_MOST_BYTES: Final = 1 << 24  # enough to come across what cannot be sent
+_MOST_BYTES: Final = 1 << 24  # enough to reach an object that cannot be sent
 
 
 def rehearse(_run: PrivateRun, trainer: Any) -> None:
-    """Do once, small, what the training will do after its first steps, and leave the trainer as it was."""
+    """Evaluate and save once on a small scale, as the run will after its first steps, and restore the trainer."""
     args, metrics, ignore_keys = trainer.args, {}, trainer._ignore_keys
-    # A loader of the user's own is left out: nobody knows how long an evaluation with it takes.
+    # A loader of the user's own is skipped, because nobody knows how long an evaluation with it takes.
     evaluates = args.eval_strategy != "no"
-    # Who gives metrics calls `evaluate()` after the training, if not in it.
+    # A user who gives metrics calls `evaluate()` after the run, if the run itself does not evaluate.
     will_evaluate = evaluates or (trainer.compute_metrics is not None and trainer.eval_dataset is not None)
     if will_evaluate and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
         given, has_own_loss = trainer.eval_dataset, trainer.has_own_loss
@@ -53,7 +53,7 @@ def rehearse(_run: PrivateRun, trainer: Any) -> None:
         if given is None:
             raise Refusal(
                 "nothing-to-evaluate",
-                "The training will evaluate, but eval_dataset is None. Give one, or set eval_strategy='no'.",
+                "The run will evaluate, but eval_dataset is None. Pass an eval_dataset, or set eval_strategy='no'.",
             )
         _try_workers(trainer, given, collate)
         found = _metrics_of_few_rows(trainer, ignore_keys)
@@ -65,13 +65,13 @@ def rehearse(_run: PrivateRun, trainer: Any) -> None:
 
 
 def _try_events(trainer: Any) -> None:
-    """Ask Transformers when it would log, evaluate and save, by arguments that may have changed since they were made."""
+    """Ask Transformers when it would log, evaluate and save, since the arguments may have changed after they were made."""
     args = trainer.args
     if args.eval_delay is None:
         raise Refusal(
             "no-eval-delay",
-            "args.eval_delay is None, as args.set_evaluate leaves it, and the first evaluation would fail on it. Set "
-            "args.eval_delay = 0.",
+            "args.eval_delay is None (args.set_evaluate leaves it so), and the first evaluation would fail because of it. "
+            "Set args.eval_delay = 0.",
         )
     state, control = copy.deepcopy((trainer.state, trainer.control))
     with _told_as_refusal("when to log, evaluate and save"):
@@ -82,11 +82,11 @@ def _try_events(trainer: Any) -> None:
 
 
 class _Enough(Exception):
-    """So much of an object can be sent to a process that its data follow."""
+    """Raised when enough of an object was pickled to conclude that it can be sent to a process."""
 
 
 class _Written:
-    """A file that keeps nothing, and takes so many bytes."""
+    """A file that keeps nothing, and stops after a number of bytes."""
 
     def __init__(self) -> None:
         self.left = _MOST_BYTES
@@ -100,7 +100,7 @@ class _Written:
 
 
 def _try_workers(trainer: Any, given: Any, collate: Any) -> None:
-    """Send each evaluation set and the collator nowhere, if processes that load evaluations do not share the memory."""
+    """Try to pickle each evaluation set and the collator, if worker processes will load evaluations and need copies."""
     args = trainer.args
     context = args.dataloader_multiprocessing_context
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -113,13 +113,13 @@ def _try_workers(trainer: Any, given: Any, collate: Any) -> None:
                 with contextlib.suppress(_Enough):
                     ForkingPickler(_Written(), pickle.HIGHEST_PROTOCOL).dump(sent)
             except Exception as error:
-                if "through inheritance" in str(error):  # a lock, which only a process that starts can take along
+                if "through inheritance" in str(error):  # locks can be pickled only while a process starts
                     continue
                 raise Refusal(
                     "not-for-workers",
-                    f"{what} cannot be sent to a worker process, which the start method {method!r} asks for "
-                    f"({type(error).__name__}), so that evaluations would fail. Define functions, such as transforms, at "
-                    "the top of a module instead of as lambdas or within others, or set dataloader_num_workers=0.",
+                    f"{what} cannot be pickled ({type(error).__name__}), but worker processes with start method {method!r} "
+                    "need a copy of it, so evaluations would fail. Define functions such as transforms at the top level of "
+                    "a module, not as lambdas or inside other functions, or set dataloader_num_workers=0.",
                 ) from error
 
 
@@ -129,24 +129,28 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
     if key in metrics and not isinstance(best, int | float | np.number):
         raise Refusal(
             "metric-not-a-number",
-            f"metric_for_best_model={name!r} must be a number, got {type(best).__name__} on the first rows. Let "
-            "compute_metrics return one for it, or set another metric.",
+            f"metric_for_best_model={name!r} must be a number, got {type(best).__name__} on the first rows. Return a number "
+            "for it from compute_metrics, or set another metric.",
         )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-        which = f"of {', '.join(known)}" if known else "which return nothing on the first rows"
-        default = " (what load_best_model_at_end takes if it is left out)" if name == "loss" else ""
-        mend = "Set one of them." if known else "Give eval_dataset labels, or compute_metrics."
+        which = f"They return {', '.join(known)}" if known else "They return no metric on the first rows"
+        default = " (the default of load_best_model_at_end)" if name == "loss" else ""
+        mend = "Set one of these." if known else "Add labels to eval_dataset, or pass compute_metrics."
         raise Refusal(
             "no-such-metric",
-            f"metric_for_best_model must be one that evaluations return, {which}, got {name!r}{default}. {mend}",
+            f"Expected metric_for_best_model to be a metric of the evaluations; got {name!r}{default}. {which}. {mend}",
         )
     if isinstance(best, float) and math.isnan(best):
-        warnings.warn(f"metric_for_best_model={name!r} is NaN on the first rows, and NaN is never the best.", stacklevel=3)
+        warnings.warn(
+            f"metric_for_best_model={name!r} is NaN on the first rows. A checkpoint whose metric is NaN is never chosen as "
+            "the best.",
+            stacklevel=3,
+        )
 
 
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
-    """Return the metrics of each evaluation set, of all its labels if they are known, by predictions for a few rows."""
+    """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known."""
     own = trainer.compute_metrics
     if own is None or trainer.args.batch_eval_metrics:
         with _told_as_refusal("an evaluation"):
@@ -155,13 +159,13 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
             except Exception:
                 if own is None:
                     raise
-                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a score of two may be undefined
+                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a metric of two rows may be undefined
     first: Exception | None = None
     for count in (_ROWS, _ROWS_AGAIN):
         watched = Watched(own)
         with _told_as_refusal("an evaluation"):
             metrics = _evaluated(trainer, count, ignore_keys, compute_metrics=watched)
-        # A score of few rows may be undefined, and one of all may be where that of few is not: that of all counts.
+        # A metric may be undefined on a few rows but not on all, or the other way round. The whole set decides.
         found, error = _of_all_labels(trainer, watched, count)
         if error is None and (found is not None or not watched.errors):
             return metrics | (found or {})
@@ -170,20 +174,20 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         said = str(first).rstrip(".")
         raise Refusal(
             "metric-fails",
-            f"compute_metrics fails with {type(first).__name__} on the labels of the whole evaluation set: {said}. It was "
-            "called with these labels and the predictions for a few rows, repeated. Nothing was spent. Mend it, or leave "
-            "this out with rehearse=False.",
+            f"compute_metrics failed with {type(first).__name__} on the labels of the whole evaluation set: {said}. It was "
+            "called with these labels, and with the predictions for a few rows repeated for all rows. No ε is spent. Fix "
+            "it, or set rehearse=False to skip this check.",
         ) from first
     with _told_as_refusal(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
         raise watched.errors[0]
 
 
 def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str, Any] | None, Exception | None]:
-    """Return metrics of whole evaluation sets, or None if the labels of one are not known, and the error of one."""
+    """Return the metrics of whole evaluation sets, or None if some labels are unknown, and the error if one fails."""
     given, found = trainer.eval_dataset, dict[str, Any]()
     sets = given if isinstance(given, dict) else {"": given}
     names = list(trainer.label_names)
-    if len(watched.seen) != len(sets):  # an evaluation of the user's own
+    if len(watched.seen) != len(sets):  # the user's own evaluation calls `compute_metrics` differently
         return None, None
     for (name, dataset), few in zip(sets.items(), watched.seen, strict=True):
         rows = rows_of_few(len(dataset), count) if has_length(dataset) else []
@@ -201,7 +205,7 @@ def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str
 
 @contextlib.contextmanager
 def _told_as_refusal(what: str) -> Iterator[None]:
-    """Turn an error of the block into one that says where it came from, and that no ε is spent."""
+    """Turn an error of the block into a refusal that names the rehearsed part and says that no ε is spent."""
     try:
         yield
     except Exception as error:
@@ -216,7 +220,7 @@ def _told_as_refusal(what: str) -> Iterator[None]:
 def _evaluated(
     trainer: Any, count: int, ignore_keys: list[str] | None, *, compute_metrics: Watched | None = None
 ) -> dict[str, Any]:
-    """Evaluate some rows by a copy of the trainer, without callbacks, trackers, workers and warnings; leave no trace."""
+    """Evaluate some rows with a copy of the trainer, without callbacks, trackers, workers and warnings."""
     quiet = copy.copy(trainer)
     quiet.compute_metrics = compute_metrics or trainer.compute_metrics
     quiet.eval_dataset = few_rows(trainer.eval_dataset, count)
@@ -230,7 +234,7 @@ def _evaluated(
 
 
 def few_rows(dataset: Any, count: int) -> Any:
-    """Return some rows of a data set, or of each, from its first to its last: of sorted labels there are two then."""
+    """Return some rows of each data set, spread from first to last, so that sorted labels give at least two classes."""
     if isinstance(dataset, dict):
         return {name: few_rows(each, count) for name, each in dataset.items()}
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
@@ -240,13 +244,13 @@ def few_rows(dataset: Any, count: int) -> Any:
 
 
 def rows_of_few(size: int, count: int) -> list[int]:
-    """Return the numbers of some rows of so many, from the first to the last."""
+    """Return `count` row numbers, spread from the first to the last of `size` rows."""
     looked = min(size, count)
     return [(size - 1) * i // max(1, looked - 1) for i in range(looked)]
 
 
 def _state_as_saved(trainer: Any) -> TrainerState:
-    """Return the state of the training as a checkpoint would have it, with those of callbacks."""
+    """Return the trainer's state as a checkpoint would hold it, with the states of callbacks."""
     state = copy.deepcopy(trainer.state)
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
@@ -257,23 +261,24 @@ def _state_as_saved(trainer: Any) -> TrainerState:
 def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
     """Save a model without weights, or a checkpoint, into a temporary folder in the output folder."""
     args, model = trainer.args, trainer.model
-    saves = args.save_strategy != "no"  # during the training; a model is saved after most
+    saves = args.save_strategy != "no"  # without checkpoints in the run, users mostly save the model afterwards
     is_pretrained = isinstance(model, PreTrainedModel)
     if is_pretrained and model._hf_peft_config_loaded and args.load_best_model_at_end:
         raise Refusal(
             "adapters-not-loadable",
-            "load_best_model_at_end must be False with adapters of model.add_adapter, which Transformers cannot load "
-            "again, got True. Leave it out, or attach the adapter with peft.get_peft_model(model, config).",
+            "load_best_model_at_end=True does not work with adapters of model.add_adapter, because Transformers cannot load "
+            "them again. Leave it out, or attach the adapter with peft.get_peft_model(model, config).",
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if saves and (free := shutil.disk_usage(args.output_dir).free) < size:
         raise Refusal(
             "disk-full",
-            f"{args.output_dir} must have {size} bytes free for a checkpoint, got {free}. Set another output_dir.",
+            f"A checkpoint needs at least {size:,} bytes, but the disk of {args.output_dir} has only {free:,} bytes free. "
+            "Free some space, or set another output_dir.",
         )
     if saves:
         with _told_as_refusal("a checkpoint with what compute_metrics returns"):
-            json.dumps(metrics, sort_keys=True)  # as in the state of the training
+            json.dumps(metrics, sort_keys=True)  # the trainer's state is saved in this way
     what = "a checkpoint" if saves else "save_model()"
     with _told_as_refusal(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
         if is_pretrained:

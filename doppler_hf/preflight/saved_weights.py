@@ -1,7 +1,7 @@
-"""Whether the files that a training leaves hold the model that was trained, and whether they can be loaded again.
+"""Check that the saved files will hold the trained model, and that they can be loaded again.
 
-PEFT saves adapters and `modules_to_save`, and nothing else. What was unfrozen by hand is trained, paid for with ε, and lost.
-A new head that is frozen is in no file either: whoever loads the adapter gets another random head.
+PEFT saves adapters and `modules_to_save`, and nothing else. Weights that were unfrozen by hand would be trained, paid for
+with ε, and lost. A new head that is frozen is in no file either, so a loaded adapter would get a different random head.
 """
 
 import copy
@@ -22,24 +22,25 @@ from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import names_lost
 
-_HEADS: Final = ("classifier", "score")  # which PEFT saves with a task_type of classification, as ends of names
+_HEADS: Final = ("classifier", "score")  # PEFT saves layers with these names if task_type is a classification
 _LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")
 
 
 def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
-    """Refuse trained weights, and new frozen ones beside adapters, that no saved file would hold."""
+    """Refuse trained weights, and new frozen weights next to adapters, that no saved file would hold."""
     model = trainer.model
     saves_itself = type(model).save_pretrained if hasattr(type(model), "save_pretrained") else None
     is_ours_to_know = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES
     if not is_ours_to_know or any(overrides(trainer, name) for name in ("save_model", "_save")):
-        return  # code of the user's own saves what it wants to
+        return  # it is unknown what the user's own code saves
     adapters = saved_adapters(model)
-    with run.unwatched():  # PEFT computes a prompt when it is saved
+    with run.unwatched():  # PEFT computes prompts when it saves them
         kept = _kept(model, adapters)
         named = dict(model.named_parameters())
         lost = {name: each for name, each in named.items() if each.requires_grad and id(each) not in kept}
         if lost and adapters and _has_embeddings(model, lost):
-            # PEFT saves tables of tokens that have grown: it asks for the base model's configuration, maybe on the hub.
+            # PEFT saves embeddings that were resized. To find out, it reads the base model's configuration, maybe on the
+            # hub.
             kept |= _kept(model, adapters, save_embedding_layers="auto")
             lost = {name: each for name, each in lost.items() if id(each) not in kept}
     if lost:
@@ -51,45 +52,45 @@ def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
     elif isinstance(model, PreTrainedModel) and (collided := names_lost(model)):
         raise Refusal(
             "weights-not-saved",
-            f"{type(model).__name__} is saved under names of an older version of Transformers, and {collided[0]!r} would be "
-            "saved under a name that another weight has. Rename that layer of the model.",
+            f"{type(model).__name__} is saved under names of an older version of Transformers, and {collided[0]!r} would "
+            "get a name that another weight already has, so it would be lost. Rename that layer of the model.",
         )
 
 
 def note_another_model_when_loaded(run: PrivateRun, trainer: Any) -> None:
-    """Note a model of which `from_pretrained` makes another one, since a layer was replaced after it was made."""
+    """Note a model that `from_pretrained` would not restore, because a layer was replaced after the model was made."""
     if trainer._sharding.is_cut or saved_adapters(trainer.model) or not isinstance(trainer.model, PreTrainedModel):
         return
     if why := why_not_loaded(trainer.model):
         name = type(trainer.model).__name__
         run.notes.append(
-            f"{name}.from_pretrained will not give this model back: {why}. After the training save it with "
-            "torch.save(trainer.model.state_dict(), 'weights.pt'); later make the model as you made this one, and then "
-            "model.load_state_dict(torch.load('weights.pt'))"
+            f"{name}.from_pretrained will not restore this model: {why}. Save its weights after train() with "
+            "torch.save(trainer.model.state_dict(), 'weights.pt'). To load them, make the model in the same way as this "
+            "one, and call model.load_state_dict(torch.load('weights.pt'))"
         )
 
 
 def why_not_loaded(model: PreTrainedModel) -> str | None:
-    """Return how the model of this class and configuration differs from this one, or None if it does not."""
+    """Return how a model made from the same class and configuration would differ, or None if it would not."""
     if getattr(model, "is_quantized", False):
         return None
     try:
-        # On no device: nothing is initialized, and no random number is drawn.
+        # The meta device initializes nothing and draws no random number.
         with torch.device("meta"), no_init_weights(), warnings.catch_warnings(action="ignore"):
             made = type(model)(copy.deepcopy(model.config))
     except TypeError:
-        return "its class takes more than a configuration"
-    except Exception:  # in code of the user's own that cannot do without a device
+        return "its class needs more arguments than a configuration"
+    except Exception:  # the user's own code may need a real device
         return None
     own, theirs = dict(_with_weights(model)), dict(_with_weights(made))
     for name in [*theirs, *own]:
         if name not in own or name not in theirs:
             where = "has" if name in own else "does not have"
-            return f"it {where} a layer {name!r} with weights"
+            return f"it {where} a layer {name!r}, unlike a new {type(model).__name__}"
         if type(own[name]) is not type(theirs[name]):
-            return f"{name!r} would be a {type(theirs[name]).__name__} and is a {type(own[name]).__name__}"
+            return f"{name!r} is a {type(own[name]).__name__}, but would be a {type(theirs[name]).__name__}"
         if _shapes(own[name]) != _shapes(theirs[name]):
-            return f"{name!r} would have weights of another shape"
+            return f"{name!r} would have weights of a different shape"
     return None
 
 
@@ -104,10 +105,10 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def saved_adapters(model: Any) -> list[str]:
-    """Return the adapters that are saved in place of the model; none for a model that is saved whole."""
+    """Return the adapters that are saved in place of the model, or an empty list if the whole model is saved."""
     if not hasattr(model, "peft_config"):
         return []
-    if isinstance(model, PreTrainedModel):  # by `add_adapter`: Transformers saves the first active one
+    if isinstance(model, PreTrainedModel):  # after `add_adapter`, Transformers saves the first active adapter
         return [*model.active_adapters()][:1] if model._hf_peft_config_loaded else []
     return [*model.peft_config]
 
@@ -129,7 +130,7 @@ def _kept(model: nn.Module, adapters: list[str], *, save_embedding_layers: Any =
                 model, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
             )
         kept |= {id(each) for each in saved.values()}
-    # Some adapters are saved as something that is computed of their weights.
+    # Some adapters are saved as a tensor that is computed from their weights.
     prompts = getattr(model, "prompt_encoder", None)
     parts = [prompts[name] for name in adapters if name in prompts] if isinstance(prompts, nn.ModuleDict) else []
     for layer in model.modules():
@@ -158,25 +159,25 @@ def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Ref
     if not adapters:
         return Refusal(
             "weights-not-saved",
-            f"{first} would be trained, and saved in no file: {type(model).__name__} leaves them out of its state. Take "
-            "them out of _keys_to_ignore_on_save, or freeze them with requires_grad_(False).",
+            f"{first} would be trained but not saved, because {type(model).__name__} leaves it out of its saved state. "
+            "Remove it from _keys_to_ignore_on_save, or freeze it with requires_grad_(False).",
         )
     others = [name for name in getattr(model, "peft_config", {}) if name not in adapters]
     if others and all(any(f".{name}" in place for name in others) for place in places):
         return Refusal(
             "weights-not-saved",
-            f"{first} would be trained, and saved in no file: Transformers saves the adapter {adapters[0]!r} alone. Train "
-            "one adapter at a time, or attach them with peft.get_peft_model, which saves all.",
+            f"{first} would be trained but not saved, because Transformers saves only the adapter {adapters[0]!r}. Train "
+            "one adapter at a time, or attach the adapters with peft.get_peft_model, which saves all of them.",
         )
     return Refusal(
         "weights-not-saved",
-        f"{first} would be trained, and saved in no file: PEFT saves adapters and modules_to_save, and whoever loads them "
-        f"would get other weights there, with all of ε spent. {mend_of(model, places)}, in place of requires_grad_(True).",
+        f"{first} would be trained but not saved: PEFT saves only adapters and modules_to_save, so the trained weights "
+        f"would be lost with all of ε spent. {mend_of(model, places)}, instead of calling requires_grad_(True).",
     )
 
 
 def tops_of(model: nn.Module, names: set[str]) -> list[str]:
-    """Return the outermost modules all of whose parameters are among some, and the other ones of these parameters."""
+    """Return the outermost modules whose parameters are all among `names`, and the remaining single parameters."""
     all_names, found = [name for name, _ in model.named_parameters()], []
     for name in names:
         parts = name.split(".")
@@ -189,7 +190,7 @@ def tops_of(model: nn.Module, names: set[str]) -> list[str]:
 
 
 def mend_of(model: nn.Module, places: list[str]) -> str:
-    """Return the options of an adapter's configuration that train and save some modules and parameters."""
+    """Return in words which option of an adapter's configuration trains and saves these modules and parameters."""
     parameters = dict(model.named_parameters())
     inner = [_without_prefix(model, place) for place in places]
     if all(place in parameters and place.endswith("bias") for place in places):
@@ -199,7 +200,7 @@ def mend_of(model: nn.Module, places: list[str]) -> str:
     short: list[str] = []
     for each in sorted(wanted):
         last = each.rpartition(".")[-1]
-        # PEFT goes by the ends of names.
+        # PEFT matches the ends of names.
         matched = {name for name in names if name.endswith(last)}
         is_exact = all(any(name == one or name.startswith(f"{one}.") for one in wanted) for name in matched)
         short.append(last if is_exact and not last.isdigit() else each)
@@ -216,7 +217,7 @@ def _listed(places: list[str]) -> str:
 
 
 def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
-    """Refuse new weights beside adapters that are neither trained nor saved; return a note if all are new."""
+    """Refuse new weights of the base model that are neither trained nor saved; return a note if all weights are new."""
     base = without_adapters(model)
     if not isinstance(base, PreTrainedModel):
         return []
@@ -227,17 +228,18 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
         if id(each) in ours and id(each) not in kept and each.is_floating_point()
     }
     is_loaded = {name: getattr(each, "_is_hf_initialized", False) for name, each in left.items()}
-    # Transformers marks each tensor that it reads from a file. A model that was copied, or made from its configuration, has
-    # no marks.
+    # Transformers marks each tensor that it reads from a file. Models that were copied or made from a configuration have no
+    # marks.
     if not any(is_loaded.values()) and left and not base.name_or_path:
         return [
-            "the model around the adapters was made from a configuration and is in no file: save it with save_pretrained "
-            "before the adapters are attached, or nobody can load them"
+            "the base model of the adapters was made from a configuration and is in no file. Save it with save_pretrained "
+            "before you attach the adapters, or nobody can use them later"
         ]
     if sum(is_loaded.values()) * 2 < len(is_loaded):
         return []
-    made = [*(base._keys_to_ignore_on_load_missing or ()), *(base._keys_to_ignore_on_save or ())]  # such as sines
-    wrapped = re.compile(r"\.original_module\.")  # beneath the copy that is trained and saved
+    # Weights such as tables of sines are computed and need no file.
+    made = [*(base._keys_to_ignore_on_load_missing or ()), *(base._keys_to_ignore_on_save or ())]
+    wrapped = re.compile(r"\.original_module\.")  # PEFT's original of a module whose copy is trained and saved
     new = {
         name
         for name, was_read in is_loaded.items()
@@ -247,8 +249,8 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
         places = tops_of(model, new)
         raise Refusal(
             "head-not-saved",
-            f"{_listed(places)} is new, with random weights, and would be neither trained nor saved: whoever loads the "
-            f"adapter would get other random weights there. {mend_of(model, places)}" + _task_type(model, places),
+            f"{_listed(places)} is new, with random weights, and would be neither trained nor saved: a loaded adapter would "
+            f"get different random weights there. {mend_of(model, places)}" + _task_type(model, places),
         )
     return []
 
@@ -264,7 +266,7 @@ def _refuse_unloadable_adapters(trainer: Any, adapters: list[str]) -> None:
     """Refuse a best model, or a resume, that Transformers and PEFT cannot load into these adapters."""
     model, args = trainer.model, trainer.args
     if isinstance(model, PreTrainedModel):
-        return  # the rehearsal of the checkpoint has a word on these
+        return  # the rehearsal of the checkpoint refuses these
     prompts = getattr(model, "prompt_encoder", None)
     parts = [prompts[name] for name in adapters if name in prompts] if isinstance(prompts, nn.ModuleDict) else []
     is_computed = any(len([*part.parameters()]) > 1 for part in parts)
@@ -273,17 +275,17 @@ def _refuse_unloadable_adapters(trainer: Any, adapters: list[str]) -> None:
         asked = "resume_from_checkpoint" if is_resumed else "load_best_model_at_end"
         raise Refusal(
             "prompt-not-loaded",
-            f"{asked} cannot go with a prompt that an encoder computes: PEFT saves the computed prompt, without the encoder "
-            "that was trained, so that no training can go on from it. Use PromptTuningConfig, or PrefixTuningConfig without "
-            "prefix_projection" + (", or leave load_best_model_at_end out." if not is_resumed else "."),
+            f"{asked} does not work with a prompt that an encoder computes: PEFT saves the computed prompt without the "
+            "encoder that was trained, so the run cannot continue from it. Use PromptTuningConfig, or PrefixTuningConfig "
+            "without prefix_projection" + (", or leave load_best_model_at_end out." if not is_resumed else "."),
         )
     if args.load_best_model_at_end:
         trained = [name for name in adapters if _is_trained(model, name)]
         if trained != ["default"]:
             raise Refusal(
                 "best-adapter-not-loaded",
-                f"load_best_model_at_end finds the adapter 'default' alone in a checkpoint; got {', '.join(trained)}. Call "
-                "get_peft_model without adapter_name, or leave load_best_model_at_end out.",
+                f"load_best_model_at_end can only load an adapter named 'default'; this run trains {', '.join(trained)}. "
+                "Call get_peft_model without adapter_name, or leave load_best_model_at_end out.",
             )
 
 
@@ -293,7 +295,7 @@ def _is_trained(model: nn.Module, adapter: str) -> bool:
 
 
 def _other_names_of_heads(model: Any, adapters: list[str]) -> Iterator[str]:
-    """Yield layers that are trained in full because their names end like a head's, which nobody has asked for."""
+    """Yield notes on layers that PEFT trains in full only because their names end like a head's."""
     if "peft" not in sys.modules:
         return
     from peft.utils.other import ModulesToSaveWrapper
@@ -302,4 +304,4 @@ def _other_names_of_heads(model: Any, adapters: list[str]) -> Iterator[str]:
     for name, module in model.named_modules():
         last = name.rpartition(".")[-1]
         if isinstance(module, ModulesToSaveWrapper) and last not in wanted and not any("." in each for each in wanted):
-            yield f"{last!r} is trained in full beside the adapter, as its name ends like one of modules_to_save"
+            yield f"{last!r} is trained in full next to the adapter, because its name ends like one of modules_to_save"

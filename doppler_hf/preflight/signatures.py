@@ -1,8 +1,8 @@
-"""Overrides and callbacks that Transformers cannot call. They would end a training at its first step, log or checkpoint.
+"""Refuse overrides and callbacks that Transformers cannot call, since they would end a run at its first step or checkpoint.
 
-Most were written for an older Transformers, such as `log(self, logs)`. How the installed one calls a method is read from its
-source: the calls of all methods that a training reaches. The source is only read if an override has another signature than
-the method of Transformers, so that the check costs nothing otherwise.
+Most were written for an older Transformers, such as `log(self, logs)`. The source of the installed Transformers shows how it
+calls each method, so the check reads the calls in all methods that a run reaches. It reads the source only if an override
+has a different signature than the method of Transformers, so it costs nothing otherwise.
 """
 
 import ast
@@ -19,12 +19,12 @@ from transformers import Trainer, TrainerCallback
 from doppler_hf.errors import Refusal
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions
 
-# What `CallbackHandler.call_event` passes to every event, and what some events get beside it.
+# The arguments that `CallbackHandler.call_event` passes to every event, and the additional arguments of some events.
 _OF_EVERY_EVENT: Final = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 _OF_EVENTS: Final = {"on_evaluate": ("metrics",), "on_predict": ("metrics",), "on_log": ("logs",)}
 _IN_EVALUATIONS: Final = ("on_evaluate", "on_prediction_step", "on_predict")
 _OURS: Final = "compute_per_sample_loss"
-# What the conditions of the libraries ask for, and no private run has.
+# Conditions in the libraries' sources that are false in every private run.
 _NEVER_TRUE: Final = (
     "disable_dp", "delay_optimizer_creation", "is_fsdp_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v2_enabled",
     "is_deepspeed_enabled", "is_sagemaker_mp_enabled", "is_torch_xla_available", "is_distributed_loading_by_transformers",
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 def refuse_other_signatures(trainer: Any) -> None:
-    """Refuse overrides that Transformers cannot call, and those that cannot call Transformers' method."""
+    """Refuse overrides that Transformers cannot call, and overrides that call `super()` with wrong arguments."""
     own: dict[str, list[Definition]] = {}
     for name in _names_of_methods(trainer):
         found = [each for each in definitions(trainer, name) if each.is_own and callable(getattr(trainer, name))]
@@ -78,7 +78,7 @@ def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
             if wrong:
                 raise Refusal(
                     "callback-signature",
-                    f"{name}.{event} {wrong}. The training would end there, with ε spent. Write `{line}`.",
+                    f"{name}.{event} {wrong}. The run would fail there after spending ε. Write `{line}`.",
                 )
 
 
@@ -92,12 +92,12 @@ def _saves(trainer: Any) -> bool:
 
 
 def _evaluates(trainer: Any) -> bool:
-    """Return whether the training evaluates, or has a data set with which the user will."""
+    """Return whether the run evaluates, or has an evaluation set that the user will evaluate later."""
     return bool(trainer.args.eval_strategy != "no" or trainer.eval_dataset is not None)
 
 
 def _names_of_methods(trainer: Any) -> Iterator[str]:
-    """Yield the methods of Transformers' trainer, and ours, that classes or the object define."""
+    """Yield the names of the methods of Transformers' `Trainer`, and of our own method."""
     for name, value in vars(Trainer).items():
         if inspect.isfunction(value) and name != "__init__":
             yield name
@@ -105,7 +105,7 @@ def _names_of_methods(trainer: Any) -> Iterator[str]:
 
 
 def _stock(name: str) -> inspect.Signature:
-    """Return Transformers' signature of a method, or ours, without `self`."""
+    """Return Transformers' signature of a method, or of our own method, without `self`."""
     if name == _OURS:
         return inspect.Signature([inspect.Parameter(each, _NAMED) for each in ("model", "inputs")])
     return _without_self(inspect.signature(getattr(Trainer, name)))
@@ -121,9 +121,9 @@ def _without_self(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _signature_of(function: Any) -> inspect.Signature | None:
-    """Return with what a function, or a bound method, can be called; None if Python cannot tell.
+    """Return the signature of a function or a bound method, or None if Python cannot tell it.
 
-    A decorator's wrapper that takes anything passes it on, so that what it wraps decides.
+    A decorator's wrapper that takes any arguments passes them on, so the signature of the wrapped function counts.
     """
     bound = inspect.ismethod(function)
     inner = function.__func__ if bound else function
@@ -140,7 +140,7 @@ def _signature_of(function: Any) -> inspect.Signature | None:
 
 
 def _takes_all(function: Any, stock: inspect.Signature) -> bool:
-    """Return whether a function takes all that Transformers' method takes, however it is passed."""
+    """Return whether a function takes all arguments of Transformers' method, by position or by name."""
     signature = _signature_of(function)
     if signature is None:
         return True
@@ -148,7 +148,7 @@ def _takes_all(function: Any, stock: inspect.Signature) -> bool:
     if {_ANY_POSITIONAL, _ANY_KEYWORD} <= {each.kind for each in own}:
         return all(each.default is not each.empty or each.kind != _NAMED for each in own[len(theirs) :])
     same = [each.name for each in own[: len(theirs)]] == [each.name for each in theirs]
-    # What Transformers may leave out must be optional in the override, too.
+    # Arguments that Transformers may leave out must be optional in the override, too.
     same &= all(
         mine.default is not mine.empty or each.default is each.empty for mine, each in zip(own, theirs, strict=False)
     )
@@ -160,12 +160,12 @@ _ANY: Final = (_ANY_POSITIONAL, _ANY_KEYWORD)
 
 
 def _what_is_wrong(function: Any, call: Call, names: tuple[str, ...]) -> str | None:
-    """Return why a function cannot be called like this, in words.
+    """Return in words why a function cannot be called like this, or None if it can.
 
     Args:
         function: The function, or the bound method.
         call: How Transformers calls it.
-        names: What Transformers calls the positional arguments.
+        names: Transformers' names of the positional arguments.
     """
     signature = _signature_of(function)
     if signature is None:
@@ -182,7 +182,7 @@ def _what_is_wrong(function: Any, call: Call, names: tuple[str, ...]) -> str | N
         lacking += [] if _ANY_KEYWORD in kinds else [name for name in call.keywords if name not in own]
         version = f"Transformers {transformers.__version__}"
         if lacking:
-            return f"does not take {', '.join(lacking)}, with which {version} calls it"
+            return f"does not take {', '.join(lacking)}, but {version} passes it"
         return f"cannot be called as {version} calls it ({error})"
     return None
 
@@ -192,7 +192,7 @@ def _refuse_unless_it_takes(function: Any, call: Call, *, definition: Definition
     if wrong := _what_is_wrong(function, call, (*stock.parameters,)):
         raise Refusal(
             "old-signature",
-            f"{definition.place} {wrong}. The training would end there, with ε spent. Write `"
+            f"{definition.place} {wrong}. The run would fail there after spending ε. Write `"
             f"{_line(name, stock, has_self=inspect.ismethod(function))}`.",
         )
 
@@ -204,7 +204,7 @@ def _line(name: str, stock: inspect.Signature, *, has_self: bool) -> str:
     return f"def {name}{stock.replace(parameters=[*first, *plain], return_annotation=inspect.Signature.empty)}:"
 
 
-# --- what an override passes on to Transformers ---------------------------------------------------------------------------
+# --- the arguments that an override passes on to Transformers -------------------------------------------------------------
 
 
 def _refuse_wrong_calls_of_super(trainer: Any, definition: Definition) -> None:
@@ -222,20 +222,20 @@ def _refuse_wrong_calls_of_super(trainer: Any, definition: Definition) -> None:
             stock = _stock(name) if hasattr(Trainer, name) else signature
             raise Refusal(
                 "old-signature",
-                f"{definition.place} calls super().{name} in a way that Transformers {transformers.__version__} does not "
-                f"take: {error}. The training would end there, with ε spent. Call it as in "
+                f"{definition.place} calls super().{name} with arguments that Transformers {transformers.__version__} does "
+                f"not accept: {error}. The run would fail there after spending ε. Call it as in "
                 f"`{_line(name, stock, has_self=True)}`.",
             ) from None
 
 
 def _calls_of_super(function: Any) -> Iterator[tuple[str, Call | None]]:
-    """Yield the methods of the class above that a function calls, and how; None if stars hide it."""
+    """Yield the methods that a function calls on `super()`, and how it calls them; None if `*args` hides that."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
         return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # code without a source, as of a string
+    except (OSError, TypeError, SyntaxError):  # the code has no source file, such as code from a string
         return
     for node in ast.walk(tree):
         match node:
@@ -255,7 +255,7 @@ def _call_of(node: ast.Call) -> Call | None:
 
 @functools.cache
 def _methods_in(cls: type) -> Mapping[str, ast.FunctionDef]:
-    """Return the methods of a class of a library, as its source has them."""
+    """Return the methods of a library's class as syntax trees of its source."""
     try:
         tree = _source(cls.__module__)
     except (OSError, TypeError, SyntaxError):
@@ -270,7 +270,7 @@ def _source(module: str) -> ast.Module:
 
 
 def _calls_of_a_training(trainer: Any) -> dict[str, set[Call]]:
-    """Return for each method how a training of this trainer calls it, from the sources of the libraries' classes."""
+    """Return for each method how a run of this trainer calls it, from the sources of the libraries' classes."""
     order = [cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] in LIBRARIES]
     never_called = {*(() if _saves(trainer) else ("_save_checkpoint", "save_model"))}
     never_called |= {*(() if _evaluates(trainer) else ("_evaluate", "evaluate"))}
@@ -288,7 +288,7 @@ def _calls_of_a_training(trainer: Any) -> dict[str, set[Call]]:
         for node in _reached(_methods_in(order[place])[name], never_true):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=called)) if called not in never_called:
-                    # An evaluation calls itself for each of several sets.
+                    # `evaluate` calls itself only for several evaluation sets.
                     if called != name or has_several_sets:
                         calls.setdefault(called, set()).update(filter(None, [_call_of(node)]))
                 case ast.Attribute(value=ast.Name(id="self"), attr=called):
@@ -299,7 +299,7 @@ def _calls_of_a_training(trainer: Any) -> dict[str, set[Call]]:
 
 
 def _reached(node: ast.AST, never_true: Set[str]) -> Iterator[ast.AST]:
-    """Walk through a method, but for the branches that a private run never takes."""
+    """Walk through a method, without the branches that a private run never takes."""
     yield node
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.If | ast.IfExp):
@@ -322,7 +322,7 @@ def _holds(test: ast.expr, never_true: Set[str]) -> bool | None:
             holds = _holds(operand, never_true)
             return None if holds is None else not holds
         case ast.BoolOp(op=operator, values=values):
-            decides = isinstance(operator, ast.Or)  # this value of a part decides
+            decides = isinstance(operator, ast.Or)  # a part with this value decides the whole condition
             parts = [_holds(value, never_true) for value in values]
             if decides in parts:
                 return decides

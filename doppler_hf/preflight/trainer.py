@@ -1,4 +1,4 @@
-"""Checks of the trainer: what it is made of, its own overrides, and the checkpoint that it resumes."""
+"""Checks of the trainer: its arguments, its overrides, and the checkpoint that it resumes."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -11,92 +11,95 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# A method of Transformers → when an override of it has no effect, and the fix.
+# A method of Transformers → why an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
-    "_get_train_sampler": (" on a private training, whose ε needs its own random batches", "Leave it out"),
+    "_get_train_sampler": (" in a private run, because ε holds only for its own random batches", "Remove it"),
     "get_optimizer_cls_and_kwargs": (
-        " on a private training, whose optimizer is a DopplerOptimizer", "Leave it out, and set base_optimizer",
+        " in a private run, whose optimizer is a DopplerOptimizer", "Remove it, and set base_optimizer",
     ),
     "create_optimizer_and_scheduler": (
-        ": Transformers calls create_optimizer and create_scheduler",
-        "Leave it out, set base_optimizer, and override create_scheduler",
+        ", because Transformers calls create_optimizer and create_scheduler",
+        "Remove it, set base_optimizer, and override create_scheduler",
     ),
 }  # fmt: skip
-# Methods that `DopplerTrainer` replaces: a private training calls no other one behind it.
+# Methods that `DopplerTrainer` replaces without calling the next class's method in a private run.
 _REPLACED: Final = ("training_step", "get_train_dataloader", "get_batch_samples", "create_optimizer")
-# TRL's trainer → what to take in its place.
+# A trainer of TRL → the replacement for it.
 _OF_TRL: Final = {
     "SFTTrainer": "Use DopplerSFTTrainer",
     "DPOTrainer": "Use DopplerDPOTrainer",
     "CPOTrainer": "Use DopplerDPOTrainer with loss_type=['cpo', 'sft']",
     "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
-    "KTOTrainer": "Its loss compares the examples of a batch. Use DopplerDPOTrainer, with pairs of answers",
+    "KTOTrainer": "Its loss compares the records of a batch. Use DopplerDPOTrainer with pairs of answers",
     "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md)",
 }
 
 
 def refuse_other_bases(trainer: type) -> None:
-    """Refuse a class that is one of TRL's trainers too, which make their own of the arguments, the data and the loss."""
+    """Refuse a class that also derives from a trainer of TRL, which handles arguments, data and loss in its own way."""
     other = next((kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), None)
     if other is not None and f"Doppler{other}" not in {kind.__name__ for kind in trainer.__mro__}:
         fix = _OF_TRL.get(other, "Use DopplerSFTTrainer or DopplerDPOTrainer")
-        raise TypeRefusal("trainer-of-trl", f"{trainer.__name__} must not derive from TRL's {other} too, got both. {fix}.")
+        raise TypeRefusal(
+            "trainer-of-trl",
+            f"{trainer.__name__} derives from DopplerTrainer and from {other} of TRL, which do not fit together. {fix}.",
+        )
 
 
 def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:
-    """Refuse arguments that have changed since they were made, to what they refuse then."""
+    """Refuse arguments that were changed, after they were made, to values that they would refuse."""
     args.check()
 
 
 def refuse_wrapped_model(model: Any) -> None:
-    """Refuse a model in a wrapper of torch's."""
+    """Refuse a model inside one of torch's wrappers."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise Refusal(
             "wrapped-model",
-            f"model must have no wrapper, got {type(model).__name__}, which splits batches. Pass model.module. For several "
-            "GPUs start the script with `accelerate launch`.",
+            f"The model is wrapped in {type(model).__name__}, which splits batches. Pass model.module instead. To use "
+            "several GPUs, start the script with `accelerate launch`.",
         )
 
 
 def refuse_own_loss_of_batches(trainer: Any) -> None:
-    """Refuse a loss of batches, which the trainer was given or got later."""
+    """Refuse a loss of whole batches, whether it was passed to the trainer or set later."""
     if trainer.compute_loss_func is not None:
         raise Refusal(
             "loss-of-the-batch",
-            "A compute_loss_func sees the whole batch, so an example's gradient could depend on the others. Override "
-            "compute_per_sample_loss, which returns one loss per example.",
+            "A compute_loss_func sees the whole batch, so the gradient of one record could depend on the others. Override "
+            "compute_per_sample_loss instead, which returns one loss per record.",
         )
 
 
 def refuse_own_optimizer(trainer: Any) -> None:
-    """Refuse an optimizer or a scheduler that the trainer was given."""
+    """Refuse an optimizer or a scheduler that was passed to the trainer."""
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise Refusal(
             "another-optimizer",
-            "An optimizer of your own would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
-            "base_optimizer. For learning rates by layer override create_optimizer (docs/guides/own-loss.md).",
+            "Your own optimizer would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
+            "base_optimizer. For learning rates by layer, override create_optimizer (docs/guides/own-loss.md).",
         )
     if trainer.lr_scheduler is not None:
         raise Refusal(
             "another-scheduler",
-            f"The scheduler in `optimizers` must be None, got {type(trainer.lr_scheduler).__name__}: it sets the learning "
-            "rate of the optimizer that it was made for. Override create_scheduler.",
+            f"The {type(trainer.lr_scheduler).__name__} in `optimizers` would have no effect, because it controls the "
+            "optimizer that it was made for. Leave it out, and override create_scheduler.",
         )
 
 
 def refuse_model_in_parts(trainer: Any) -> None:
-    """Refuse a model of which each process has a part of each layer."""
+    """Refuse a model whose layers are split over processes."""
     if (processes := getattr(trainer.model, "tp_size", None) or 1) > 1:
         # Sensitivity: the norm of a process's part of a gradient is less than that of the whole.
         raise Refusal(
             "model-in-parts",
-            f"The model must be whole on each process, got one in parts on {processes} (tensor parallelism). Load it "
-            "without tp_plan, and set fsdp if it is too large for one process.",
+            f"The layers of the model are split over {processes} processes (tensor parallelism), so no process can compute "
+            "the gradient norm of a record. Load the model without tp_plan. If it is too large for one process, set fsdp.",
         )
 
 
 def refuse_methods_without_effect(trainer: Any) -> None:
-    """Refuse methods that a private training does not call, of a class or set later."""
+    """Refuse overrides of methods that a private run does not call, in a class or set on the trainer."""
     for name, (reason, fix) in _NOT_CALLED.items():
         if own := _own_definition(trainer, name):
             raise Refusal("method-without-effect", f"{own.place} has no effect{reason}. {fix}.")
@@ -104,21 +107,21 @@ def refuse_methods_without_effect(trainer: Any) -> None:
     if own and not overrides(trainer, "compute_per_sample_loss"):
         raise Refusal(
             "method-without-effect",
-            f"{own.place} has no effect on a private training, which needs one loss per example. Override "
-            "compute_per_sample_loss. Keep compute_loss only for evaluations.",
+            f"{own.place} has no effect in a private run, which needs one loss per record. Override "
+            "compute_per_sample_loss. Keep compute_loss only if evaluations need it.",
         )
     for name in _REPLACED:
         if own := _own_definition(trainer, name, behind_ours=True):
             raise Refusal(
                 "method-without-effect",
-                f"{own.place} has no effect on a private training: DopplerTrainer has a {name} of its own, which comes "
-                "first. Leave it out, or override it in a subclass of DopplerTrainer that calls "
+                f"{own.place} has no effect in a private run, because DopplerTrainer.{name} comes first and does not call "
+                "it. Remove it, or override it in a subclass of DopplerTrainer that calls "
                 f"super().{name}.",
             )
 
 
 def _own_definition(trainer: Any, name: str, *, behind_ours: bool = False) -> Definition | None:
-    """Return the first definition of the user's, or the first one that a class of ours hides."""
+    """Return the user's first definition of a method, or the first one that a class of ours hides."""
     is_behind = not behind_ours
     for each in definitions(trainer, name):
         if is_behind and each.is_own:
@@ -128,24 +131,24 @@ def _own_definition(trainer: Any, name: str, *, behind_ours: bool = False) -> De
 
 
 def refuse_attributes_without_effect(trainer: Any) -> None:
-    """Refuse what was set on the trainer after it was made, and would change nothing or change all examples together."""
+    """Refuse attributes, set on the trainer after it was made, that have no effect or that would couple records."""
     if trainer.optimizer_cls_and_kwargs is not None:
         raise Refusal(
             "attribute-without-effect",
-            "trainer.optimizer_cls_and_kwargs has no effect on a private training, whose optimizer is a DopplerOptimizer. "
+            "trainer.optimizer_cls_and_kwargs has no effect in a private run, whose optimizer is a DopplerOptimizer. "
             "Set it to None, and set base_optimizer.",
         )
     if trainer.label_smoother is not None:
         raise Refusal(
             "attribute-without-effect",
-            "trainer.label_smoother has no effect on a private training, and its mean is over the batch's tokens. Leave it "
-            "out, or override compute_per_sample_loss.",
+            "trainer.label_smoother has no effect in a private run: it takes a mean over the tokens of the whole batch. Set "
+            "it to None, or override compute_per_sample_loss.",
         )
     if getattr(trainer, "neftune_noise_alpha", None) is not None:
         raise Refusal(
             "attribute-without-effect",
-            "trainer.neftune_noise_alpha cannot be used with differential privacy: it hooks the embeddings of the whole "
-            "batch. Set it to None.",
+            "trainer.neftune_noise_alpha cannot be used with differential privacy: it adds a hook on the embeddings of the "
+            "whole batch. Set it to None.",
         )
 
 
@@ -154,30 +157,31 @@ def refuse_missing_callbacks(trainer: Any) -> None:
     if not any(isinstance(each, DefaultFlowCallback) for each in trainer.callback_handler.callbacks):
         raise Refusal(
             "callbacks-removed",
-            "The trainer has no DefaultFlowCallback, which logs, evaluates, saves and stops when the arguments say so. "
-            "Something has removed it or replaced trainer.callback_handler.callbacks. Put it back with "
-            "trainer.add_callback(transformers.trainer_callback.DefaultFlowCallback), and take out single callbacks with "
-            "trainer.remove_callback.",
+            "The trainer has no DefaultFlowCallback, so it would not log, evaluate, save or stop when the arguments say so. "
+            "Some code has removed it or replaced trainer.callback_handler.callbacks. Put it back with "
+            "trainer.add_callback(transformers.trainer_callback.DefaultFlowCallback), and use trainer.remove_callback to "
+            "remove single callbacks.",
         )
 
 
 def refuse_another_privacy(trainer: Any, *, checkpoint: str | None) -> None:
-    """Refuse to train with privacy if the trainer or checkpoint was made without it, or the other way round."""
+    """Refuse to train with privacy if the trainer or checkpoint was made without it, and the other way round."""
     args, was_disabled = trainer.args, trainer._was_disabled
     if args.disable_dp != was_disabled:
         raise Refusal(
             "disable-dp-changed",
-            f"disable_dp must stay {was_disabled} in the life of a trainer, got {args.disable_dp}. Make a new trainer.",
+            f"disable_dp was changed from {was_disabled} to {args.disable_dp} after the trainer was made. Make a new "
+            "trainer.",
         )
     if checkpoint is not None and args.disable_dp == (Path(checkpoint) / LEDGER_NAME).exists():
         if args.disable_dp:
             raise Refusal(
                 "private-checkpoint",
-                f"disable_dp must be False to resume from {checkpoint}, which holds a privacy ledger, got True. Leave it "
-                "out, or load the weights with from_pretrained.",
+                f"The checkpoint {checkpoint} is from a private run (it has a privacy ledger), so it cannot be resumed with "
+                "disable_dp=True. Leave disable_dp out, or load the weights with from_pretrained.",
             )
         raise Refusal(
             "checkpoint-without-ledger",
-            f"There is no {LEDGER_NAME} in {checkpoint}, which was saved without privacy or has lost it. Train from the "
-            "start, put the ledger back, or set disable_dp=True.",
+            f"There is no {LEDGER_NAME} in {checkpoint}, so the ε that it has spent is unknown: the checkpoint is not from "
+            "a private run, or has lost the file. Put the ledger back, train from the start, or set disable_dp=True.",
         )

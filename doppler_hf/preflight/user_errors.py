@@ -1,4 +1,4 @@
-"""Errors in the user's code that follow from a private run's inputs, with the reason and the fix."""
+"""Explain errors in the user's code that a private run's inputs cause, with the reason and the fix."""
 
 import contextlib
 import itertools
@@ -13,13 +13,13 @@ from doppler_hf.errors import Refusal
 
 _OUR_CALLS: Final = ("doppler_hf.", "torch.")
 
-# Columns that Transformers' default collator calls `labels`.
+# Transformers' default collator renames these columns to `labels`.
 _RENAMED: Final = ("label", "label_ids")
 
 
 @contextlib.contextmanager
 def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
-    """Say what to set if a loss, a transform or a collator asks for a column that Transformers removed or renamed."""
+    """Explain which argument to set if a loss, a transform or a collator needs a column that Transformers removed."""
     try:
         yield
     except KeyError as error:
@@ -30,28 +30,28 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
         if name in _RENAMED and name in columns:
             raise Refusal(
                 "labels-renamed",
-                f"A loss must take inputs['labels'], got a KeyError for {name!r}: Transformers' default collator renames "
-                "it. Or give a data_collator of your own.",
+                f"The loss asked for {name!r}, but Transformers' default collator renames that column to 'labels'. Use "
+                "inputs['labels'] in the loss, or pass your own data_collator.",
             ) from error
         if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
             raise Refusal(
                 "no-labels-column",
-                f"train_dataset must have a column 'labels' or 'label', or one that label_names names, got "
-                f"{', '.join(map(str, columns))}. Rename the column of the labels.",
+                f"Expected a column 'labels' or 'label' in train_dataset; got the columns {', '.join(map(str, columns))}. "
+                "Rename the column that has the labels, or name it in label_names.",
             ) from error
         if not args.remove_unused_columns or name not in columns:
             raise
         raise Refusal(
             "label-not-named",
-            f"label_names must have {name!r} if it is a label, got {args.label_names}: Transformers removes columns that "
-            f"the forward does not name. Set label_names=[{name!r}], or remove_unused_columns=False for inputs, and for "
-            "what a transform reads.",
+            f"Your code asked for the column {name!r}, but Transformers removes columns that the model's forward does not "
+            f"take. If it is a label, set label_names=[{name!r}]. If it is an input, or a transform reads it, set "
+            "remove_unused_columns=False.",
         ) from error
 
 
 @contextlib.contextmanager
 def told_of_gradients_in_a_loss() -> Iterator[None]:
-    """Say that a loss cannot contain gradients, if it fails because torch cannot take or differentiate them here."""
+    """Explain that a loss cannot contain gradients if it fails because torch cannot compute or differentiate them here."""
     try:
         yield
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def told_of_gradients_in_a_loss() -> Iterator[None]:
             raise
         raise Refusal(
             "gradient-in-the-loss",
-            "The loss contains a gradient that torch.autograd.grad takes, such as a penalty with create_graph=True. "
-            "Per-sample gradients come from one backward pass, which cannot be differentiated again. Leave the penalty out "
-            "of compute_per_sample_loss.",
+            "The loss contains a gradient (torch.autograd.grad), such as a penalty with create_graph=True. Per-sample "
+            "gradients come from a single backward pass, which cannot be differentiated again. Remove the penalty from "
+            "compute_per_sample_loss.",
         ) from error

@@ -1,9 +1,9 @@
-"""Find numbers of the training set that the model cannot take before any ε is spent.
+"""Find values in the data that the model cannot take, before any ε is spent.
 
-The columns of a stored table are scanned, many rows at a time, for ten seconds at most. Of data that make their rows, such
-as torch's data sets and transforms, rows are read by chance for one. A row beyond the model's range is collated alone and
-checked again, since a collator may cut or change it. So nothing that would train is refused,
-unless a collator of your own makes up missing labels.
+The columns of a stored table are scanned, many rows at a time, for ten seconds at most. If a data set computes its rows, as
+torch's data sets and transforms do, random rows are read for one second. A row beyond the model's range is collated alone
+and checked again, since a collator may cut or change it. So no data that would train are refused, unless a collator of the
+user's own makes up missing labels.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ def refuse_out_of_range(
     has_own_loss: bool,
     name: str = "train_dataset",
 ) -> None:
-    """Refuse a data set with token ids, types, positions, lengths or labels that the model has no place for, or no label.
+    """Refuse a data set with missing labels, or with ids, types, lengths or labels that the model cannot take.
 
-    `name` is the data set's argument, for messages.
+    `name` is the name of the data set's argument, for messages.
     """
     if not has_length(examples) or len(examples) == 0:
         return
-    hint = " Change rows ahead of with_transform, or in it." if is_table(examples) else " Or change what its rows return."
+    hint = " Change rows before with_transform, or in it." if is_table(examples) else " Or change what its rows return."
     hint = "" if is_stored(examples) or isinstance(examples, list) else hint
     _refuse_missing_labels(examples, name, hint)
     if task_of(without_adapters(model)) in ("token_classification", "causal_lm", "masked_lm") and is_stored(examples):
@@ -71,7 +71,7 @@ def refuse_out_of_range(
             beyond += _beyond_in_rows(examples, limits_in(first.keys()), name=name)
     _refuse_other_counts_of_ends(model, examples, name)
     for index, limit in beyond:
-        if limit.kind == "not empty" and name != "train_dataset":  # of evaluations they stand beside others
+        if limit.kind == "not empty" and name != "train_dataset":  # an evaluation pads empty texts next to other rows
             continue
         try:
             collated = collate([fetch_one(examples, index)])
@@ -79,7 +79,7 @@ def refuse_out_of_range(
             if limit.kind in ("no text", "not empty"):
                 raise limit.refusal(name, hint) from error
             raise
-        # Transformers' default collator leaves out text.
+        # Transformers' default collator leaves out columns of text.
         is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
         if is_left_out or limit.is_exceeded_in(collated):
             raise limit.refusal(name, hint)
@@ -87,20 +87,21 @@ def refuse_out_of_range(
 
 def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
     for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
-        # Behind a transform it may have one. Formats of numbers put another value in the place of None.
+        # A transform may add the label. Rows of a stored table are not fetched, since a number format would replace None.
         example = {column: None} if is_stored(examples) else fetch_one(examples, row)
         if any(example[key] is None for key in LABELS if key in example):
-            # Their loss would end the run with ε spent. Neither which nor how many: messages end in logs.
+            # The loss of such rows would end the run after ε was spent. The message says neither which rows nor how many,
+            # since messages end up in logs.
             raise Refusal(
                 "missing-labels",
-                f"The column {column!r} of {name} must have a label for each example, got none for some. Leave them out: "
+                f"Some rows of {name} have no label in the column {column!r}. Remove them: "
                 f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint,
             )
 
 
 def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:
-    """Refuse a table whose labels of tokens are more or fewer than the tokens of a row, or missing for some."""
-    fix = "Make them of the tokenizer's word_ids(), with -100 for a token without a label."
+    """Refuse a table in which a row has more or fewer labels than tokens, or misses some."""
+    fix = "Make the labels from the tokenizer's word_ids(), with -100 for a token without a label."
     for column in LABELS if LENGTH_COLUMN in examples.column_names else ():
         has_gaps = has_gaps_in_lists(examples, column=column) if column in examples.column_names else None
         if has_gaps is None or examples.data.column(column).null_count:
@@ -108,38 +109,37 @@ def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], A
         if has_gaps:
             raise Refusal(
                 "missing-token-labels",
-                f"The column {column!r} of {name} must have a number for each token, got None for some. {fix}",
+                f"Expected a number per token in column {column!r} of {name}; got None for some tokens. {fix}",
             )
         other = np.flatnonzero(lengths_of(examples, column=column) != lengths_of(examples))
         if not len(other):
             continue
         example = fetch_one(examples, int(other[0]))
         own, ids, collated = list(example[column]), [], []
-        with contextlib.suppress(Exception):  # of a row that no collator takes
+        with contextlib.suppress(Exception):  # the collator may not take such a row
             batch = collate([example])
             ids, collated = batch[LENGTH_COLUMN].flatten().tolist(), batch["labels"].flatten().tolist()
-        # A collator of the user's own may make labels of tokens out of those of words; others fill them up.
+        # A user's collator may turn labels of words into labels of tokens; other collators only pad them.
         padding = [IGNORED_LABEL] * (len(collated) - len(own))
         if not collated or len(collated) != len(ids) or (padding and collated in (own + padding, padding + own)):
             raise Refusal(
                 "labels-of-other-length",
-                f"The column {column!r} of {name} must have a label for each token, got more or fewer in some rows. {fix}",
+                f"Expected one label per token in column {column!r} of {name}; got more or fewer in some rows. {fix}",
             )
 
 
 def _none_row(name: str) -> Refusal:
     return Refusal(
         "row-is-none",
-        f"{name} returns None for some rows. A collator that leaves them out would make batches of fewer rows than were "
-        f"drawn. Leave them out before: torch.utils.data.Subset({name}, [i for i, row in enumerate({name}) if row is not "
-        "None]).",
+        f"{name} returns None for some rows. If the collator skips them, batches have fewer rows than were sampled. Remove "
+        f"them beforehand: torch.utils.data.Subset({name}, [i for i, row in enumerate({name}) if row is not None]).",
     )
 
 
 def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> None:
-    """Refuse rows with different numbers of the token that ends a text, if the model's own forward refuses them together.
+    """Refuse rows with different numbers of end tokens, if the model's own forward refuses them in one batch.
 
-    BART's, T5's and others' classifiers do.
+    The classifiers of BART, T5 and other models do.
     """
     base = without_adapters(model)
     if not isinstance(base, PreTrainedModel) or not is_stored(examples) or LENGTH_COLUMN not in examples.column_names:
@@ -160,12 +160,12 @@ def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> 
             stops = np.cumsum(lengths)
             found |= {*np.unique(ends[stops] - ends[stops - lengths]).tolist()}
         if len(found) > 1:
-            # Neither which rows nor how many: messages end in logs.
+            # The message says neither which rows nor how many, since messages end up in logs.
             raise Refusal(
                 "ends-differ",
-                f"{type(base).__name__} takes only rows with the same number of eos tokens ({base.config.eos_token_id}), "
-                f"and the rows of {name} have different ones, as where a text contains '</s>' or was cut. Keep rows with "
-                f"one number n of them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
+                f"{type(base).__name__} needs the same number of eos tokens ({base.config.eos_token_id}) in every row, but "
+                f"rows of {name} differ, for example because a text contains '</s>' or was cut. Keep the rows with n of "
+                f"them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
             )
         if time.monotonic() > end:
             return
@@ -180,14 +180,14 @@ def compute_lengths(chunk: Any) -> np.ndarray:
 
 
 def _compares_ends(kind: type) -> bool:
-    """Return whether a model's forward refuses a batch whose rows have different numbers of ends."""
+    """Return whether a model's forward refuses a batch whose rows have different numbers of end tokens."""
     with contextlib.suppress(OSError, TypeError):
         return "number of <eos> tokens" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
     return False
 
 
 def _beyond_in_rows(examples: Any, limits: frozenset[Limit], *, name: str) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first row that exceeds it, of rows by chance, for a second."""
+    """Yield for each limit the first random row that exceeds it, for at most a second."""
     left, end = {*limits}, time.monotonic() + MOST_SECONDS_OF_ROWS
     for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
         if time.monotonic() > end:
@@ -201,8 +201,8 @@ def _beyond_in_rows(examples: Any, limits: frozenset[Limit], *, name: str) -> It
 
 
 def _beyond_in_table(examples: Any, limits: frozenset[Limit]) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first scanned row that exceeds it, for some seconds."""
-    # In the order in which they lie: of a shuffled table each row would have to be looked up.
+    """Yield for each limit the first scanned row that exceeds it, for at most ten seconds."""
+    # Scan in the order of storage, since in the order of a shuffled table each row would have to be looked up.
     places = None if examples._indices is None else examples._indices.column(0).to_numpy()
     rows: Any = range(len(examples)) if places is None else np.unique(places)
     end = time.monotonic() + MOST_SECONDS

@@ -1,33 +1,33 @@
-"""One private run of transformers' Trainer: its parts, its callbacks and its outputs.
+"""One private run of Transformers' `Trainer`: its parts, its callback and its outputs.
 
-- evaluation: evaluations, with the user's loss and a baseline
+- evaluation: evaluations with the user's loss and a baseline
 - saving: models, checkpoints, cards and logs
-- renamed_weights: weights that are saved under other names than the model's own
-- private_run: the run, from its plan to its end, with what it does in every step
-- filter_and_noise: the filter and the shape of the noise, as named or chosen
-- learning_rate: the rate of a run that names none
+- renamed_weights: weights that are saved under different names than the model's own
+- private_run: the run, from its plan to its end, with the parts of every step
+- filter_and_noise: the filter and the shape of the noise, as given or chosen
+- learning_rate: the learning rate of a run that sets none
 - plan: every number of the mechanism, computed once
-- estimate: time and memory of a step, before there is one
-- memory: the bytes that a pass has in use, on tensors without memory
+- estimate: time and memory of a step, before training
+- memory: the bytes that a pass uses, computed on tensors without memory
 - sharding: weights in shards on several processes
-- sharded_states: saving and loading them
+- sharded_states: saving and loading of sharded weights
 - processes: the same terms, weights and outcomes on every process
 - optimizer: the optimizer of the arguments
 - interruptions: Ctrl-C, errors and SIGTERM
-- checkpoints: which are complete, and what a run reads from one
-- callback: by which Transformers' events reach the run
-- beside_model: the ledger beside a saved model
+- checkpoints: which checkpoints are complete, and what a run reads from them
+- callback: the callback that passes Transformers' events to the run
+- beside_model: the ledger next to a saved model
 - trained_model: the model that a run trains, as its ledger knows it
-- earlier_ledgers: the ledgers of earlier trainings that a run continues
-- lineage: the private trainings that a model's weights carry
-- merges: what a merge makes of weights, and how it is recognised
-- merged_model: whether a model is a base with an adapter merged into it
-- rounds: the rounds of the sampling, new ones or those of an earlier run
-- round_secrets: the secret of a run's rounds, for whoever resumes it on this machine
-- own_code: whether a method is the user's own
+- earlier_ledgers: the ledgers of earlier runs that a run continues
+- lineage: the earlier private runs that trained a model's weights
+- merges: how to recognise weights into which an adapter was merged
+- merged_model: a check that a model is a base with an adapter merged into it
+- rounds: the rounds of the sampling, new or continued from an earlier run
+- round_secrets: the secret of a run's rounds, kept for resuming it on this machine
+- own_code: a test whether a method is the user's own
 - precision: how coarsely a model rounds
 - digests: a digest of the parameters, by which the ledger knows the model
-- summary: the table at the start
+- summary: the lines that a run prints
 - logged_loss: where the training loss is shown, and whether it is clipped
 - model_card: the model card's section on privacy
 """

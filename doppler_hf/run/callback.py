@@ -1,7 +1,7 @@
-"""The callback by which Transformers' events reach a private run. A trainer adds it for the time of a training.
+"""The callback that passes Transformers' events to a private run. A trainer adds it for the duration of `train`.
 
-It also guards the budget: steps are reserved in the ledger before they are computed, and the run stops before a step that
-would exceed the target. Only process 0 writes ledgers.
+The callback also guards the budget: steps are reserved in the ledger before they are computed, and the run stops before a
+step that would exceed the target. Only process 0 writes ledgers.
 """
 
 from typing import Any
@@ -26,15 +26,15 @@ class PrivacyCallback(TrainerCallback):
 
     Args:
         run: The run.
-        handler: The trainer's, with all callbacks, some of which show what is logged.
+        handler: The trainer's handler of all callbacks.
     """
 
     def __init__(self, run: PrivateRun, *, handler: CallbackHandler) -> None:
         self._run, self._handler = run, handler
-        self._bound_watch: BoundWatch | None = None  # of a private training loss
+        self._bound_watch: BoundWatch | None = None  # watches a private training loss
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Open the ledger, or continue that of an earlier run, and print the summary."""
+        """Open a ledger, or continue the ledger of an earlier run, and print the summary."""
         run, step, model = self._run, state.global_step, kwargs["model"]
         run.terms.refuse_changes(args)
         self.refuse_removed()
@@ -47,7 +47,7 @@ class PrivacyCallback(TrainerCallback):
             "filter": f"{optimizer.low_pass_filter}{chosen}",
         }
         self._bound_watch = BoundWatch(run.statement, step=step) if run.statement.train_loss == "private" else None
-        # Privacy: the logs of a checkpoint of an earlier version hold what was raw then.
+        # Privacy: the logs of a checkpoint of an earlier version hold losses that were raw then.
         if any(each.statement.train_loss == "raw" for each in ledger.runs):
             forget_losses(state.log_history)
         if state.is_world_process_zero:
@@ -55,38 +55,40 @@ class PrivacyCallback(TrainerCallback):
             ledger.save(args.output_dir)
             counted = ledger.runs[-1].steps_before
             remaining = run.statement.steps_planned - step
-            add_up = "If it used the same data, its ε and that of this run add up."
+            add_up = "If that run used the same data, its ε and the ε of this run add up."
             unknown = [] if ledger.earlier or counted else adapters_trained_by_others(model)
             notes = {
                 f"The adapter {', '.join(unknown)} was already trained (it changes the model's output), and no ledger on "
-                "this machine speaks for it. If it was trained on the same data, its ε adds to that of this run.": unknown,
-                f"The ledger of an earlier training in {args.output_dir} is now {aside and aside.name}. {add_up}": aside,
-                f"The ledger of the model's earlier training is continued: its {counted} steps count. For other data, make "
-                "a new trainer with another output_dir.": step == 0 and counted,
+                "this machine covers it. If it was trained on the same data, its ε adds to the ε of this run.": unknown,
+                f"The ledger of an earlier run in {args.output_dir} was renamed to {aside and aside.name}. {add_up}": aside,
+                f"This run continues the ledger of the model's earlier run, so the {counted} steps of that run count. If "
+                "you "
+                "train on different data, make a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
-                "The run before had ended, and results may have led to this one. It is a plan of its own: its ε is added.": (
-                    ledger.is_repeated and remaining > 0
-                ),
-                f"All {step} steps are done, and none is trained. To go on set a larger max_steps or num_train_epochs"
+                "The earlier run was complete, and this run may depend on its results, so it counts as a plan of its own "
+                "and "
+                "its ε is added.": ledger.is_repeated and remaining > 0,
+                f"All {step} steps of this run were already done, so nothing was trained. To continue, set a larger "
+                "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                f"The budget allows {run.affordable} of the {remaining} steps left, since earlier ones count. "
-                "Training will stop there.": run.affordable < remaining,
+                f"The budget allows {run.affordable} of the {remaining} remaining steps, because earlier steps count. "
+                "Training will stop after them.": run.affordable < remaining,
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
 
     def refuse_removed(self) -> None:
-        """Stop if this callback, or the one by which Transformers logs, saves and stops, is no longer in the list."""
+        """Stop if this callback, or Transformers' `DefaultFlowCallback`, is no longer in the list."""
         there = self._handler.callbacks
         if self not in there or not any(isinstance(each, DefaultFlowCallback) for each in there):
             raise callbacks_removed()
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Tell the sampler at which step its next draw is."""
+        """Tell the sampler the step of its next batch."""
         self._run.begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Reserve steps, on disk before the first of them is computed: no process releases one without process 0."""
+        """Reserve steps on disk before the first of them is computed; no process can release a step without process 0."""
         self._run.terms.warn_of_changes(args)
         ledger = self._run.reserve()
         if ledger is not None and state.is_world_process_zero:
@@ -103,7 +105,7 @@ class PrivacyCallback(TrainerCallback):
         self._run.sampler.is_reserved &= not control.should_training_stop
         if self._run.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
-            # As Transformers does after the last step of its plan.
+            # Evaluate and save as Transformers does after the last step of its plan.
             control.should_evaluate |= args.eval_strategy == "steps" and args.eval_delay <= state.global_step
             control.should_save |= args.save_strategy == "steps"
         if args.world_size > 1 and (
@@ -121,7 +123,7 @@ class PrivacyCallback(TrainerCallback):
                 print(words)
 
     def on_train_end(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Close the ledger beside the model, and print what was spent."""
+        """Close the ledger next to the model, and print what was spent."""
         run, model = self._run, kwargs["model"]
         note_shards(model.parameters())
         run.leave(model, speaks=run.speaks_for(model), writes=state.is_world_process_zero)
@@ -134,14 +136,14 @@ class PrivacyCallback(TrainerCallback):
 def end_run(
     run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState, *, model: Any, error: BaseException | None = None
 ) -> None:
-    """Note, on disk too, the model as the training has left it, by its end or by what interrupted it."""
+    """Record, on disk too, the model as the run has left it, whether the run was completed or interrupted."""
     if not run.is_running or run.ledger is None:
         return
     speaks, run.is_running = run.speaks_for(model), False
-    # Of several processes one may have failed alone: nothing here waits for the others.
+    # If there are several processes, only one may have failed, so nothing here waits for the others.
     if run.leave(model, speaks=speaks, writes=state.is_world_process_zero, together=False):
         run.ledger.save(args.output_dir)
     if not run.ledger.runs[-1].is_closed:
-        run.ledger = run.ledger.as_written()  # as the file counts: with the steps reserved
+        run.ledger = run.ledger.as_written()  # count as the file does, with all reserved steps
         if state.is_world_process_zero:
             print_interruption(run.ledger, args, error=error)

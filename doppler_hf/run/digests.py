@@ -1,11 +1,11 @@
-"""Digests of a model's parameters, and of what is saved besides them, which tell whether they were changed.
+"""Digests of a model's parameters and other saved state, which tell whether these were changed.
 
     digest = SHA-256 of name, dtype, shape and sum of every tensor
 
-The sum is of the tensor's bytes, read as integers of 64 bits, modulo 2^64. It is exact, so it is the same on every device.
-It takes as long as reading the memory: a tenth of a second for 125 million parameters on a CPU. A step of training changes
-it. It does not detect a forger (nor would a ledger), or values that only changed places. A tensor of less than eight bytes
-has the sum of single bytes, which a change may leave as it is by chance.
+The sum adds up the tensor's bytes, read as integers of 64 bits, modulo 2^64. It is exact, so it is the same on every device.
+It takes as long as reading the memory: a tenth of a second for 125 million parameters on a CPU. A training step changes it.
+It does not detect a forger (nor would a ledger), or values that only changed places. For a tensor of less than eight bytes,
+single bytes are added up, and a change may leave their sum unchanged by chance.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from doppler_hf.linalg import sums_of_bytes
 from doppler_hf.privacy.ledger.record import ModelDigests
 from doppler_hf.shards import first_row, part_here
 
-# By the part of a weight that is on this process: a description of the whole, and the sum of the part when it was cut.
+# Part of a weight on this process → a description of the whole weight, and the sum of the part when the weight was cut.
 _WHOLE: Final = WeakIdKeyDictionary()
 
 
 def parameters_digest(model: nn.Module) -> str:
     """Return the digest of the parameters by which a ledger knows a model, 64 hexadecimal digits.
 
-    These are all parameters that a model computes with or is saved with. If PEFT saves its adapters alone, they are those of
-    the adapters and whatever else is trained: nobody reads the base from these files, and merging an adapter and taking it
-    out again leaves other last bits there.
+    The digest covers all parameters that a model computes with or is saved with. If PEFT saves only the adapters, it covers
+    the adapters and other trained parameters: nobody reads the base from these files, and merging an adapter and unmerging
+    it changes the last bits of the base.
     """
     if not is_saved_as_adapter(model):
         return whole_digest(model)
@@ -45,10 +45,10 @@ def parameters_digest(model: nn.Module) -> str:
 
 
 def whole_digest(model: nn.Module) -> str:
-    """Return the digest of all parameters, also of an adapter's base, as ledgers before format 11 have it.
+    """Return the digest of all parameters, including an adapter's base, as in ledgers before format 11.
 
     If PEFT trains a copy of a layer, such as a new head, the layer itself is unused: its random weights differ each time the
-    base is loaded. They are left out if the adapter is saved alone.
+    base is loaded. They are left out if only the adapter is saved.
     """
     unused = _layers_in_no_file(model)
     used: dict[Tensor, str] = {}
@@ -61,12 +61,13 @@ def whole_digest(model: nn.Module) -> str:
 def is_saved_as_adapter(model: nn.Module) -> bool:
     """Return whether saving this model writes PEFT's adapters without their base."""
     peft = sys.modules.get("peft")
-    # Privacy: a model with injected adapters, or inside another module, is saved whole, whatever has become of its base.
+    # Privacy: a model with injected adapters, or inside another module, is saved as a whole, whatever has become of its
+    # base.
     return peft is not None and (isinstance(model, peft.PeftModel) or bool(getattr(model, "_hf_peft_config_loaded", False)))
 
 
 def _in_adapter_files(model: Any) -> set[Tensor]:
-    """Return the parameters that PEFT saves with a model's adapters: theirs, and embeddings that no adapter changes."""
+    """Return the parameters that PEFT saves: those of the adapters, and embeddings that no adapter changes."""
     peft = sys.modules["peft"]
     kinds = peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper
     parts: list[Any] = [getattr(model, "prompt_encoder", None)]
@@ -79,7 +80,7 @@ def _in_adapter_files(model: Any) -> set[Tensor]:
 
 
 def _embeddings(model: Any) -> list[nn.Module]:
-    """Return a model's embeddings, which PEFT saves too, if the vocabulary has grown."""
+    """Return a model's embeddings. PEFT saves them, too, if the vocabulary has grown."""
     found = []
     for of_model in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(AttributeError, NotImplementedError):
@@ -88,7 +89,7 @@ def _embeddings(model: Any) -> list[nn.Module]:
 
 
 def adapted_parameters(model: nn.Module) -> list[Tensor]:
-    """Return what PEFT's `target_parameters` adapt: a forward pass takes them out of their layer, and writes them back."""
+    """Return the parameters adapted by PEFT's `target_parameters`, which a forward pass takes out and writes back."""
     peft = sys.modules.get("peft")
     if peft is None:
         return []
@@ -96,13 +97,13 @@ def adapted_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def _named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters in their order, or by name where a forward pass changes that."""
+    """Return parameters in their order, or sorted by name if a forward pass changes the order."""
     named = [*model.named_parameters(remove_duplicate=remove_duplicate)]
     return sorted(named, key=lambda pair: pair[0]) if adapted_parameters(model) else named
 
 
 def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of weights whose layers PEFT copies, trains and saves."""
+    """Return the prefixes of the names of weights whose layers PEFT copies, trains and saves."""
     if not is_saved_as_adapter(model):
         return ()
     peft = sys.modules["peft"]
@@ -115,14 +116,14 @@ def _layers_in_no_file(model: nn.Module) -> tuple[str, ...]:
 
 
 def replicas_digest(model: nn.Module) -> str:
-    """Return the digest of what all processes have alike: all but trained weights in shards. Nothing is gathered."""
+    """Return the digest of all parameters but trained shards, which all processes should share. Nothing is gathered."""
     return _digest((n, p) for n, p in _named_parameters(model) if not (isinstance(p, DTensor) and p.requires_grad))
 
 
 def untrained_digest(model: nn.Module) -> str:
-    """Return the digest of everything saved but not trained: frozen parameters, buffers and other state.
+    """Return the digest of everything that is saved but not trained: frozen parameters, buffers and other state.
 
-    The base of adapters that are saved alone is not among it.
+    If only adapters are saved, the digest leaves out their base.
     """
     held = _in_adapter_files(model) if is_saved_as_adapter(model) else None
     frozen = (
@@ -139,11 +140,11 @@ def digests_of(model: nn.Module) -> ModelDigests:
 
 
 def is_known(model: nn.Module, models: Sequence[ModelDigests]) -> bool:
-    """Return whether these digests, of a ledger, are of the model as it is."""
+    """Return whether one of these digests of a ledger is the digest of the model as it is."""
     digests = digests_of(model)
     if digests in models:
         return True
-    # A ledger before format 11 has the digest of an adapter together with its base.
+    # A ledger before format 11 has a joint digest of an adapter and its base.
     return is_saved_as_adapter(model) and digests._replace(parameters=whole_digest(model)) in models
 
 
@@ -158,9 +159,9 @@ def _digest(named: Iterable[tuple[str, Any]]) -> str:
 
 
 def note_shards(parameters: Iterable[Tensor]) -> None:
-    """Describe parts of weights as the whole is now, until a part changes; called by every process.
+    """Let parts of weights be described by the present whole weight until a part changes.
 
-    One that asked alone would wait for the others. Sums of parts are added up, so that no weight is gathered.
+    Every process must call this collective, or the others wait. Only sums of the parts are exchanged, never weights.
     """
     shards = [value for value in parameters if isinstance(value, DTensor)]
     if shards:
@@ -171,7 +172,7 @@ def note_shards(parameters: Iterable[Tensor]) -> None:
 
 
 def described(value: Any) -> tuple[Any, ...]:
-    """Return what tells a tensor from others; of other state its words."""
+    """Return what distinguishes a tensor from others; for other state, its `repr`."""
     if not isinstance(value, Tensor):
         return (repr(value),)
     if isinstance(value, DTensor):
@@ -186,11 +187,11 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
 
 
 def sums_of_rows(shard: Tensor) -> Tensor:
-    """Return this part's share of the two sums of the whole (`sums_of_bytes`); a word in two parts is in both."""
+    """Return this part's share of the whole weight's two sums (`sums_of_bytes`); words that span two parts add up."""
     flat = part_here(shard).contiguous().view(-1).view(torch.uint8)
     size = shard.numel() * shard.itemsize
     begin = first_row(shard) * (size // len(shard))
     cut = min(max(0, size // 8 * 8 - begin), len(flat))
-    # Filled up with zeros at both ends, so that its words begin where those of the whole do.
+    # Pad with zeros at both ends, so that words begin at the same bytes as in the whole weight.
     words = F.pad(flat[:cut], (begin % 8, -(begin + cut) % 8))
     return torch.stack([words.view(torch.int64).sum(), flat[cut:].sum(dtype=torch.int64)])

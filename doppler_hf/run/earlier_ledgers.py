@@ -1,4 +1,4 @@
-"""The ledgers of earlier trainings that a run may continue: a checkpoint's, or one in a folder that speaks for the model."""
+"""Find the ledger of an earlier run that a new run continues: of a checkpoint, or in a folder if it covers the model."""
 
 from pathlib import Path
 
@@ -12,26 +12,26 @@ from doppler_hf.run.processes import on_process_0
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
-    """Return the ledgers of a checkpoint: its own, and those of its run, which may have continued after it."""
+    """Return the ledger in a checkpoint and the ledgers of its run, which may have continued after the checkpoint."""
     own = PrivacyLedger.load(checkpoint)
     unknown = own.unknown_weights(checkpoint)
     if unknown:
         raise Refusal(
             "weights-without-account",
-            f"The weights in {checkpoint} must match its ledger, got others in {', '.join(unknown)}, whose training is not "
-            "accounted for. Put back the saved weights, or load these with from_pretrained and train from the start.",
+            f"The weight files {', '.join(unknown)} in {checkpoint} do not match its ledger, so it is unknown what their "
+            "training cost. Put the saved files back, or load these weights with from_pretrained and train from the start.",
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
 
 
 def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
-    """Return the ledger in a folder that speaks for the model, with those that continue it; none if there is none."""
+    """Return the ledger in a folder that covers the model, and the ledgers that continue it, or an empty list."""
     there = list(ledgers_in(folder).values())
     if not there:
         return []
     digests = {parameters_digest(model), whole_digest(model)}
-    # Whatever became of its buffers: the steps count.
+    # Only parameters are compared: the steps of the earlier run count, whatever became of the buffers.
     first = next((ledger for ledger in there if any(known.parameters in digests for known in ledger.models)), None)
     return [] if first is None else [ledger for ledger in there if first.is_prefix_of(ledger)]
 
@@ -42,9 +42,9 @@ def continued_ledger(
     """Return the ledger that the next run continues, the same on every process, or None.
 
     Args:
-        previous: That of the trainer's run before. A second run of the same trainer continues it, whether resumed or not.
+        previous: The ledger of the trainer's run before. A second run of the trainer continues it, whether resumed or not.
         checkpoint: The folder to resume from.
-        folder: Where the trainer saves.
+        folder: The folder in which the trainer saves.
         model: The model to be trained.
     """
 

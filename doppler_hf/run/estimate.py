@@ -1,11 +1,11 @@
-"""Time and memory of a private step, before training: time is measured on the spot, memory is counted.
+"""Estimate time and memory of a private step before training: time is measured, and memory is counted.
 
     time   = passes·t₀ + examples·t₁ + trained weights·(noise/P + optimizer) + 4·trained·2(P − 1)/P / bandwidth
     memory = weights + states of the optimizer + noise of earlier steps/P + clipped sums + a pass
 
-for each of P processes. t comes from two sizes of micro-batch, noise and optimizer from some millions of weights, and the
-bytes of a pass from `memory`. Data loading, padding, evaluation, the start check, libraries, and waiting for the slowest
-process are not included.
+for each of P processes. t is measured with two sizes of micro-batch, noise and optimizer with some millions of weights, and
+`memory` counts the bytes of a pass. Data loading, padding, evaluation, the start check, libraries, and waiting for the
+slowest process are not included.
 """
 
 import functools
@@ -28,13 +28,13 @@ from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.run.memory import move_in, without_memory
 
 _TIMES: Final = 3
-_SAMPLED: Final = 4_000_000  # weights: enough that a step is not all overhead, and done in a moment
+_SAMPLED: Final = 4_000_000  # so many weights make a step that is not only overhead, but still short
 _FLOAT: Final = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be trained, and how; `bandwidth` is in bytes a second, and must be given for several processes."""
+    """The batch, processes and optimizer of a step; `bandwidth`, in bytes per second, is needed for several processes."""
 
     batch_size: int
     micro_batch: int
@@ -48,23 +48,24 @@ class Setting:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
             numbers = f"{self.batch_size}, {self.micro_batch} and {self.processes}"
             raise Refusal(
-                "out-of-range", f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Give larger ones."
+                "out-of-range",
+                f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Use larger numbers.",
             )
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise Refusal(
                 "no-bandwidth",
-                f"--bandwidth must be given for {self.processes} processes, got {self.bandwidth}: it is not measured here. "
-                "Give the bytes per second between them, as --bandwidth 1e10.",
+                f"--bandwidth must be a positive number for {self.processes} processes, got {self.bandwidth}: the transfer "
+                "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
             )
 
     @property
     def passes(self) -> int:
-        """Passes of a process in a step."""
+        """The number of passes that a process makes in a step."""
         return -(-self.batch_size // (self.processes * self.micro_batch))
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of some work on a device, once it is warm; on a CPU the processor's."""
+    """Return the median seconds of some work on a warm device; on a CPU, the processor time."""
     marks = []
     for _ in range(2 + _TIMES):
         if device.type == "cuda":
@@ -73,7 +74,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         else:
             marks.append(time.process_time() / torch.get_num_threads())
         work()
-    # Without the first time, in which caches are cold and kernels are chosen.
+    # Leave out the first time, when caches are cold and kernels are chosen.
     return float(np.median(np.diff(marks[1:])))
 
 
@@ -84,9 +85,9 @@ def seconds_of_step(
     losses_of: Callable[[dict[str, Tensor]], Float[Tensor, " batch"]],
     setting: Setting,
 ) -> dict[str, float]:
-    """Return the seconds of a private step by part, on the model's device and `setting.processes` such ones.
+    """Return the seconds of each part of a private step, on `setting.processes` devices like the model's.
 
-    `batch` makes a batch of a number of examples, `losses_of` returns the loss of each.
+    `batch` makes a batch of a number of examples, and `losses_of` returns the loss of each.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device, number = trained[0].device, sum(parameter.numel() for parameter in trained)
@@ -106,7 +107,7 @@ def seconds_of_step(
     return {
         "passes": setting.passes * a_pass + setting.batch_size / setting.processes * per_example,
         "between processes": between,
-        "noise": noise * number / setting.processes,  # each makes that of its share
+        "noise": noise * number / setting.processes,  # each process makes the noise of its share
         "optimizer": step * number,
     }
 
@@ -119,7 +120,7 @@ def bytes_of_step(
     setting: Setting,
     on_cuda: bool,
 ) -> dict[str, float]:
-    """Return the bytes of a process at the peak of a private step by part; the model is made on the "meta" device."""
+    """Return the bytes of each part of a private step at its peak on a process; the model is on the "meta" device."""
     number = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     states = setting.low_pass_filter.order + (setting.base != "sgd")
     with without_memory(on_cuda=on_cuda) as peak:
@@ -131,7 +132,7 @@ def bytes_of_step(
             sums = sum(total.nbytes for total in clipped.sums.values())
             peak.forget()
             clipped.backward(losses_of(batch(setting.micro_batch)))
-        # Of weights in half precision the gradient is a copy, when the pass is over.
+        # For weights in half precision, the gradient is a copy that exists when the pass is over.
         copied = sum(weight.nbytes for weight in clipped.parameters.values() if weight.itemsize < 4)
     return {
         "weights": weights,
@@ -143,7 +144,7 @@ def bytes_of_step(
 
 
 def largest_micro_batch(bytes_of: Callable[[int], float], *, most: int, memory: float) -> int | None:
-    """Return the largest power of two of at most `most` examples whose step takes at most `memory` bytes; None if none.
+    """Return the largest power of two up to `most` of examples whose step takes at most `memory` bytes, or None.
 
     Example:
         >>> largest_micro_batch(lambda size: 10 * size, most=64, memory=100)
@@ -166,7 +167,7 @@ def _seconds_of_a_weight(setting: Setting, *, device: torch.device, sampled: int
         shape=setting.noise_shape,
         device=device,
     )
-    for _ in range(setting.noise_shape.bands - 1):  # so that all earlier noise is there
+    for _ in range(setting.noise_shape.bands - 1):  # make the earlier noise that a later step needs
         mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
     noise = seconds_of(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)), device)
     optimizer = DopplerOptimizer([weight], 1e-3, low_pass_filter=setting.low_pass_filter, base=setting.base, noise_std=1.0)

@@ -1,4 +1,4 @@
-"""Evaluations of a `DopplerTrainer`: with your own loss, and beside what always naming one label reaches."""
+"""Evaluation with the user's own loss, and with a majority-class (or mean-label) baseline."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from doppler_hf.run.summary import print_if_not_learnt
 
 
 class EvaluatingTrainer(ShardedTrainer):
-    """`Trainer` whose evaluations have the loss of each example; `DopplerTrainer` sets the attributes."""
+    """`Trainer` that evaluates with the per-sample losses; `DopplerTrainer` sets the attributes."""
 
     _run: PrivateRun | None
     compute_per_sample_loss: Callable[..., Any]
@@ -28,19 +28,19 @@ class EvaluatingTrainer(ShardedTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch: as Transformers, or the mean of your own `compute_per_sample_loss`.
+        """Return the loss of a batch as Transformers does, or the mean of your own `compute_per_sample_loss`.
 
-        It is called in evaluations, and with `disable_dp` in the training, too.
+        Evaluations call this method, and with `disable_dp` the training does, too.
         """
         if not overrides(self, "compute_per_sample_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
         losses = as_losses(self.compute_per_sample_loss(model, dict(inputs)))
-        # With disable_dp weights of clipped gradients are weights of losses.
+        # With disable_dp the weights of clipped gradients become weights of the losses.
         weights = losses.weights if model.training else None
         mean = (losses.values if weights is None else losses.values * weights).mean()
-        # Transformers takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
+        # If a model can count the items of all micro-batches, Transformers treats its loss as a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
 
@@ -52,8 +52,8 @@ class EvaluatingTrainer(ShardedTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate and predict as Transformers does, and add what always naming one label reaches."""
-        if self._sharding.is_asked_for:  # before the first training the model is whole, and on no device
+        """Evaluate and predict as Transformers does, and add the baselines of the majority class or the mean label."""
+        if self._sharding.is_asked_for:  # before the first run the model is whole, and not on the device
             self._prepare_model()
         run = self._run
         with spoken_for_when_converted(run, self.args, model=self.model):
@@ -64,7 +64,7 @@ class EvaluatingTrainer(ShardedTrainer):
         return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Transformers does. After a private training say if the model has learnt little."""
+        """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
         metrics = super().evaluate(*args, **kwargs)
         run = self._run
         if run is not None and run.ledger is not None and not run.is_running and self.is_world_process_zero():
@@ -73,29 +73,30 @@ class EvaluatingTrainer(ShardedTrainer):
 
 
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
-    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
+    """Add to an evaluation (in place) the accuracy of its majority class, or the loss of its mean label."""
     labels = output.label_ids
     if not isinstance(labels, np.ndarray) or not labels.size:
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
-        _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # of tokens, too
+        _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # labels may be of tokens, too
         output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max(initial=0) / max(1, counts.sum()))
-    if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:  # of a regression: several classes have a row each
+    # One-dimensional labels are of a regression; with several classes each label is a row.
+    if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:
         output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
 
 
 def mean_and_outputs(
     losses_of: Callable[[nn.Module, dict[str, Any]], Float[Tensor, " batch"]], model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Float[Tensor, ""], Any]:
-    """Return the mean loss of an evaluated batch, and the model's outputs as Transformers takes them."""
+    """Return the mean loss of an evaluated batch, and the model's outputs in the form that Transformers expects."""
     found: list[Any] = []
     with model.register_forward_hook(lambda module, args, outputs: found.append(outputs)):
         mean = as_losses(losses_of(model, dict(inputs))).values.mean()
     outputs = found[0] if len(found) == 1 else ()
     if len(found) != 1:
         warnings.warn(
-            f"Evaluations have no predictions: compute_per_sample_loss calls the model {len(found)} times for a batch. Call "
-            "model(...) once, or for metrics override prediction_step.",
+            f"Evaluations have no predictions, because compute_per_sample_loss calls the model {len(found)} times per "
+            "batch. Call model(...) once, or override prediction_step to get metrics.",
             stacklevel=2,
         )
     if isinstance(outputs, dict):

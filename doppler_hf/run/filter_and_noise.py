@@ -1,4 +1,4 @@
-"""The filter and the shape of the noise of a run: as they are named, or as `auto` chooses them.
+"""The filter and the shape of the noise of a run, as given in the arguments or chosen by `auto`.
 
 Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the schedule.
 """
@@ -17,7 +17,7 @@ from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# What the noise of earlier steps may take, in bytes, where the shape is chosen and not named.
+# The most bytes for the noise of earlier steps if the shape is chosen and not given.
 MOST_MEMORY = 2**31
 
 
@@ -27,11 +27,11 @@ def chosen_filter(
     """Return the filter of a run."""
     if args.low_pass_filter != "auto":
         return LowPassFilter.parse(args.low_pass_filter)
-    if (saved := filter_of_checkpoint(checkpoint)) is not None:  # which holds its states
+    if (saved := filter_of_checkpoint(checkpoint)) is not None:  # the checkpoint has this filter's states
         return saved
     shape = NoiseShape.parse(statement.noise_shape)
     if shape.is_white and args.base_optimizer != "sgd":
-        # White noise costs as much behind a filter as without one (`filters.closed_loop`). SGD still gains larger rates.
+        # With white noise a filter gains nothing (`filters.closed_loop`), except larger learning rates for SGD.
         return PAPER_FILTERS["none"]
     rates = learning_rates_of(args, steps=statement.steps_planned)
     return auto_filter(statement.steps_planned, learning_rates=rates, noise=shape)
@@ -44,10 +44,11 @@ def chosen_noise_shape(
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
     # Poisson sampling may draw a unit at every step. Without a target there are no shapes of equal ε. GaLore saves memory,
-    # and shaped noise keeps bands - 1 whole gradients of it.
+    # but shaped noise keeps bands - 1 whole gradients in memory.
     if args.sampling == "poisson" or args.target_epsilon is None or args.optim_target_modules:
         return WHITE
-    # A resumed run keeps its shape as it keeps its filter, unless larger draws leave a unit no turn in so many steps.
+    # A resumed run keeps its shape, as it keeps its filter, unless larger batches give a unit more than one turn in `bands`
+    # steps.
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
         return kept
     steps = planned_steps(args, sampler)
@@ -63,7 +64,7 @@ def chosen_noise_shape(
         steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
-        most_bands=1 + MOST_MEMORY // (4 * max(1, num_trained)),  # of none the engine says that it is none
+        most_bands=1 + MOST_MEMORY // (4 * max(1, num_trained)),  # a model without trained weights is refused later
     )
 
 
@@ -74,7 +75,7 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
     """
     if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
-    # Transformers has its schedules as objects that step an optimizer, here one of nothing.
+    # Transformers' schedules are objects that step an optimizer, so give them one of a single zero.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
         args.lr_scheduler_type,

@@ -1,4 +1,4 @@
-"""What ends a training before its end: Ctrl-C, an error, or SIGTERM, which schedulers send before they kill a process."""
+"""Handle interruptions of a run: Ctrl-C, an error, or SIGTERM, which schedulers send before they kill a process."""
 
 import contextlib
 import signal
@@ -11,7 +11,7 @@ class Terminated(SystemExit):
     """The process was asked to end by SIGTERM."""
 
     def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)  # as a shell reports it
+        super().__init__(128 + signal.SIGTERM)  # the exit status that a shell reports
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def raised_if_terminated() -> Iterator[None]:
     """Let SIGTERM raise `Terminated` in the block, unless something else handles it, such as `enable_jit_checkpoint`."""
 
     def end(_signal: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut off what is being saved
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt saving
         raise Terminated
 
     # Only the main thread may set a handler.
@@ -34,7 +34,7 @@ def raised_if_terminated() -> Iterator[None]:
 
 
 def reason_in_words(error: BaseException | None) -> str:
-    """Return why a training did not come to its end."""
+    """Return in words why a run stopped early."""
     if isinstance(error, Terminated):
         return "Stopped by SIGTERM"
     if isinstance(error, KeyboardInterrupt):

@@ -1,23 +1,24 @@
-"""The learning rate of a run that sets none, from public numbers: every trial would spend privacy.
+"""Compute the learning rate of a run that sets none from public numbers, since every trial would spend privacy.
 
-Under noise Adam's steps are known beforehand. Its denominators are about the noise's size, s in units of white noise of the
-same σ. Noise thus takes each weight on a random walk, over the whole run by
+Under noise, Adam's steps are known beforehand. Its denominators are about the noise's size, s in units of white noise of the
+same σ. Noise thus takes each weight on a random walk, whose length over the whole run is
 
     δ = η/(u·s)·S
 
 with η the first rate, u the least denominator in units of a step's noise, r the schedule, and S the size of Σ_t r_t·noise_t
-in these units: √(Σ_t r_t²) for white noise. Among tuned rates the best was always the smallest of three. The first gives
-about the same walk √d·δ of all d weights together. The second gives about the same step η/(u·s) for a gradient as large as
-white noise, or in a short run the same path, the step times Σ_t r_t; with LoRA a smaller step, as a large one at the
-beginning may ruin the features that were pretrained. The third is for LoRA on two matrices: the walks of
+in these units: √(Σ_t r_t²) for white noise. Among tuned rates the best was always the smallest of three. The first rate
+gives about the same walk √d·δ of all d weights together. The second rate gives about the same step η/(u·s) for a gradient as
+large as white noise. In a short run it gives the same path, which is the step times Σ_t r_t. With LoRA the step is smaller,
+since a large step at the beginning may ruin pretrained features. The third rate is for LoRA on two matrices: the walks of
 both factors together add to a layer's weights as much as the weights' own size. Contributions of L layers are independent
-and grow with √L; shortening both walks to (2/L)^¼ keeps their product where it was. A layer also turns f inputs of size 1
-into √f·δ of noise, which is bounded. Behind a normalization or another layer inputs are of about this size. The data
-themselves may be smaller, such as words of a sentence with norm 1 together, so the first layer may walk further. With large
-batches, few weights and large ε, noise limits little. If all clipped gradients were equal, B/(σ·√d) in units of white noise,
-a step would change a layer's outputs by f·η times their ratio to the denominators u·s, at most 1. That is bounded behind
-another layer (Yang et al. 2022, *Tensor Programs V*). recipes/results/learning-rate.md has the rule's loss against a tuned
-rate.
+and grow with √L; shortening both walks to (2/L)^¼ of their length keeps their product the same.
+
+Two further bounds are for layers. A layer turns f inputs of size 1 into √f·δ of noise, which is bounded. Inputs are about
+this size if they come from a normalization or another layer. The data themselves may be smaller, such as the words of a
+sentence with norm 1 together, so the first layer may walk further. With large batches, few weights and large ε, noise limits
+little. If all clipped gradients were equal, B/(σ·√d) in units of white noise, a step would change a layer's outputs by f·η
+times their ratio to the denominators u·s, at most 1. This change is bounded for layers after the first (Yang et al. 2022,
+*Tensor Programs V*). recipes/results/learning-rate.md compares the rule's loss with that of a tuned rate.
 """
 
 import math
@@ -37,8 +38,8 @@ from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import without_rate_rule
 
-# √d·δ; √f·δ, and that of a layer of the data themselves; η/(u·s), and that with adapters; the path of short runs, at steps
-# that are at most so large; and f times the change of a weight in a step, if all gradients are the same.
+# These bound, in order: √d·δ; √f·δ, and √f·δ of a layer that reads the data; η/(u·s), and η/(u·s) with adapters; the path of
+# short runs, and their steps; and f times the change of a weight in a step if all gradients are the same.
 LONGEST_WALK: Final = 70.0
 LARGEST_OUTPUT: Final = 5.0
 LARGEST_OUTPUT_OF_DATA: Final = 12.0
@@ -47,50 +48,51 @@ LARGEST_STEP_OF_ADAPTERS: Final = 0.019
 SHORTEST_PATH: Final = 1.1
 LARGEST_OF_FEW: Final = 0.035
 LARGEST_CHANGE: Final = 9.0
-# Layers whose outputs are sums over many inputs, and those whose outputs are of about size 1, whatever they are given.
+# Layers whose outputs are sums over many inputs, and layers whose outputs have a size of about 1 for any input.
 _SUMS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_SIZE_1: Final = (nn.Embedding, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-# With so many adapters the bound on their walks was found.
+# The bound on the walks of adapters was found with this number of adapters.
 FEW_ADAPTERS: Final = 2
-# Rates that were tuned lay within a factor of 5 of the rule's. One that differs by more is told of.
+# Tuned rates were within a factor of 5 of the rule's rate. The run notes a rate that differs by more than this factor.
 FAR: Final = 10.0
-# At one that differs by so much, such as one of a training without noise, all of ε would buy nothing.
+# A rate that differs by this factor, such as a rate of training without noise, would spend all of ε without learning.
 VERY_FAR: Final = 100.0
 
 
 def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return a warning about a given rate far from the rule's; refuse one that is very far, unless any is allowed."""
+    """Return a warning if the given rate is far from the rule's; refuse it if it is very far, unless any rate is allowed."""
     given = args.learning_rate
     if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
     if given == 0.0:
-        return "learning_rate=0 moves no weight: leave it out for one that fits"
+        return "learning_rate=0 trains nothing: leave it out to use the automatic value"
     rule = rate_by_rule(args, statement, model=model)
     if rule / FAR < given < FAR * rule:
         return ""
-    far = f"{rule / given:,.0f} times below" if given < rule else f"{given / rule:,.0f} times above"
-    told = f"learning_rate={given:g} is {far} the {rule:.3g} that this run would choose"
+    far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
+    told = f"learning_rate={given:g} is {far} than the automatic value ({rule:.3g})"
     if not is_any_rate_allowed(args) and not rule / VERY_FAR < given < VERY_FAR * rule:
         raise Refusal(
             "rate-far-off",
-            f"{told}, and would spend its ε for nothing. Leave it out, or set allow_any_learning_rate=True to try it.",
+            f"{told}, so the run would spend its ε without learning. Leave learning_rate out, or set "
+            "allow_any_learning_rate=True to try it anyway.",
         )
-    return f"{told}: leave it out"
+    return f"{told}: leave it out to use that value"
 
 
 def is_any_rate_allowed(args: DopplerTrainingArguments) -> bool:
-    """Return whether a learning rate is trained at which, by all experience, nothing is learnt."""
+    """Return whether the run accepts a learning rate at which, by all experience, nothing is learnt."""
     return args.allow_any_learning_rate or not args.rehearse
 
 
 def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
-    """Return the rate of the rule, also where another one is given; without noise its limit for little noise.
+    """Return the rate of the rule, even if a rate is given; without noise, return the rule's limit for little noise.
 
-    That is a rate which a private run of large ε takes, so that a run without noise shows what the noise does.
+    A private run of large ε uses that rate, so comparing it with a run without noise shows the effect of the noise.
     """
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     rates = learning_rates_of(args, steps=steps) or [1.0] * steps
-    if not any(rates):  # a warmup that is as long as the run: at no rate does anything move
+    if not any(rates):  # the warmup is as long as the run, so no rate would train anything
         rates = [1.0] * steps
     size = shape.std(steps)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -119,13 +121,13 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
 class LayerOfSums(NamedTuple):
     """A trained layer whose outputs are sums over its inputs."""
 
-    inputs: int  # for each output, f
-    is_of_data: bool  # whether neither a layer nor a normalization is ahead of it
-    is_first: bool  # whether no other such layer is ahead of it
+    inputs: int  # the number f of inputs for each output
+    is_of_data: bool  # whether neither a layer nor a normalization comes before it
+    is_first: bool  # whether no other such layer comes before it
 
 
 def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
-    """Return the trained linear layers and convolutions, without LoRA's factors, which have bounds of their own."""
+    """Return the trained linear layers and convolutions, without LoRA's factors, which have their own bounds."""
     is_of_data = is_first = True
     factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
     for layer in model.modules():
@@ -138,14 +140,14 @@ def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
 
 
 def walks_of_adapters(model: nn.Module) -> Iterator[float]:
-    """Return for each pair of LoRA's factors the walk of a weight, δ, that adds as much to a layer as its own weights are.
+    """Return for each pair of LoRA factors the walk δ of a weight that adds as much to a layer as the size of its weights.
 
-    Of two matrices of independent weights of size δ the product of rank r has some √r·δ², times the adapter's scaling.
+    The product of rank r of two matrices of independent weights of size δ has a size of about √r·δ², times the scaling.
     """
     for layer in adapted_layers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)
-        # Of packed weights, in four bits, the size is not known, and attention's have other names.
-        if isinstance(weight, DTensor):  # on every process, before the first step
+        # The size of packed 4-bit weights is not known, and attention layers name their weights differently.
+        if isinstance(weight, DTensor):  # all processes come here together, before the first step
             weight = weight.full_tensor()
         if not isinstance(weight, Tensor) or not weight.is_floating_point() or not weight.any():
             continue
@@ -156,6 +158,6 @@ def walks_of_adapters(model: nn.Module) -> Iterator[float]:
 
 
 def adapted_layers(model: nn.Module) -> list[Any]:
-    """Return the layers to which PEFT has added a product of LoRA's factors; none if it is not imported."""
+    """Return the layers to which PEFT has added a product of LoRA's factors, or none if PEFT is not imported."""
     lora = sys.modules.get("peft.tuners.lora")
     return [] if lora is None else [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]

@@ -1,4 +1,4 @@
-"""Which private trainings a model's weights carry, so that a new ledger starts with the ε that they have already cost.
+"""Find the earlier private runs that trained a model's weights, so that a new ledger starts with the ε that they cost.
 
 Trained tensors are recognised one by one, whatever was added to the model, merged into it or put around it since:
 
@@ -6,12 +6,12 @@ Trained tensors are recognised one by one, whatever was added to the model, merg
 - by value: *marks* of each trained tensor are kept in its ledger, and in a small register in the user's state folder. A mark
   is a hash of the values. Matrices also have marks of their values in half precision, so that they are recognised after a
   conversion;
-- by what a trained adapter makes of its base weights when it is merged. The register keeps the marks of some merged weights,
-  and sketches of them, by which they are recognised if they were rounded or if another adapter was added: see `merges`.
+- by the weights that result when a trained adapter is merged into its base. The register keeps the marks of some merged
+  weights, and sketches of them, by which they are recognised after rounding or after another adapter was added: see
+  `merges`.
 
 Weights that were averaged, quantized or scaled, or that came from another machine without their ledger, are not recognised;
-docs/trust/ledger.md says so. The register holds nothing but digests of weights that a private training has released, and
-what these cost.
+docs/trust/ledger.md says so. The register holds only digests of weights that a private run has released, and their cost.
 """
 
 import contextlib
@@ -38,46 +38,46 @@ from doppler_hf.run.processes import on_process_0
 
 # A mark of fewer values could belong to another tensor by chance.
 _FEWEST_VALUES: Final = 32
-# A mark takes about so many values of a tensor, evenly spread: noise reaches every coordinate of what is trained.
+# A mark uses about this many values of a tensor, evenly spread, since noise reaches every coordinate of trained tensors.
 _MOST_VALUES: Final = 2**16
-# In half precision a training at a small rate leaves most values of a vector as they are, perhaps all. So vectors have no
-# mark of their values in half precision, nor have matrices of fewer values.
+# In half precision, a run with a small learning rate leaves most values of a vector as they are, perhaps all. So vectors,
+# and matrices with fewer values than this, have no mark of their values in half precision.
 _FEWEST_HALVES: Final = 2**8
 # The settings of PEFT's configurations that say whether a new adapter leaves the model's output as it is.
 _STARTS: Final = ("init_lora_weights", "init_ia3_weights", "init_weights")
-# Trainings in the register. One more removes the oldest.
+# The most runs in the register. A further run removes the oldest.
 _MOST_TRAININGS: Final = 300
 
 
 class Record(NamedTuple):
-    """What is known of one training's weights."""
+    """The costs, marks and merges of one run's weights."""
 
-    trainings: Trainings  # what the weights have cost: by this training, and by those before it
+    trainings: Trainings  # the cost of the weights, in this run and in the runs before it
     marks: frozenset[str]
     merges: tuple[Merge, ...]
 
 
 class Past(NamedTuple):
-    """What a tensor of this process has gone through."""
+    """The runs that trained a tensor of this process."""
 
-    trainings: Trainings  # what its last value has cost
-    begun: dict[str, Trainings]  # by the mark of each value with which a training began: what that had cost
+    trainings: Trainings  # the cost of its last value
+    begun: dict[str, Trainings]  # mark of a value with which a run began → the cost of that value
 
 
 # The past of each trained tensor.
 _BY_OBJECT: Final = WeakIdKeyDictionary()
-# By run, for where the state folder cannot be written.
+# Records by run, for machines whose state folder cannot be written.
 _OF_PROCESS: Final[dict[str, Record]] = {}
 
 
 @final
 class Lineage:
-    """What a model carries from trainings before this run, and what it will carry from this one.
+    """The private runs that have trained a model before this run, and the record of this run.
 
-    Every process must make one at the same moment: parts of a weight are put together to be recognised.
+    Every process must create its object at the same moment, because parts of a weight are joined to be recognised.
 
     Attributes:
-        earlier: What other trainings have spent on the weights, by their ledgers.
+        earlier: What other runs have spent on the weights, by their ledgers.
     """
 
     def __init__(self, model: nn.Module, *, output_dir: str | Path, continued: PrivacyLedger | None = None) -> None:
@@ -98,12 +98,12 @@ class Lineage:
     def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
         """Return the marks of the weights that this run has trained so far.
 
-        Weights that have the value with which the run began are left out: another model may have the same.
+        Weights that still have the value with which the run began are left out, since another model may have the same value.
 
         Args:
             model: The trained model.
-            together: Whether every process calls this at the same moment. If not, weights that are cut into parts are left
-                out, since no process can read a whole one alone.
+            together: Whether every process calls this at the same moment. If not, sharded weights are left out, since no
+                process can read a whole weight alone.
         """
         found: set[str] = set()
         for name, parameter in model.named_parameters():
@@ -114,13 +114,13 @@ class Lineage:
         return frozenset(found)
 
     def remember(self, model: nn.Module, ledger: PrivacyLedger, *, marks: frozenset[str], writes: bool) -> None:
-        """Note what this run has made of the model, for trainings to come.
+        """Record the cost of the model's weights for later runs.
 
         Args:
-            model: As the run leaves it.
-            ledger: The run's.
-            marks: Those of the trained weights, as they are and as they were saved.
-            writes: Whether to write the register, as one process of several does.
+            model: The model as the run leaves it.
+            ledger: The ledger of the run.
+            marks: The marks of the trained weights, as they are and as they were saved.
+            writes: Whether this process writes the register; only one process does.
         """
         if ledger.steps_run == 0:
             return
@@ -130,7 +130,7 @@ class Lineage:
                 past = _BY_OBJECT.get(parameter, Past({}, {}))
                 begun = {} if name not in self._begun else {self._begun[name].exact: self._at_start}
                 _BY_OBJECT[parameter] = Past(trainings, past.begun | begun)
-        # What was saved in this run may be loaded again, too, so that its marks stay, also those of another process.
+        # Checkpoints of this run may be loaded again, so their marks are kept, also the marks of another process.
         before = [_OF_PROCESS.get(ledger.run_id), _read_one(_register() / f"{ledger.run_id}.json")]
         merges, of_merged = self._merge(model)
         known = [record for record in before if record is not None]
@@ -144,7 +144,7 @@ class Lineage:
             _write(ledger.run_id, record)
 
     def _merge(self, model: nn.Module) -> tuple[list[Merge], set[str]]:
-        """Merge some adapted layers, and return sketches of these merges, and marks of the weights that come out."""
+        """Merge some adapted layers, and return sketches of these merges, and marks of the resulting weights."""
         merges: list[Merge] = []
         marks: set[str] = set()
         for pairs, is_sketched in self._adapters.merges(model):
@@ -155,10 +155,10 @@ class Lineage:
 
 
 def adapters_trained_by_others(model: nn.Module) -> list[str]:
-    """Return the adapters that change the output of a layer, although a new adapter of their kind changes none.
+    """Return the adapters that change the output of a layer, although a new adapter of their kind would not.
 
-    Adapters that are meant to start with another output, such as PiSSA's, are left out, and so are prompts, which start with
-    random numbers.
+    Adapters whose initial weights change the output, such as PiSSA's, are left out. So are prompts, which start with random
+    numbers.
     """
     found = []
     for name, config in getattr(model, "peft_config", {}).items():
@@ -175,16 +175,16 @@ class Marks(NamedTuple):
     """The marks of a tensor."""
 
     exact: str
-    halves: frozenset[str]  # of its values in half precision, if it has many
+    halves: frozenset[str]  # the marks of its values in half precision, if it has many values
 
     @property
     def all(self) -> frozenset[str]:
-        """All of them."""
+        """All marks of the tensor."""
         return self.halves | {self.exact} if self.exact else frozenset()
 
 
 def _marks(value: Tensor, *, both_halves: bool = False) -> Marks:
-    """Return the marks of a tensor: of `both_halves` also what it would be after a conversion to float16."""
+    """Return the marks of a tensor; with `both_halves`, also the mark that it would have after a conversion to float16."""
     if not value.is_floating_point() or value.is_meta:
         return Marks("", frozenset())
     whole = value.detach()
@@ -202,7 +202,7 @@ def _hash(values: Tensor, shape: torch.Size) -> str:
 
 
 def _is_telling(value: Tensor) -> bool:
-    """Return whether a tensor has so many values that no other has the same by chance."""
+    """Return whether a tensor has so many values that no other tensor has the same values by chance."""
     return value.numel() >= _FEWEST_VALUES
 
 
@@ -210,7 +210,7 @@ def _by_object(parameter: Tensor, mark: str) -> list[Trainings]:
     past = _BY_OBJECT.get(parameter)
     if past is None:
         return []
-    # It may have been put back to what it was before a training, as a notebook does for another trial.
+    # The tensor may have been reset to its value before a run, as a notebook does for another trial.
     return [past.begun.get(mark, past.trainings)]
 
 
@@ -218,41 +218,41 @@ def _by_object(parameter: Tensor, mark: str) -> list[Trainings]:
 
 
 def _by_value(model: nn.Module, marks: frozenset[str], output_dir: Path) -> list[Trainings]:
-    """Return what trainings have spent whose weights the model holds, by its marks and what was merged into it."""
+    """Return the cost of the runs whose weights the model holds, found by its marks and by adapters merged into it."""
     records = [*_OF_PROCESS.values(), *_read()]
     merged = merged_in(model, [(place, merge) for place, record in enumerate(records) for merge in record.merges])
     found = [
         record.trainings for place, record in enumerate(records) if place in merged or not marks.isdisjoint(record.marks)
     ]
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
-    source = Path(name) if name else None  # of a model that was made from a configuration it is ""
+    source = Path(name) if name else None  # a model that was made from a configuration has the name ""
     folders = {output_dir, Path(), *([] if source is None else [source])}
     with contextlib.suppress(OSError):
         folders |= {path.parent for near in (output_dir.parent, Path()) for path in near.glob(f"*/{LEDGER_NAME}")}
     for folder in folders:
-        # Checking a whole ledger takes as long as reading hundreds, so only those are checked that matter.
+        # Checking a whole ledger takes as long as reading hundreds, so only ledgers with a known mark are checked.
         paths = [path for path in ledger_files(folder) if not marks.isdisjoint(marks_in(path))]
         ledgers = [ledger.when(marks) for ledger in map(_ledger, paths) if ledger is not None]
         found += [ledger.trainings for ledger in ledgers if ledger is not None]
-    # A model that was merged before it was saved, or an older ledger, which holds no marks.
+    # The model may have been merged before it was saved, or its ledger may be an old one without marks.
     if source is not None and (ledger := _ledger(source)) is not None and _holds_any(source, marks):
         found.append(ledger.trainings)
     return found
 
 
 def _ledger(path: Path) -> PrivacyLedger | None:
-    with contextlib.suppress(FileNotFoundError, ValueError):  # there is none, or it is no ledger
+    with contextlib.suppress(FileNotFoundError, ValueError):  # there may be no file, or the file may not be a ledger
         return PrivacyLedger.load(path)
     return None
 
 
 def _holds_any(folder: Path, marks: Iterable[str]) -> bool:
-    """Return whether a weight file of a folder holds a tensor with one of these marks; True if no file can be read."""
+    """Return whether a weight file in a folder has a tensor with one of these marks, or True if no file can be read."""
     paths, sought = [*folder.glob("*.safetensors")], set(marks)
     try:
         for path in paths:
             with safe_open(path, framework="pt") as file:
-                values = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118 - it is no dict
+                values = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118 - a safetensors file is no dict
                 if any(_is_telling(value) and not sought.isdisjoint(_marks(value).all) for value in values):
                     return True
     except (OSError, SafetensorError):
@@ -266,7 +266,7 @@ def _register() -> Path:
 
 
 def _write(run: str, record: Record) -> None:
-    """Write a record into the register, if there is a place for it, and remove the oldest ones of many."""
+    """Write a record into the register, if its folder can be written, and remove the oldest of too many records."""
     trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ def _read() -> list[Record]:
 
 
 def _read_one(path: Path) -> Record | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, of another version, or cut off
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the file may be missing, old or cut off
         said = json.loads(path.read_text("utf-8"))
         trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
         merges = tuple(

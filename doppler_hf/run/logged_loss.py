@@ -1,8 +1,8 @@
-"""The training loss on its way into logs: a raw one is shown here and kept nowhere, and a private one says if it is clipped.
+"""Control the training loss in logs: a raw loss is only shown here and never saved, and a clipped private loss is reported.
 
 Transformers sends each log to two places: `state.log_history`, which it writes into checkpoints and the model card, and
-`on_log` of every callback, among them the trackers. A raw loss reaches only the callbacks that show it on this console, and
-TensorBoard, if its files are outside of the folder of the model. All other callbacks count as remote, also your own, since
+`on_log` of every callback, including trackers. A raw loss reaches only the callbacks that show it on this console, and
+TensorBoard if its files are outside of the model's folder. All other callbacks count as remote, including your own, since
 nobody can see what a callback does with a loss.
 """
 
@@ -30,14 +30,14 @@ from transformers.trainer_callback import CallbackHandler
 from doppler_hf.privacy import PrivacyStatement
 
 LOSSES: Final = ("loss", "train_loss")
-# What else shows logs on the console: of modules that need a notebook, or TRL.
+# Further callbacks that show logs on the console, from modules that need a notebook or TRL.
 _CONSOLES: Final = (
     ("transformers.utils.notebook", "NotebookProgressCallback"),
     ("trl.trainer.callbacks", "RichProgressCallback"),
 )
-# These upload what the program prints.
+# These callbacks upload what the program prints.
 _COPY_THE_CONSOLE: Final = (ClearMLCallback, CometCallback, NeptuneCallback, SwanLabCallback, WandbCallback)
-_NEAR: Final = 0.75  # a mean of clipped losses this near to their bound is told of; an untrained model's is at a half
+_NEAR: Final = 0.75  # a mean above this share of the bound is reported; an untrained model's mean is at half of the bound
 
 
 def take_losses(logs: dict[str, float]) -> dict[str, float]:
@@ -46,7 +46,7 @@ def take_losses(logs: dict[str, float]) -> dict[str, float]:
 
 
 def forget_losses(history: list[dict[str, float]]) -> None:
-    """Remove the training losses from the logs of a checkpoint (in place), which before 0.4 held raw ones."""
+    """Remove the training losses from the logs of a checkpoint (in place); before version 0.4 they were raw."""
     for logs in history:
         take_losses(logs)
 
@@ -57,7 +57,7 @@ def copies_of_console(callbacks: Sequence[object]) -> list[str]:
 
 
 def local_callbacks(callbacks: Sequence[Any], *, output_dir: str) -> list[Any]:
-    """Return the callbacks that may get a raw loss: the console's, unless a tracker copies it, and TensorBoard's."""
+    """Return the callbacks that may get a raw loss: for the console, unless a tracker copies it, and for TensorBoard."""
     found = [(sys.modules.get(module), name) for module, name in _CONSOLES]
     consoles = (ProgressCallback, PrinterCallback, *(getattr(module, name) for module, name in found if module is not None))
     is_copied = bool(copies_of_console(callbacks))
@@ -70,22 +70,22 @@ def local_callbacks(callbacks: Sequence[Any], *, output_dir: str) -> list[Any]:
 
 
 def folder_of(callback: TensorBoardCallback) -> str | None:
-    """Return where TensorBoard's files are."""
+    """Return the folder of TensorBoard's files."""
     folder = getattr(callback.tb_writer, "log_dir", None) or callback.logging_dir
     return None if folder is None else str(folder)
 
 
 def _is_outside(folder: str | None, output_dir: str) -> bool:
-    if folder is None or "://" in folder:  # a bucket
+    if folder is None or "://" in folder:  # a URL, such as a bucket, may be on another machine
         return False
     return not Path(folder).resolve().is_relative_to(Path(output_dir).resolve())
 
 
 @contextlib.contextmanager
 def raw_loss_kept_here(callbacks: Sequence[Any], *, output_dir: str) -> Iterator[None]:
-    """Let TensorBoard write beside the folder of the model during the block, unless it was given a folder.
+    """Let TensorBoard write next to the model's folder during the block, unless it was given a folder.
 
-    By default it writes into that folder, which people share, and `push_to_hub` uploads.
+    By default it writes into the model's folder, which people share and `push_to_hub` uploads.
     """
     for each in callbacks:
         if isinstance(each, TensorBoardCallback) and each.tb_writer is None and each.logging_dir is None:
@@ -100,7 +100,7 @@ def raw_loss_kept_here(callbacks: Sequence[Any], *, output_dir: str) -> Iterator
 
 @contextlib.contextmanager
 def only_local(handler: CallbackHandler, *, output_dir: str) -> Iterator[list[Any]]:
-    """Take the callbacks that may get a raw loss out of a handler during the block, and give them."""
+    """Take the callbacks that may get a raw loss out of a handler during the block, and yield them."""
     everyone = handler.callbacks
     local = local_callbacks(everyone, output_dir=output_dir)
     handler.callbacks = [each for each in everyone if not any(each is other for other in local)]
@@ -111,7 +111,7 @@ def only_local(handler: CallbackHandler, *, output_dir: str) -> Iterator[list[An
 
 
 def show_beside_evaluations(callbacks: Sequence[Any], losses: dict[str, float]) -> None:
-    """Let a notebook's table, which takes the loss beside an evaluation from the history of logs, find it."""
+    """Give a notebook's table the training loss, which it reads from the history of logs at each evaluation."""
     notebook = sys.modules.get("transformers.utils.notebook")
     for each in callbacks:
         if notebook is not None and isinstance(each, notebook.NotebookProgressCallback):
@@ -144,22 +144,22 @@ class BoundWatch:
     def __init__(self, statement: PrivacyStatement, *, step: int) -> None:
         assert statement.per_sample_max_loss is not None
         self._bound = statement.per_sample_max_loss
-        # What moves the mean of a step: noise, and the random size of its batch, by which nothing is divided.
+        # The mean of a step varies with the noise, and with the random size of its batch, by which it is not divided.
         self._std = math.hypot(
             noise_of_loss(statement, steps=1), _NEAR * self._bound / math.sqrt(statement.expected_batch_size)
         )
-        # Until that is a twentieth of the bound for the mean of some steps, or the training is over.
+        # Average over so many steps that this deviation is a twentieth of the bound, or over all steps.
         enough = (self._std / (0.05 * self._bound)) ** 2
         self._enough = min(max(1, math.ceil(enough)), max(1, statement.steps_planned - step))
         self._first, self._last, self._sum, self._steps = step, step, 0.0, 0
         self._is_noticed = False
 
     def words_on(self, logs: dict[str, float], *, step: int) -> str:
-        """Return what to say about a log, once. Its loss is a mean over the steps since the last log, or over all."""
+        """Return a message about a log, at most once. Its loss is a mean over the steps since the last log, or over all."""
         if "loss" in logs:
             steps, self._last = step - self._last, step
             self._sum += logs["loss"] * steps
-        elif "train_loss" in logs and self._last == self._first:  # none was logged before
+        elif "train_loss" in logs and self._last == self._first:  # no loss was logged before
             steps = step - self._first
             self._sum = logs["train_loss"] * steps
         else:
@@ -173,7 +173,7 @@ class BoundWatch:
         if not self._is_noticed:
             return ""
         return (
-            f"The logged training loss, {mean:.3g}, is close to {self._bound:.4g}, where each example's loss is clipped, so "
-            "the true loss may be larger. The training itself is not affected. To see more, set "
-            f"per_sample_max_loss={2 * self._bound:.2g} or higher. A loss that is not a number counts as the bound."
+            f"The logged training loss ({mean:.3g}) is close to {self._bound:.4g}, at which the loss of each record is "
+            "clipped for logging, so the true loss may be larger. The training itself is not affected. To see larger "
+            f"losses, set per_sample_max_loss={2 * self._bound:.2g} or higher. Losses that are NaN are logged as this bound."
         )

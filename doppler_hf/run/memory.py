@@ -1,8 +1,8 @@
-"""The most bytes that a private step has in use, without using them: on tensors that have a shape and no memory.
+"""Compute the most bytes that a private step uses, on tensors that have a shape but no memory.
 
-A model that is made on torch's "meta" device computes a pass, whose tensors only say what they would take. So neither
-weights nor the device are needed. Of CUDA the kernels of dropout and attention are followed; libraries, the gaps between an
-allocator's blocks, and the temporary tensors of noise and optimizer, some MiB, are not included.
+A model on torch's "meta" device computes a pass with tensors that only report the memory they would take. So neither weights
+nor the device are needed. CUDA's kernels of dropout and attention are imitated. Libraries, gaps between an allocator's
+blocks, and temporary tensors of noise and optimizer (some MiB) are not included.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _READING: Final = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.al
 
 
 class Peak(TorchDispatchMode):
-    """Follows the bytes of all tensors that are made in the block: those that are in use, and the most that were at once."""
+    """Tracks the bytes of all tensors that are made in the block: the bytes in use, and the most at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Peak(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def forget(self) -> None:
-        """Begin anew with what is in use now."""
+        """Reset the most bytes to the bytes in use now."""
         self.most = self.bytes
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,14 +49,14 @@ class Peak(TorchDispatchMode):
 
 
 class _ReadsOnes(TorchDispatchMode):
-    """Lets Python read a one where a tensor has no numbers: what is compared is equal, and all gradients are finite."""
+    """Lets Python read a 1 from tensors without numbers, so that comparisons are true and gradients count as finite."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if operator in _READING else operator(*args, **(kwargs or {}))
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Lets a CPU's dropout keep one byte a number, and its attention no probabilities, as CUDA's kernels do."""
+    """Makes dropout keep one byte per number, and attention no probabilities, as CUDA's kernels do."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,13 +69,13 @@ class _AsOnCuda(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_memory(*, on_cuda: bool) -> Iterator[Peak]:
-    """Let tensors have no memory in the block, and follow what they would take; on CUDA, of kernels like CUDA's."""
+    """Use tensors without memory in the block, and track the bytes they would take, with kernels like CUDA's if asked."""
     with FakeTensorMode(), _ReadsOnes(), Peak() as peak, _AsOnCuda() if on_cuda else contextlib.nullcontext():
         yield peak
 
 
 def move_in(model: nn.Module) -> None:
-    """Give a model of the "meta" device, made before the block, the block's tensors; what is tied stays so."""
+    """Give a model that was made on the "meta" device before the block the block's tensors; tied tensors stay tied."""
     moved: dict[Tensor, Tensor] = {}
     tables: list[dict[str, Any]] = [own for each in model.modules() for own in (each._parameters, each._buffers)]
     for own in tables:

@@ -1,11 +1,12 @@
-"""How a weight is recognised into which a trained adapter was merged, perhaps with another adapter or in another precision.
+"""Recognise weights into which a trained adapter was merged, perhaps with another adapter or in another precision.
 
-A merge adds a change Δ to a weight W. In the precision and on the machine of the training its result is known exactly, and
-marks of it are kept (`lineage`). Otherwise it is rounded, another adapter may be added, or W is itself a merge. So the
+A merge adds a change Δ to a weight W. In the precision and on the machine of the run, the result is known exactly, and its
+marks are kept (`lineage`). Otherwise the result is rounded, another adapter may be added, or W is itself a merge. So the
 register also keeps *sketches*: numbers xᵢᵀ W yᵢ with random signs x and y, of up to eight weights before and after the
-merge. Sketches are linear. The difference between the sketches of a model's weight and those of W contains those of Δ once
-if the adapter was merged, whatever else was added: a least-squares fit over all sketched weights tells how often, and how
-sure that is. Rounding, and the changes of other trainings, are nearly independent of Δ, and count as the fit's residual.
+merge. Sketches are linear. If the adapter was merged, the difference between the sketches of a model's weight and of W
+contains the sketches of Δ once, whatever else was added. A least-squares fit over all sketched weights tells how often they
+are contained, and how certain that is. Rounding, and the changes of other runs, are nearly independent of Δ, and count as
+the fit's residual.
 """
 
 import contextlib
@@ -23,18 +24,18 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# The merge of so many adapted layers is noted: whoever merges an adapter merges it into all of them.
+# The number of adapted layers whose merge is recorded, since users merge an adapter into all of its layers.
 _LAYERS: Final = 8
-# All layers of a merge have about _LAYERS times as many sketched numbers together, however few layers there are.
+# The layers of a merge together have about _LAYERS times this many sketched numbers, however few layers there are.
 _FEWEST_ROWS: Final = 16
-# The latest merges of one training are kept: checkpoints may be merged, too.
+# The number of latest merges that are kept for one run, since users may merge checkpoints, too.
 MOST_MERGES: Final = 16
 _PRECISIONS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # A merge is recognised if the weights contain its change between a fifth and five times, as in a weighted sum of adapters,
 # and if that differs from zero by so many standard deviations (more for few numbers, whose spread is known less well).
 _LEAST, _MOST, _SURE = 0.2, 5.0, 6.0
-# Merges of which it cannot be told which one was made, such as those of a training and of its continuation at a small
-# rate, are all recognised: if their squared residuals differ by less than this factor, or by a thousandth of the change.
+# Some merges cannot be told apart, such as those of a run and of its continuation with a small learning rate. All of them
+# are recognised if their squared residuals differ by less than this factor, or by a thousandth of the change.
 _ALIKE, _EXACT = 1.5, 1e-3
 
 
@@ -50,14 +51,14 @@ class MergedWeight(NamedTuple):
 Merge = tuple[MergedWeight, ...]
 
 
-# --- what a training's adapter makes of its base ------------------------------------------------------------------------
+# --- the weights that result from merging a run's adapter ---------------------------------------------------------------
 
 
 class AdaptersAtStart:
     """Some adapted layers of a model, with their adapters' values at the start of a run.
 
-    What a run changes is the difference between a merge at its end and one at its start: PiSSA and others begin with an
-    adapter whose merge gives the untrained weight back.
+    A run changes a weight by the difference between a merge at its end and a merge at its start, since PiSSA and others
+    begin with an adapter whose merge gives the untrained weight back.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,9 +67,9 @@ class AdaptersAtStart:
     def merges(self, model: nn.Module) -> Iterator[tuple[list[tuple[Tensor, Tensor]], bool]]:
         """Merge the layers in copies of them. Yield their weights before and after the run, and whether to sketch these.
 
-        A base may be loaded in another precision for the merge, while PEFT keeps most adapters in float32. So combinations
-        of both are made. The one in float32 is sketched: in half precision a small change vanishes in most values, but for
-        a base that has this precision itself these are what a merge will give.
+        A base may be loaded in another precision for the merge, while PEFT keeps most adapters in float32. So both are
+        combined. The merge in float32 is sketched, since in half precision a small change vanishes in most values. If the
+        base itself has half precision, its merge in that precision is sketched, too, since users will get that.
         """
         layers = _noted_layers(model)
         layers = {name: layers[name] for name in self._values if name in layers}
@@ -78,7 +79,7 @@ class AdaptersAtStart:
                 pairs = []
                 for name, layer in layers.items():
                     if is_converted and {value.dtype for value in layer.parameters()} == {precision}:
-                        continue  # as without a conversion
+                        continue  # the conversion would change nothing
                     with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
                         merged = [
                             _merged(layer, precision=precision, is_converted=is_converted, values=values)
@@ -108,7 +109,7 @@ def _base_weight(layer: Any) -> Any:
 
 
 def _can_be_merged(weight: Any) -> bool:
-    # A quantized weight is merged into another format, and parts of a weight are on other processes.
+    # A quantized weight is merged into another format, and a sharded weight has parts on other processes.
     return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.ndim > 1
 
 
@@ -124,7 +125,7 @@ def _merged(
     values: Mapping[str, Tensor] | None,
     adapters: Sequence[str] | None = None,
 ) -> Tensor:
-    """Return the base weight in a precision with the adapters merged into it, with other values of these if given."""
+    """Return the base weight in a precision with the adapters merged into it, after replacing the adapters' `values`."""
     made = _copy_without_hooks(layer)
     for name, value in (values or {}).items():
         made.get_parameter(name).copy_(value)
@@ -135,7 +136,7 @@ def _merged(
 
 
 def _copy_without_hooks(module: nn.Module) -> Any:
-    # Hooks may belong to the engine of per-sample gradients, or to a user: neither is copied, nor called.
+    # Hooks may belong to the engine of per-sample gradients or to a user, and must be neither copied nor called.
     memo: dict[int, Any] = {}
     for part in module.modules():
         for name, value in vars(part).items():
@@ -147,11 +148,11 @@ def _copy_without_hooks(module: nn.Module) -> Any:
 
 
 def sketched(pairs: Sequence[tuple[Tensor, Tensor]]) -> Merge:
-    """Return the sketches of weights before and after a merge, without those that it leaves as they are."""
+    """Return the sketches of weights before and after a merge, without weights that the merge does not change."""
     rows = max(_FEWEST_ROWS, _FEWEST_ROWS * _LAYERS // max(1, len(pairs)))
     found = []
     for before, after in pairs:
-        most = max(_FEWEST_ROWS, min(rows, after.numel() // 4))  # more would follow from one another
+        most = max(_FEWEST_ROWS, min(rows, after.numel() // 4))  # further sketches would depend on each other
         sketches = [tuple(sketch(value, most).tolist()) for value in (after, before)]
         if sketches[0] != sketches[1]:
             found.append(MergedWeight(tuple(after.shape), *sketches))
@@ -159,7 +160,7 @@ def sketched(pairs: Sequence[tuple[Tensor, Tensor]]) -> Merge:
 
 
 def sketch(weight: Tensor, rows: int) -> Float64[np.ndarray, " rows"]:
-    """Return xᵢᵀ W yᵢ for random signs that follow from the shape alone. Dimensions after the first are joined."""
+    """Return xᵢᵀ W yᵢ for random signs that depend only on the shape. Dimensions after the first are joined."""
     matrix = weight.detach().reshape(len(weight), -1)
     left, right = (_signs(size, rows).to(matrix.device) for size in matrix.shape)
     found = ((left @ matrix.float()) * right).sum(dim=1, dtype=torch.float64)
@@ -167,24 +168,24 @@ def sketch(weight: Tensor, rows: int) -> Float64[np.ndarray, " rows"]:
 
 
 def _signs(size: int, rows: int) -> Float[Tensor, "rows size"]:
-    # They come from a hash, which no version of a library changes. Fewer rows are the first ones of many.
+    # Signs come from a hash, which no version of a library changes. Fewer rows are the first rows of more rows.
     words = hashlib.shake_256(str(size).encode("ascii")).digest(-(-rows * size // 8))
     bits = np.unpackbits(np.frombuffer(words, dtype=np.uint8))[: rows * size]
     return torch.from_numpy(bits.astype(np.float32).reshape(rows, size) * 2.0 - 1.0)
 
 
-# --- recognising it -----------------------------------------------------------------------------------------------------
+# --- recognising a merge ------------------------------------------------------------------------------------------------
 
 
 class _Difference(NamedTuple):
-    """By how much weights of a model differ from those with which a training began, and what that training changed."""
+    """The difference of a model's weights from those with which a run began, and the change by that run."""
 
     owner: int
-    found: Mapping[int, np.ndarray]  # by the place of each weight in the model: its sketch less the one before
+    found: Mapping[int, np.ndarray]  # place of a weight in the model → its sketch minus the sketch before the run
     change: Mapping[int, np.ndarray]
 
     def fit(self, others: Iterable["_Difference"]) -> tuple[float, float, float]:
-        """Return how often the change is contained, its standard deviations from zero, and the squared residual."""
+        """Return how often the change is contained, its distance from 0 in standard deviations, and the squared residual."""
         places = [*self.found]
         found = np.concatenate([self.found[place] for place in places])
         columns = [np.concatenate([self.change[place] for place in places])]
@@ -202,7 +203,7 @@ class _Difference(NamedTuple):
         times = inverse @ (q.T @ found) / sizes
         residual = float(np.square(found - matrix @ times).sum())
         spread = math.sqrt(residual / degrees) * float(np.linalg.norm(inverse[0])) / sizes[0]
-        # Of few numbers the spread itself is uncertain.
+        # With few numbers, the spread itself is uncertain.
         sure = abs(times[0]) / max(spread, 1e-12 * abs(times[0]), 1e-300) / (1.0 + 20.0 / degrees)
         return float(times[0]), float(sure), residual
 
@@ -221,11 +222,11 @@ def _of_length(part: np.ndarray | None, length: int) -> np.ndarray:
 
 
 def merged_in(model: nn.Module, merges: Sequence[tuple[int, Merge]]) -> set[int]:
-    """Return the owners of those merges that a model's weights contain.
+    """Return the owners of the merges that a model's weights contain.
 
     Args:
-        model: The model, perhaps with adapters of its own, which may be made of several merged ones.
-        merges: Those that are known, each with the number of its owner.
+        model: The model, perhaps with its own adapters, which may be combinations of several earlier adapters.
+        merges: The known merges, each with the number of its owner.
     """
     shapes = {weight.shape for _, merge in merges for weight in merge}
     weights = {
@@ -237,7 +238,7 @@ def merged_in(model: nn.Module, merges: Sequence[tuple[int, Merge]]) -> set[int]
         return set()
     first = {place: sketch(weight, _FEWEST_ROWS) for place, weight in weights.items()}
     nearest = _nearest(first, {place: tuple(weight.shape) for place, weight in weights.items()}, merges)
-    rows: dict[int, int] = {}  # how many are needed of each weight
+    rows: dict[int, int] = {}  # the number of sketched numbers that are needed for each weight
     for places, (_, merge) in zip(nearest, merges, strict=True):
         for place, weight in zip(places, merge, strict=True):
             if place is not None:
@@ -246,7 +247,7 @@ def merged_in(model: nn.Module, merges: Sequence[tuple[int, Merge]]) -> set[int]
         place: first[place] if most == _FEWEST_ROWS else sketch(weights[place], most) for place, most in rows.items()
     }
     found = _contained(sketches, nearest, merges)
-    # What adapters of its own would make of the weights: they may be a sum of others, which were deleted since.
+    # Also look at the weights after merging the model's own adapters, which may be sums of adapters that were deleted since.
     effective = _with_adapters(model, weights, rows)
     return found | (_contained(sketches | effective, nearest, merges) if effective else set())
 
@@ -254,7 +255,7 @@ def merged_in(model: nn.Module, merges: Sequence[tuple[int, Merge]]) -> set[int]
 def _nearest(
     sketches: Mapping[int, np.ndarray], shapes: Mapping[int, tuple[int, ...]], merges: Sequence[tuple[int, Merge]]
 ) -> list[list[int | None]]:
-    """Return which weight of the model is that of each merge, by the distance to its sketch before or after."""
+    """Return for each merged weight the model's nearest weight, by the distance to its sketch before or after the merge."""
     known: dict[tuple[int, ...], list[np.ndarray]] = {}
     for _, merge in merges:
         for weight in merge:
@@ -268,7 +269,7 @@ def _nearest(
             chosen[shape] = iter([None] * (len(points) // 2))
             continue
         there, here = np.stack(points), np.stack([sketches[place] for place in places])
-        # Without the points' own squares, which are the same for all weights.
+        # Compute squared distances without forming all differences.
         distance = np.square(here).sum(axis=1) - 2.0 * there @ here.T + np.square(there).sum(axis=1, keepdims=True)
         of_each = distance.reshape(-1, 2, len(places)).min(axis=1).argmin(axis=1)
         chosen[shape] = iter([places[place] for place in of_each])
@@ -278,9 +279,9 @@ def _nearest(
 def _contained(
     sketches: Mapping[int, np.ndarray], nearest: Sequence[Sequence[int | None]], merges: Sequence[tuple[int, Merge]]
 ) -> set[int]:
-    """Return the owners of the merges that explain weights with these sketches. The best explanation is taken first.
+    """Return the owners of the merges that explain weights with these sketches, beginning with the best explanation.
 
-    What is left is explained by further ones, so that none counts for being like another.
+    Further merges must explain the rest, so that no merge counts only because it is similar to another one.
     """
     left = []
     for places, (owner, merge) in zip(nearest, merges, strict=True):
@@ -305,7 +306,7 @@ def _contained(
 
 
 def _with_adapters(model: nn.Module, weights: Mapping[int, Tensor], rows: Mapping[int, int]) -> dict[int, np.ndarray]:
-    """Return the sketches of weights with the model's own adapters merged into them, where these change anything."""
+    """Return the sketches of weights with the model's own adapters merged into them, if these change anything."""
     places = {id(weights[place]): place for place in rows}
     found = {}
     for _, layer in _adapted_layers(model):
@@ -325,13 +326,13 @@ def may_change(layer: nn.Module) -> bool:
 
 
 def changes_a_layer(model: nn.Module, adapter: str) -> bool:
-    """Return whether an adapter of this name changes one of the noted layers, by a merge of it alone."""
+    """Return whether merging only the adapter of this name changes one of the recorded layers."""
     for layer in _noted_layers(model).values():
         with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
             weight = _base_weight(layer)
             if may_change(layer):
                 merged = _merged(layer, precision=weight.dtype, is_converted=False, values=None, adapters=[adapter])
-                # Some rotate the weight by the identity, which rounds.
+                # Some adapters rotate the weight by the identity, which rounds.
                 most = 4 * torch.finfo(weight.dtype).eps * float(weight.abs().max())
                 if not torch.allclose(merged, weight, rtol=0.0, atol=most):
                     return True

@@ -1,7 +1,7 @@
-"""The *Differential privacy* section of a model card, written from the privacy ledger of the training.
+"""Write the *Differential privacy* section of a model card from the privacy ledger of the run.
 
-It states only what the ledger states, and how to check that. The optimizer is in another place of the card, among the
-hyper-parameters. Transformers writes a card when it is asked to, PEFT whenever an adapter is saved.
+The section states only what the ledger states, and how to check it. The optimizer is in another part of the card, among the
+hyper-parameters. Transformers writes a card when it is asked to, and PEFT writes one whenever it saves an adapter.
 """
 
 import re
@@ -33,7 +33,7 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         "",
         *(f"- {line}" for line in ledger.not_covered),
         "",
-        f"`doppler-hf verify` recomputes this from `{LEDGER_NAME}` beside the model. The last hash of that file is",
+        f"`doppler-hf verify` recomputes this from `{LEDGER_NAME}` next to the model. The last hash of that file is",
         "",
         f"    {ledger.head}",
     ]
@@ -41,13 +41,13 @@ def privacy_section(ledger: PrivacyLedger) -> str:
 
 
 def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a trainer's logs, those of evaluations with the same names in the same order; what one lacks is empty there."""
+    """Return a trainer's logs in which all evaluations have the same names in the same order, with "" for missing values."""
     names = dict.fromkeys(name for row in log_history if "eval_loss" in row for name in row)
     return [{name: row.get(name, "") for name in names} if "eval_loss" in row else row for row in log_history]
 
 
 def renew_section(path: Path, ledger: PrivacyLedger | None) -> None:
-    """Put the section of a ledger at the end of a card, in place of an earlier one; without a ledger only take that out."""
+    """Replace the privacy section of a card by the section of a ledger at its end; without a ledger, only remove it."""
     text = path.read_text("utf-8")
     kept = re.sub(rf"^{HEADING}\n.*?(?=^#|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).rstrip() + "\n"
     if ledger is not None or HEADING in text:
@@ -55,9 +55,9 @@ def renew_section(path: Path, ledger: PrivacyLedger | None) -> None:
 
 
 def complete_card(path: Path, args: DopplerTrainingArguments, *, ledger: PrivacyLedger, words: Mapping[str, str]) -> None:
-    """Complete a card that Transformers has just written anew: learning rate, optimizer, a heading for ε, and privacy."""
+    """Complete a card that Transformers has just written: learning rate, optimizer, a heading for ε, and privacy."""
     optimizer = f"{optimizer_in_words(args)}, of doppler_hf; filter: {words['filter']}"
-    # In the place of what Transformers' own arguments name.
+    # These lines replace the values of Transformers' own arguments.
     text = path.read_text("utf-8")
     for line in (f"- learning_rate: {words['rate']}", f"- optimizer: {optimizer}"):
         text = "\n".join(line if each.startswith(line[: line.index(":") + 1]) else each for each in text.split("\n"))

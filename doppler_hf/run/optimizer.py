@@ -31,10 +31,10 @@ def first_learning_rate(optimizer: DopplerOptimizer) -> float:
 
 
 def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOptimizer) -> str:
-    """Return the first learning rate, and whether it was chosen or comes from a checkpoint."""
+    """Return in words the first learning rate, and whether it was given, chosen or loaded from a checkpoint."""
     rate = first_learning_rate(optimizer)
-    source = "auto: by noise, steps and model size" if args.learning_rate is None else "as given"
-    return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'of the checkpoint'})"
+    source = "auto: from noise, steps and model size" if args.learning_rate is None else "as given"
+    return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'from the checkpoint'})"
 
 
 def optimizer_of(
@@ -70,7 +70,7 @@ def optimizer_of(
 
 
 def terms_shown(run: PrivateRun, optimizer: DopplerOptimizer) -> dict[str, Any]:
-    """Return a run's terms, and the values chosen for it, by the names under which trackers get them."""
+    """Return a run's terms and its chosen values, by the names under which trackers get them."""
     chosen = {
         "noise_std": optimizer.noise_std,
         "low_pass_filter": str(optimizer.low_pass_filter),
@@ -80,6 +80,6 @@ def terms_shown(run: PrivateRun, optimizer: DopplerOptimizer) -> dict[str, Any]:
 
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
-    """Return the trained weights of two or more dimensions but embeddings, whose rows are no directions of one map."""
+    """Return trained weights of two or more dimensions, without embeddings, whose rows are independent vectors."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return {p for p in model.parameters() if p.requires_grad and p.ndim > 1 and p not in tables}

@@ -1,4 +1,4 @@
-"""Whether a method of a trainer is the user's own, or one of the libraries that a private run rests on."""
+"""Tell whether a method of a trainer is the user's own, or comes from a library on which a private run relies."""
 
 import functools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Definition(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether the user has written it: in a class, or to replace a library's method from outside."""
+        """Whether the user has written it, in a class or as a replacement for a library's method."""
         if isinstance(self.owner, type) and _root(self.owner.__module__) not in LIBRARIES:
             return True
         return any(_root(module) not in _WRAPPING for module in _modules_of(self.value))
@@ -61,12 +61,12 @@ def _root(module: str | None) -> str:
 
 
 def _modules_of(value: Any) -> Iterator[str | None]:
-    """Yield the modules of a function and of all that it wraps, by where each was written and not by what it claims."""
+    """Yield the modules in which a function and all functions that it wraps were written, not the names they claim."""
     while value is not None:
         if isinstance(value, functools.partial | functools.partialmethod):
             value = value.func
             continue
-        function = getattr(value, "__func__", value)  # of a method, a static or a class method
+        function = getattr(value, "__func__", value)  # methods, static methods and class methods have it
         if hasattr(function, "__globals__"):
             yield function.__globals__.get("__name__")
         else:

@@ -1,7 +1,7 @@
-"""The numbers of a private run, computed once, before its first step: noise, the statement of the ledger, mechanisms.
+"""Compute the numbers of a private run once, before its first step: noise, the statement of the ledger, mechanisms.
 
-With a private training loss each step releases two sums over the same draw, of clipped gradients with noise σC and of
-clipped losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
+With a private training loss, each step releases two sums over the same batch: clipped gradients with noise σC, and clipped
+losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L², and the accountant gets
 σ₀. A share s of the budget for the loss means 1/σ_L² = s/σ₀².
 """
 
@@ -26,35 +26,35 @@ from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.run.trained_model import TrainedModel
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# What a calibrated σ follows from, in the words of the statement.
+# The fields of the statement on which a calibrated σ depends.
 _CALIBRATED_FOR: Final = (
-    "unit_of_privacy", "num_units", "expected_batch_size",  # first, since others follow from them
+    "unit_of_privacy", "num_units", "expected_batch_size",  # these come first, since other fields follow from them
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
 
 
 class Previous(NamedTuple):
-    """What a run goes on from."""
+    """The checkpoint, ledger and model that a run continues."""
 
-    checkpoint: str | None = None  # a folder
-    step: int = 0  # at which it was written
-    ledger: PrivacyLedger | None = None  # which the run continues
-    model: TrainedModel | None = None  # of the run before, of the same trainer
+    checkpoint: str | None = None  # the checkpoint's folder
+    step: int = 0  # the step at which the checkpoint was written
+    ledger: PrivacyLedger | None = None  # the ledger that the run continues
+    model: TrainedModel | None = None  # the model of the same trainer's run before
 
 
 NOTHING: Final = Previous()
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
-    """Return T, with one group by Transformers' own formula (`Trainer.set_initial_training_values`).
+    """Return the number of steps T, for one group by Transformers' own formula (`Trainer.set_initial_training_values`).
 
-    With more a length in epochs leaves out the last few steps, if only some groups would have a turn in them.
+    With more groups, a length in epochs leaves out the last few steps if only some groups would take part in them.
     """
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
         raise Refusal(
-            "out-of-range", f"num_train_epochs must be positive, got {args.num_train_epochs}. Set it or max_steps."
+            "out-of-range", f"num_train_epochs must be positive, got {args.num_train_epochs}. Increase it, or set max_steps."
         )
     if args.max_steps > 0:
         return steps
@@ -62,22 +62,22 @@ def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *,
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) -> float:
-    """Return δ, given or the default."""
+    """Return the given δ, or the default."""
     units = sampler.num_units
     if units < 2:
         raise Refusal(
             "too-few-records",
-            f"train_dataset must have at least 2 records (or users), got {units}: noise hides one among others. Give a "
-            "thousand or more to learn anything.",
+            f"train_dataset must have at least 2 records (or users), got {units}: privacy means that a record is hidden "
+            "among others. To learn anything, use a thousand records or more.",
         )
     delta = default_delta(units) if args.target_delta is None else args.target_delta
-    # A mechanism that publishes one of the N units at random satisfies DP with a larger δ.
+    # With a larger δ, even a mechanism that publishes one of the N units at random satisfies DP.
     if delta * units >= 1.0 and not args.allow_large_delta:
         raise Refusal(
             "delta-too-large",
-            f"target_delta must be less than 1/N to protect each of {units:,} units, got {delta:g}, which would allow "
-            "publishing one of them. Leave it out for N^-1.1. To study such a run, which is not private, set "
-            "allow_large_delta=True.",
+            f"target_delta must be less than 1/N to protect each of the N = {units:,} records (or users), got {delta:g}, "
+            "which would allow publishing one of them. Leave it out to use N^-1.1. To study such a run, which is not "
+            "private, set allow_large_delta=True.",
         )
     return delta
 
@@ -85,8 +85,8 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
 def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: int, steps: int) -> float:
     """Return the noise of the average of all mean gradients of a run, per coordinate and in units of the clip norm.
 
-    The average itself is at most one such unit long, and that only if all clipped gradients agree. How much is learnt of
-    some data follows it over numbers of examples, epochs and ε: recipes/results/few-examples.md.
+    The average itself has at most length 1 in these units, and only if all clipped gradients agree. How much a run learns
+    from its data depends on this noise, whatever the numbers of examples, epochs and ε: recipes/results/few-examples.md.
     """
     return noise_multiplier * shape.std_of_sum([1.0] * steps) / (batch_size * steps)
 
@@ -103,13 +103,13 @@ def planned_statement(
 
     The private training loss is clipped to `default_max_loss`, unless `args` have a bound.
 
-    A run that continues a ledger keeps its mechanism. With another target or length it is another plan, with what
-    the plans so far leave of the target.
+    A run that continues a ledger keeps its mechanism. With a different target or length it is a new plan, and gets the part
+    of the target that the earlier plans leave.
     """
     steps, delta = planned_steps(args, sampler, groups=noise_shape.bands), planned_delta(args, sampler)
     continued = previous.ledger
     if continued is not None and continued.statement.steps_planned == (theirs := planned_steps(args, sampler)):
-        steps = theirs  # as before 0.3
+        steps = theirs  # ledgers from before version 0.3 did not leave out steps
     of_loss = args.train_loss_budget if args.report_train_loss == "private" else 0.0
     of_gradient = 1.0 - of_loss
     max_loss = default_max_loss if args.per_sample_max_loss is None else args.per_sample_max_loss
@@ -150,18 +150,18 @@ def planned_statement(
         again = under(continued.statement.noise_multiplier)
         before, now = vars(continued.statement), vars(again)
         terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
-        changed = [f"{term} is {now[term]}, and was {before[term]}" for term in terms]
-        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # in the words of the arguments
-            words = f"report_train_loss is {now['train_loss']!r}, and was {before['train_loss']!r}"
+        changed = [f"{term} changed from {before[term]} to {now[term]}" for term in terms]
+        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # name the argument to the user
+            words = f"report_train_loss changed from {before['train_loss']!r} to {now['train_loss']!r}"
             changed[terms.index("loss_noise_multiplier")] = words
-        # Also after a crash that cost steps: the guard then stops the run earlier, rather than at another noise.
+        # Keep the noise also after a crash that cost steps: the guard then stops the run earlier.
         if not changed:
             return again
         if steps > previous.step and continued.plans:
-            # Results may have led to the new terms, so that plans add up: each has its own part of ε and δ.
+            # The new terms may depend on results, so plans add up, and each has its own part of ε and δ.
             ahead, share_of_delta = steps - previous.step, delta / (1 + len(continued.plans))
             target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
-            # With the last hundredth of a budget, nothing could be learned: the noise would be too large.
+            # With less than a hundredth of the budget, nothing could be learnt, because the noise would be too large.
             if target < 0.01 * args.target_epsilon:
                 raise budget_spent(continued.epsilon(), args, changed=changed)
     joint = get_noise_multiplier(
@@ -172,7 +172,7 @@ def planned_statement(
         strategy=noise_shape.c,
         sampling=args.sampling,
     )
-    # 1/σ² is divided between gradient and loss, so that each has more noise than both together.
+    # 1/σ₀² is divided between gradient and loss, so each of them has more noise than the joint mechanism.
     return under(joint / math.sqrt(of_gradient))
 
 
@@ -183,7 +183,7 @@ def mechanisms_of(
     shape: NoiseShape,
     first_step: int,
 ) -> tuple[GaussianMechanism, PrivateLoss | None]:
-    """Return what turns clipped sums into private gradients, and the private training loss if there is one."""
+    """Return the mechanism that turns clipped sums into private gradients, and that of the private loss if there is one."""
 
     def gaussian(noise_multiplier: float, max_norm: float, *, shape: NoiseShape = WHITE) -> GaussianMechanism:
         return GaussianMechanism(
@@ -206,11 +206,15 @@ def mechanisms_of(
 
 
 def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> Refusal:
-    """Return the error of a run for which too little of its budget is left, with what makes its plan another one."""
+    """Return the refusal of a run for which too little of its budget is left; `changed` says what makes it a new plan."""
     return Refusal(
         "budget-spent",
-        f"The privacy budget is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. What was planned "
-        f"counts, wherever a run has ended{''.join(f'; {term}' for term in changed)}. "
-        + ("Resume with the arguments of the earlier run" if changed else "With the same arguments that run is over")
-        + ", raise target_epsilon to continue, or add another ε: an untrained model and a new trainer.",
+        f"The privacy budget of this run is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. "
+        + (
+            f"The full planned ε counts even if a run stopped early, and this run needs a new plan ({', '.join(changed)}). "
+            "Resume with the arguments of the earlier run, raise"
+            if changed
+            else "Raise"
+        )
+        + " target_epsilon to continue, or start over with an untrained model and a new trainer, whose ε adds to this ε.",
     )

@@ -1,16 +1,16 @@
-"""One private training: its plan, its parts, its steps and its ledger, from the first number to the last.
+"""One private run: its plan, its parts, its steps and its ledger.
 
 A `DopplerTrainer` makes a new run each time it trains, and holds it. All other code is given the run, or asks the trainer
-for it. In this order: the constructor plans, `loader` and `attach` make the parts that need the data and the model, `begin`
+for it. The constructor plans the run, `loader` and `attach` make the parts that need the data and the model, and `begin`
 opens the ledger. Then in every step:
 
-    draw           fill the generators, take the pieces of a random batch and begin its sum
+    draw           seed the generators, take the pieces of a random batch and start their sum
     reserve        reserve the step in the ledger, before an example is computed
     add_piece      clip the gradient of each example, and add it to the sum
     release        put the sum, with noise, into `p.grad`
-    count_release  count it
+    count_release  count the step
 
-A `with` statement around it all detaches the engine and ends the mechanism.
+A `with` statement around the run detaches the engine and ends the mechanism.
 """
 
 import contextlib
@@ -57,22 +57,22 @@ from doppler_hf.training_args.checks import own_fields
 
 
 def callbacks_removed() -> Refusal:
-    """Return the error of a training whose callbacks something has removed."""
+    """Return the error of a run whose callbacks were removed."""
     return Refusal(
         "callbacks-removed",
-        "Something has removed callbacks that a private training needs: the one that counts its steps, or "
-        "DefaultFlowCallback, which logs, evaluates, saves and stops. Take out single callbacks with "
-        "trainer.remove_callback, and do not replace or empty trainer.callback_handler.callbacks during a training.",
+        "Some code has removed callbacks that a private run needs: the callback that counts its steps, or "
+        "DefaultFlowCallback, which logs, evaluates, saves and stops. Use trainer.remove_callback to remove single "
+        "callbacks, and do not replace or empty trainer.callback_handler.callbacks during train().",
     )
 
 
-# Transformers' arguments that are read before the first step.
+# Arguments of Transformers that are read before the first step.
 _OF_TRANSFORMERS: Final = (
     "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "optim", "optim_args", "optim_target_modules", "bf16", "fp16",
 )  # fmt: skip
-# Arguments that are read in each step: another value would change what a step does.
+# Arguments that are read in each step, so that a new value would change the step.
 _READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps")
 
 
@@ -80,7 +80,7 @@ class FixedTerms:
     """The values of the arguments from which a run was planned.
 
     Args:
-        args: The arguments at the beginning.
+        args: The arguments at the start of the run.
     """
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
@@ -88,27 +88,27 @@ class FixedTerms:
         self._values = {name: copy.copy(getattr(args, name)) for name in names}
 
     def refuse_changes(self, args: DopplerTrainingArguments) -> None:
-        """Refuse changes before the first step, which a callback has made after the run was planned."""
+        """Refuse changes that a callback has made before the first step, but after the run was planned."""
         for name in self._changed(args):
             raise Refusal(
                 "arguments-changed",
-                f"{name} was changed from {self._values[name]} to {getattr(args, name)} after the run was planned, which "
-                "would have no effect. Set it before train(). No ε is spent.",
+                f"{name} was changed from {self._values[name]} to {getattr(args, name)} after the run was planned, so the "
+                "change would have no effect. Set it before train(). No ε is spent.",
             )
 
     def warn_of_changes(self, args: DopplerTrainingArguments) -> None:
-        """Say once that a change during the training has no effect; stop before a step that it would change."""
+        """Warn once that a change during the run has no effect, and stop if it would change the next step."""
         for name in self._changed(args):
             old, new = self._values[name], getattr(args, name)
-            changed = f"{name} was changed from {old} to {new} during the training."
+            changed = f"{name} was changed from {old} to {new} during the run."
             if name in _READ_IN_STEPS:
                 raise Refusal(
                     "arguments-changed",
-                    f"{changed} It must stay {old}, since noise and ε were computed from it. This step is not counted. Set "
-                    "it before train(), and go on with resume_from_checkpoint=True.",
+                    f"{changed} It must stay {old}, because noise and ε were computed from it. This step is not counted. "
+                    "Set it before train(), and continue with resume_from_checkpoint=True.",
                 )
             warnings.warn(
-                f"{changed} This has no effect: a run keeps the arguments with which it began. Set it before train().",
+                f"{changed} This has no effect: a run keeps the arguments with which it started. Set it before train().",
                 stacklevel=2,
             )
             if name == "max_grad_norm":  # Transformers reads it in each step
@@ -121,17 +121,17 @@ class FixedTerms:
 
 @final
 class PrivateRun:
-    """The one owner of a private training: of its sampler, engine, mechanism, ledger and secrets.
+    """The only owner of a private run's sampler, engine, mechanism, ledger and secrets.
 
     Attributes:
-        terms: The arguments with which it was planned.
-        mixed_precision: The accelerator's: "no" or "bf16".
+        terms: The arguments with which the run was planned.
+        mixed_precision: The precision of the accelerator: "no" or "bf16".
         statement: Every public number of the run, as in its ledger.
-        ledger: The record of what was spent; None before `begin`.
-        is_running: Whether the training goes on.
-        notes: What checks have found and the lines of the start will say.
-        words: The learning rate and the filter, in words, once they are known.
-        shown: Names and values that trackers get beside the arguments, once they are known.
+        ledger: The account of the spent privacy, or None before `begin`.
+        is_running: Whether the run is still training.
+        notes: Remarks of the checks, which are printed when the run starts.
+        words: The learning rate and the filter in words, once they are known.
+        shown: Names and values that trackers get in addition to the arguments, once they are known.
     """
 
     # --- the plan -----------------------------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ class PrivateRun:
             max_examples_per_unit=args.max_examples_per_unit,
             keeps_units_whole=args.clip_unit_mean,
             sampling=args.sampling,
-            # Rounds that can be reproduced go on where the training stopped; secret ones are taken up below.
+            # Reproducible rounds continue where the earlier run stopped. Secret rounds are continued below.
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
         resumed = None if previous.checkpoint is None or previous.ledger is None else previous.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
-        # Shaped noise protects a unit that takes part at most once in so many steps.
+        # Shaped noise protects a unit that takes part at most once in `bands` steps.
         self.sampler.take_turns(shape.bands)
         self.statement = planned_statement(
             args, sampler=self.sampler, noise_shape=shape, previous=previous, default_max_loss=self.loss_bound.value
@@ -187,24 +187,24 @@ class PrivateRun:
         self.shown: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._engine: ClippedGradients | None = None
-        self.affordable = 0  # further steps that the budget allows
-        # Of the draw that was begun last: whether `p.grad` is the mechanism's, on the device how many examples had no finite
-        # gradient, and in how many passes other processes have more.
+        self.affordable = 0  # the number of further steps that the budget allows
+        # These describe the last draw: whether `p.grad` comes from the mechanism, how many examples had no finite gradient
+        # (on the device), and how many more passes another process makes.
         self.is_released = False
         self.num_non_finite: int | Tensor = 0
         self.num_dummies = 0
         self._pieces_left = 0
-        self._may_compute = False  # whether the present step is reserved, and not yet counted
+        self._may_compute = False  # whether the current step is reserved and not yet counted
         self._fillings = 0
         self._is_warned = False
 
     @property
     def settled_noise_std(self) -> float:
-        """The noise per coordinate of the mean gradient in the last step; of shaped noise that of the first ones is less."""
+        """The noise per coordinate of the mean gradient in the last step; shaped noise has less in the first steps."""
         return self.mechanism.noise_std(max(self._first_step, self.statement.steps_planned))
 
     def __enter__(self) -> Self:
-        # After the initialization, which the user's seed fixes; before anything random touches an example.
+        # Fill the generators after the initialization, which the user's seed fixes, but before an example is computed.
         self._resources.enter_context(filled_generators(self._args.noise_seed, rank=self._args.process_index))
         return self
 
@@ -212,14 +212,14 @@ class PrivateRun:
         self._resources.close()
         self.sampler.is_reserved = False
         was_attached, self._engine = self._engine is not None, None
-        vars(self).pop("probe", None)  # which holds examples
+        vars(self).pop("probe", None)  # the probe holds examples
         if self.ledger is not None and was_attached and self.affordable <= 0:
             self._rounds.secret_of(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
-        """Return a loader of this run's draws; see `PrivateLoader`."""
+        """Return a loader of this run's random batches; see `PrivateLoader`."""
         args = self._args
         self._loader = PrivateLoader(
             dataset,
@@ -238,12 +238,13 @@ class PrivateRun:
         return self._loader
 
     def refuse_another_loader(self, loader: Any) -> None:
-        """Refuse a loader that is not this run's."""
+        """Refuse a loader that this run has not made."""
         if self._loader is None or loader is not self._loader:
             raise Refusal(
                 "another-loader",
-                "get_train_dataloader must return the loader of this run, whose sampler is accounted for, got another one. "
-                "Return super().get_train_dataloader(), made anew for each training, and change batches in data_collator.",
+                "get_train_dataloader returned a different loader than super().get_train_dataloader() of this run, but ε "
+                "holds only for the sampling of that loader. Return super().get_train_dataloader() at each call, and change "
+                "batches in data_collator instead.",
             )
 
     def bring_processes_together(self, model: nn.Module) -> None:
@@ -265,16 +266,16 @@ class PrivateRun:
 
         Args:
             model: The model, on its device.
-            losses_of: Calls the model with a micro-batch, and returns one loss for each of its examples.
+            losses_of: A function that calls the model with a micro-batch and returns one loss for each of its examples.
             rows_per_loss: As in `ClippedGradients`.
-            sharding: Where the weights are.
+            sharding: The sharding of the model's weights.
         """
         args, statement = self._args, self.statement
         base = without_adapters(model)
         if isinstance(base, PreTrainedModel):
-            # A layer that keeps its past in a cache computes something else at each call.
+            # A layer with a cache of its past would compute something different at each call.
             base.config.get_text_config().use_cache = args.use_cache
-        # Of weight 0, for the passes in which other processes have more.
+        # This micro-batch of weight 0 is for passes that only other processes need.
         self._dummy = MicroBatch(self.probe.collated([self.probe.longest]), size=1, weight=0.0)
         self._losses_of, self._sharding = losses_of, sharding
         engine = ClippedGradients(
@@ -287,7 +288,7 @@ class PrivateRun:
         )
         self._resources.enter_context(engine)
         self._engine = engine
-        self.sampler.is_reserved = True  # a callback that reads the loader would take a draw from its step
+        self.sampler.is_reserved = True  # a callback that reads the loader would take away the batch of a step
 
     @property
     def engine(self) -> ClippedGradients:
@@ -300,18 +301,18 @@ class PrivateRun:
         return self._losses_of(inputs).values
 
     def weights_of(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return the weights that come with the losses of a micro-batch, in their graph; None if there are none."""
+        """Return the weights of the losses of a micro-batch, attached to their graph, or None if there are none."""
         values, _, weights = self._losses_of(inputs)
         return None if weights is None else weights.to(values) + 0.0 * values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def unwatched(self) -> contextlib.AbstractContextManager[None]:
-        """Let parts of the model be called outside a training step, as some adapters ask for when they are saved."""
+        """Let parts of the model be called outside a training step, as some adapters do when they are saved."""
         return contextlib.nullcontext() if self._engine is None else self._engine.unwatched()
 
     def begin(self, model: nn.Module, *, step: int, output_dir: str | Path) -> PrivacyLedger:
-        """Open the ledger, or continue the earlier one from this step on. A refusal leaves the run without one."""
+        """Open the ledger, or continue the earlier ledger from this step on. After a refusal the run has no ledger."""
         assert self.ledger is None, "a run begins once"
-        # On every process: they may have to put the weights of a layer together.
+        # Every process must do this, since they may have to join the parts of a weight.
         lineage = Lineage(model, output_dir=output_dir, continued=self.previous.ledger)
         ledger, affordable = self._opened(step=step, others=lineage.earlier)
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=self.previous.model, step=step)
@@ -319,9 +320,9 @@ class PrivateRun:
         return ledger
 
     def _opened(self, *, step: int, others: Trainings | None = None) -> tuple[PrivacyLedger, int]:
-        """Return the ledger, and how many steps its budget allows.
+        """Return the ledger, and the number of steps that its budget allows.
 
-        The ledger also records what `others`, trainings under other ledgers, have spent on the weights.
+        The ledger also records what `others`, runs with other ledgers, have spent on the weights.
         """
         statement, earlier = self.statement, self.previous.ledger
         # The statement, and so the account, must describe what sampler and mechanisms do.
@@ -334,7 +335,7 @@ class PrivateRun:
         of_loss = None if loss is None else (loss.mechanism.noise_multiplier, loss.mechanism.max_grad_norm)
         assert of_loss in (None, (statement.loss_noise_multiplier, statement.per_sample_max_loss))
         assert (loss is None) == (statement.loss_noise_multiplier is None)
-        # The ledger that is saved is that of process 0. By the name of its run each process finds its own secret again.
+        # Process 0 saves the ledger. From the name of its run, each process finds its own secret again.
         run_id = on_process_0(lambda: secrets.token_hex(8))
         if earlier is None:
             ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id)
@@ -345,53 +346,56 @@ class PrivateRun:
         remaining = max(0, statement.steps_planned - step)
         affordable = ledger.affordable_steps(min(remaining, ledger.runs[-1].steps_allowed))
         target = self._args.target_epsilon
-        # A finished run that is resumed spends nothing more, but its ledger would speak for a target that it has overrun.
+        # Resuming a finished run spends nothing more, but its ledger must not claim a target that it has overrun.
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
         if statement.private and statement.sampling == "allocation":
             self._rounds.secret_of(ledger).keep(self.sampler.secret)
         if earlier is not None:
-            self._rounds.secret_of(earlier).forget()  # whose rounds this run goes on with, or nobody can
+            self._rounds.secret_of(earlier).forget()  # this run continues its rounds, or nobody can
         return ledger, affordable
 
     # --- in every step ------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, *, step: int) -> None:
-        """Tell the sampler at which step its next draw is; a resumed run drops those before the checkpoint."""
+        """Tell the sampler the step of its next batch; a resumed run drops the batches before the checkpoint."""
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
 
     def draw(self, pieces: Iterator[OfStep], *, number: int, step: int) -> list[OfStep]:
-        """Take the pieces of the batch of a step, counted from 0, and begin their sum; none once the budget is spent."""
+        """Take the pieces of a step's batch and start their sum. Steps count from 0; a spent budget gives no pieces."""
         self._fill_generators()
-        # Resuming a finished run inside an epoch: Transformers would make one more step before it looks whether to stop.
+        # When a finished run is resumed within an epoch, Transformers would make one more step before it stops.
         taken = list(itertools.islice(pieces, number if self.affordable > 0 else 0))
         self.begin_sum(taken, step=step)
         return taken
 
     def _fill_generators(self) -> None:
-        """Fill the global generators with secret words, whatever has seeded them."""
+        """Seed the global generators secretly, whatever has seeded them before."""
         self._fillings += 1
         fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
 
     def begin_sum(self, pieces: Sequence[OfStep], *, step: int) -> None:
-        """Begin the sum of a batch's pieces, none at the end of the loader. An unfinished sum is dropped, never released."""
+        """Start the sum of a batch's pieces. The sum of an unfinished batch is dropped, never released.
+
+        `pieces` is empty when the loader is exhausted.
+        """
         # Sensitivity: part of another draw would let an example count twice.
         if len(pieces) not in (0, self.sampler.pieces):
             raise Refusal(
                 "accumulation-changed",
-                f"gradient_accumulation_steps must stay {self.sampler.pieces} during a private run, got "
-                f"{len(pieces)} pieces of a batch. Set it before train().",
+                f"gradient_accumulation_steps was changed during the run from {self.sampler.pieces} to {len(pieces)}, so a "
+                "step would use only part of its batch. Set it before train().",
             )
         # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
-        # next.
+        # next turn.
         other = next((piece.step for piece in pieces if piece.step != step), step)
         if other != step:
             raise Failure(
                 "steps-out-of-order",
-                f"A batch for step {other} was taken at step {step}, so a record could take part more often than is "
-                "accounted for. Leave the order of steps to the trainer.",
+                f"The batch of step {other} was used in step {step}, so a record could take part more often than the ledger "
+                "counts. Do not change the order of steps or the trainer's step counter.",
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
@@ -402,53 +406,53 @@ class PrivateRun:
             self.private_loss.reset()
 
     def reserve(self) -> PrivacyLedger | None:
-        """Reserve the next portion of steps, if the last one is used up, and return the ledger if it must be saved now."""
+        """Reserve further steps if all reserved steps are used up, and return the ledger if it must be saved now."""
         assert self.ledger is not None
-        # Before a step is counted: a callback may have frozen some.
+        # Check this before a step is counted, since a callback may have frozen parameters.
         self.engine.refuse_other_parameters()
         self._may_compute = True
         return self.ledger if self.ledger.reserve(at_most=self.affordable) else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether all pieces of the batch were added. Counted here: any callback may change accelerate's own flag."""
+        """Whether all pieces of the batch were added. The run counts them, since callbacks may change accelerate's flag."""
         return self._pieces_left == 0
 
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
-        """Clip the gradient of each example of the next piece, add it to the sum of the draw, and return the losses."""
+        """Clip the gradient of each example of the next piece, add it to the sum of the batch, and return the losses."""
         if not self._may_compute:  # Privacy: a step that is not reserved would not be counted
             raise callbacks_removed()
         if self.is_complete:
             raise Refusal(
                 "piece-added-twice",
-                "Each piece of a batch must be added once, got one more. Call super().training_step once in yours, or "
-                "override compute_per_sample_loss instead.",
+                "Your training_step calls super().training_step more often than gradient_accumulation_steps allows for a "
+                "batch. Call it once, or override compute_per_sample_loss instead.",
             )
-        self._pieces_left -= 1  # first: a piece that has failed half-way is not added again
+        self._pieces_left -= 1  # count first, so that a piece that fails half-way is not added again
         self._fill_generators()
         losses = [self._add_clipped(micro_batch) for micro_batch in piece]
         return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
 
     def _add_clipped(self, micro_batch: MicroBatch) -> Float[Tensor, " rows"]:
-        # From pinned memory, and while the device computes: Transformers' own move waits for all that it has yet to do.
+        # Copy from pinned memory while the device computes. Transformers' own move would wait for the device.
         inputs = send_to_device(micro_batch.inputs, self._args.device, non_blocking=True)
         losses, is_cross_entropy, of_losses = self._losses_of(inputs)
-        # Sensitivity: what is clipped to C is a row, or the mean of K. An example with more rows would contribute more.
+        # Sensitivity: what is clipped to C is a row, or the mean of K rows. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
-            # Not their numbers: the size of a draw is private, and messages end in logs.
+            # The message leaves out the numbers: the size of a draw is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                "The losses of a micro-batch must be one for each of its examples, got "
-                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Let the collator return one row for each "
-                "example, and compute_per_sample_loss one loss.",
+                "Expected one loss per row of the micro-batch; compute_per_sample_loss returned "
+                f"{'more' if len(losses) > micro_batch.size else 'fewer'}. Make the collator return one row per record, and "
+                "compute_per_sample_loss one loss per row.",
             )
         size, shares = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
             shares = torch.full((size,), micro_batch.weight, device=losses.device)
         weights = shares
         if of_losses is not None:
-            # Sensitivity: between 0 and 1 each, so is their mean over rows that are clipped as one, and the product with the
-            # share of a unit is at most that share.
+            # Sensitivity: each weight is between 0 and 1, so is their mean over rows that are clipped as one, and the
+            # product with the share of a unit is at most that share.
             of_rows = of_losses.to(losses.dtype).nan_to_num(nan=0.0).clamp(0.0, 1.0).unflatten(0, (size, -1)).mean(dim=1)
             weights = of_rows if shares is None else shares * of_rows
         self.engine.backward(losses, weights=weights, views=micro_batch.rows_each, is_cross_entropy=is_cross_entropy)
@@ -457,13 +461,13 @@ class PrivateRun:
         return losses.detach()
 
     def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
-        """Turn the sum of the draw into the private gradient in `p.grad`, and return the private loss, if there is one."""
-        for _ in range(self.num_dummies):  # another process has more micro-batches, and all gather the weights
-            # Sensitivity: of weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
+        """Turn the sum of the batch into the private gradient in `p.grad`, and return the private loss, if there is one."""
+        for _ in range(self.num_dummies):  # all processes gather the weights as often as the process with the most passes
+            # Sensitivity: with weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
             # change, and what is released is the same, in every bit, whether the pass is made or not.
             self._add_clipped(self._dummy)
         engine, mechanism = self.engine, self.mechanism
-        # Sensitivity: the noise covers contributions of norm C, of the same C.
+        # Sensitivity: the noise covers contributions of norm C, for the same C.
         assert engine.max_grad_norm == mechanism.max_grad_norm
         shards = {name: value for name, value in engine.parameters.items() if isinstance(value, DTensor)}
         private = mechanism.privatize(engine.sums, step=step, shards=shards)
@@ -478,23 +482,23 @@ class PrivateRun:
 
     @property
     def reports_raw_loss(self) -> bool:
-        """Whether the training loss is shown without noise."""
+        """Whether the run shows the training loss without noise."""
         return self.statement.train_loss == "raw"
 
     def count_release(self) -> None:
-        """Count one step as released, if its gradient is the mechanism's."""
+        """Count one step as released, if its gradient comes from the mechanism."""
         if self.ledger is None or not self.is_released:
             raise Failure(
                 "gradient-without-noise",
-                "The gradient of a private step must come from DopplerTrainer.training_step, got one from elsewhere, "
-                "without noise. Call super().training_step in yours, or override compute_per_sample_loss instead.",
+                "The gradient of this step does not come from DopplerTrainer.training_step, so it has no noise. Call "
+                "super().training_step in your training_step, or override compute_per_sample_loss instead.",
             )
-        # Read here, where Transformers reads the loss: within a step nothing waits for the device.
+        # Read the number here, where Transformers reads the loss, so that nothing waits for the device within a step.
         if self.reports_raw_loss and not self._is_warned and self.num_non_finite:
             self._is_warned = True
             warnings.warn(
-                "Some examples have a gradient that is not finite, and contribute nothing. Look for missing values (NaN) in "
-                "the data, and for losses that overflow or divide by zero. This warning is not private. It appears only "
+                "Some records have a gradient that is not finite, so they contribute nothing. Look for missing values (NaN) "
+                "in the data, and for losses that overflow or divide by zero. This warning is not private: it appears only "
                 "with report_train_loss='raw'.",
                 stacklevel=2,
             )
@@ -507,11 +511,14 @@ class PrivateRun:
     # --- what was spent, and on which model ---------------------------------------------------------------------------
 
     def epsilon(self) -> float:
-        """Return the ε that holds for what was trained, wherever it ends: that of the plan. 0 before the first step."""
+        """Return the ε of the whole plan, which holds wherever the run ends, or 0 before the first step."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
     def speaks_for(self, model: nn.Module) -> bool:
-        """Return whether the training has left or saved this model, or goes on and has touched what it trains alone."""
+        """Return whether the ledger covers this model.
+
+        It does if the run has finished with or saved this model, or is still running and nothing else has changed the model.
+        """
         if self.ledger is None or self.trained_model is None:
             return False
         if self.is_running:
@@ -519,7 +526,7 @@ class PrivateRun:
         return is_known(model, self.ledger.models)
 
     def leave(self, model: nn.Module, *, speaks: bool, writes: bool, together: bool = True) -> bool:
-        """Note the model as the training leaves it; see `TrainedModel.leave`."""
+        """Record the model as the run leaves it; see `TrainedModel.leave`."""
         if self.ledger is None or self.trained_model is None:
             return False
         return self.trained_model.leave(model, self.ledger, speaks=speaks, writes=writes, together=together)

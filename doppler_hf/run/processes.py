@@ -1,4 +1,4 @@
-"""The same terms, weights and outcomes on every process; each updates its weights from one private gradient."""
+"""Keep terms, weights and outcomes the same on every process; each updates its weights from one private gradient."""
 
 import contextlib
 import hashlib
@@ -21,9 +21,9 @@ from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run.digests import replicas_digest
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# The digest takes a thousandth of a step or less, and waits for all.
+# Weights are compared every so many steps: the digest waits for all processes, and takes a thousandth of a step or less.
 COMPARED_EVERY: Final = 100
-# Arguments by which a step, or what all do together after it, would be another; those first that a statement follows from.
+# Arguments that change a step, or the actions of all processes after it. Arguments that determine the statement come first.
 _GIVEN: Final = (
     "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
@@ -32,29 +32,29 @@ _GIVEN: Final = (
     "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
 )  # fmt: skip
 OF_EXAMPLES: Final = "train_dataset"
-# Relative, of the noise multipliers, for which processors may solve with other last bits.
+# The relative tolerance for noise multipliers, which different processors may compute with different last bits.
 _ROUNDING: Final = 1e-6
 _Outcome = TypeVar("_Outcome")
-# What gloo says of a process that is no more, in messages without a class of their own.
+# Messages of gloo, which has no error class of its own, about a process that has ended.
 _OF_A_SOCKET: Final = re.compile("gloo|Connection closed by peer|Connection reset by peer")
 
 
 class SharedError(Failure):
-    """An error that the other processes have too, or cannot be told of."""
+    """An error that all processes raise, or that cannot be sent to the other processes."""
 
 
 def another_has_ended() -> SharedError:
-    """Return the error of a process that cannot go on without another one."""
+    """Return the error of a process that cannot continue because another process has ended."""
     return SharedError(
         "another-process-ended",
-        "Another process of this training has ended, so this one ends too. Its output says why. Start all processes again "
-        "with resume_from_checkpoint=True.",
+        "Another process of this run has ended, so this process ends too. The output of the other process says why. Start "
+        "all processes again with resume_from_checkpoint=True.",
     )
 
 
 @contextlib.contextmanager
 def one_line_if_a_process_ends() -> Iterator[None]:
-    """Say in one line that another process has ended, instead of torch's message about a socket."""
+    """Replace torch's message about a socket by a line that says that another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def one_line_if_a_process_ends() -> Iterator[None]:
 
 
 def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
-    """Do something on process 0, and return its outcome, or raise its refusal, on every process."""
+    """Call `action` on process 0, and return its outcome, or raise its refusal, on every process."""
     found: list[Any] = [None]
     if PartialState().is_main_process:
         try:
@@ -72,7 +72,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
         except ValueError as error:
             found = [error]
         except Exception:
-            # The others wait for an outcome, and without one would do so until they time out.
+            # The other processes wait for an outcome, and would otherwise wait until they time out.
             broadcast_object_list([another_has_ended()])
             raise
     with one_line_if_a_process_ends():
@@ -84,27 +84,27 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
 
 
 def on_all_processes(is_so: bool) -> bool:
-    """Return, on every process, whether something is so on all of them."""
+    """Return, on every process, whether `is_so` is true on all of them."""
     return all(gather_object([is_so]))
 
 
 def refuse_processes_that_draw_alone(world_size: int) -> None:
-    """Refuse to add up sums if torch has another number of processes than the arguments."""
+    """Refuse to add up sums if torch has a different number of processes than the arguments."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if processes != world_size:
         # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
         raise Refusal(
             "processes-sample-alone",
-            f"The process group must match the arguments, got {processes} and {world_size} processes: each would sample "
-            "alone. Start with `accelerate launch` or `torchrun`, or call torch.distributed.destroy_process_group() before "
-            "train().",
+            f"The process group of torch has {processes} process{'es' * (processes > 1)}, but the training arguments have "
+            f"{world_size}, so each process would sample its own batches. Start with `accelerate launch` or `torchrun`, or "
+            "call torch.distributed.destroy_process_group() before train().",
         )
 
 
 def compare_terms(
     statement: PrivacyStatement, args: DopplerTrainingArguments, model: nn.Module, *, data: DataDigest
 ) -> None:
-    """Refuse, on every process, processes with other terms of drawing, clipping, noise or steps, or other data."""
+    """Refuse, on every process, processes whose sampling, clipping, noise, steps or data differ."""
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
     own = {
@@ -117,7 +117,7 @@ def compare_terms(
 
 
 def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
-    """Refuse terms that are not those of the first process, by all of them in the order of their ranks."""
+    """Refuse terms that differ from those of process 0, given the terms of all processes in the order of their ranks."""
     for rank, name in itertools.product(range(1, len(terms)), terms[0]):
         first, other = terms[0][name], terms[rank][name]
         if name == OF_EXAMPLES:
@@ -129,12 +129,12 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
         if not is_same:
             # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
             # beneath other noise would be in the same sum.
-            # Not what is computed of the examples: messages end in logs.
-            ours, theirs = ("one", "another") if name == OF_EXAMPLES else (repr(first), repr(other))
+            # The message leaves out what is computed from the examples: messages end up in logs.
+            values = "" if name == OF_EXAMPLES else f": {first!r} and {other!r}"
             raise Refusal(
                 "processes-differ",
-                f"{name} must be the same on all processes, got {ours} on process 0 and {theirs} on process {rank}. "
-                "Start all with the same arguments, model, checkpoint and data in the same order.",
+                f"{name} differs between process 0 and process {rank}{values}. Start all processes with the same arguments, "
+                "model and checkpoint, and with the same data in the same order.",
             )
 
 
@@ -146,14 +146,14 @@ def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGr
 
 
 def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
-    """Refuse, on every process, to continue if weights differ in any bit."""
+    """Refuse to continue, on every process, if weights differ between processes in any bit."""
     digests = gather_object([replicas_digest(model)])
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
         raise Failure(
             "replicas-differ",
-            f"The weights must be the same on all processes, got different ones on process {', '.join(others)} than on "
-            f"process 0 after step {step}, as by a callback on one process alone. Let all do the same, and resume from an "
+            f"The weights on process {', '.join(others)} differ from those on process 0 after step {step}, for example "
+            "because a callback changed them on one process only. Make all processes do the same, and resume from an "
             "earlier checkpoint.",
         )

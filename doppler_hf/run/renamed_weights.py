@@ -1,7 +1,7 @@
-"""Weights that `save_pretrained` writes under other names than the model's own, as it does for ViT.
+"""Load weights that `save_pretrained` has written under different names than the model's own, as it does for ViT.
 
-Transformers maps names in `from_pretrained` alone, which makes a model of the configuration. A model whose head was
-replaced, or whose class takes further arguments, is not that model. Here the same mapping loads into the model at hand.
+Transformers maps these names only in `from_pretrained`, which makes a new model from the configuration. A model whose head
+was replaced, or whose class takes further arguments, differs from that. Here the same mapping loads into an existing model.
 """
 
 import copy
@@ -31,21 +31,21 @@ def load_renamed(model: PreTrainedModel, folder: str | Path) -> None:
         raise Refusal(
             "weights-do-not-fit",
             f"{folder} has no value that fits {missing[0]!r} and {len(missing) - 1} other weights of "
-            f"{type(model).__name__}. Make the model exactly as it was for the training that saved them.",
+            f"{type(model).__name__}. Make the model exactly as it was in the run that saved them.",
         )
 
 
 def names_lost(model: PreTrainedModel) -> list[str]:
-    """Return the weights of a model that would not be found again where `save_pretrained` has written them."""
-    # Tensors without content: nothing is copied, and only names and shapes are mapped.
+    """Return the weights of a model that could not be loaded again after `save_pretrained`."""
+    # Tensors on the meta device have no content, so only names and shapes are mapped.
     state = {name: torch.empty_like(value, device="meta") for name, value in model.state_dict().items()}
     saved = revert_weight_conversion(model, dict(state))
     return [] if saved.keys() == state.keys() else _load(model, saved, device="meta")
 
 
 def _load(model: PreTrainedModel, state: Mapping[str, Any], *, device: str) -> list[str]:
-    """Copy a saved state into the model's own tensors, unless it is on no device; return the names that it lacks."""
-    # As the model was loaded, since it is saved so, too; a model that was never loaded has none of its own.
+    """Copy a saved state into the model's own tensors, unless `device` is "meta"; return the names that it lacks."""
+    # A model is saved with the mapping with which it was loaded. A model that was never loaded has no mapping of its own.
     before = vars(model).get("_weight_conversions")
     mapping = get_model_conversion_mapping(model) if before is None else before
     own = {}
@@ -60,7 +60,7 @@ def _load(model: PreTrainedModel, state: Mapping[str, Any], *, device: str) -> l
         info, _ = convert_and_load_state_dict_in_model(model, dict(state), terms, None)
         loaded = model.state_dict()
     finally:
-        # The optimizer and tied layers hold the tensors that were there before: these stay, and take the values.
+        # The optimizer and tied layers hold the tensors from before, so keep these and copy the values into them.
         for tensors, values in own.values():
             tensors.update(values)
         if shows_progress:
@@ -70,7 +70,7 @@ def _load(model: PreTrainedModel, state: Mapping[str, Any], *, device: str) -> l
         else:
             model._weight_conversions = before
     absent = info.missing_keys | {name for name, *_ in info.mismatched_keys}
-    found = {id(value) for name, value in names.items() if name not in absent}  # a tied weight is written once
+    found = {id(value) for name, value in names.items() if name not in absent}  # a tied weight is saved only once
     missing = sorted(name for name in absent if id(names[name]) not in found)
     if device != "meta" and not missing:
         with torch.no_grad():

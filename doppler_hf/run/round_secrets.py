@@ -1,14 +1,14 @@
-"""The secret of a run's rounds, kept for whoever resumes it on this machine.
+"""Keep the secret of a run's rounds, so that the run can be resumed on this machine.
 
-A run that is resumed within a round goes on with the turns that were drawn. Otherwise its units could take part once more,
-which would cost as much as a further round. Turns are by the numbers of rows. With other rows, or with the same rows in
-another order, a unit that has had its turn could have another one. So a digest of the data is kept beside the secret, and
-with other data a new round begins.
+In a round, random allocation deals out every record once. A run that is resumed within a round continues with the turns that
+were drawn. Otherwise its units could take part once more, which would cost as much as a further round. Turns are assigned to
+row numbers. With different rows, or with the same rows in another order, a unit that has had its turn could have another
+turn. So a digest of the data is kept with the secret, and with different data a new round starts.
 
 Privacy: who has the secret knows when a unit takes part, and the digest tells whether some rows are the training data. So
-both lie where the data lie, and not where results do: in the user's own folder of states (XDG_STATE_HOME), readable by the
-user alone, and no part of any checkpoint. The file is removed when its run has made the last step of its plan, or has been
-resumed. A run that was stopped early may go on, and a run that was killed may be resumed: their files are removed by
+both are kept where the data are, and not where results are: in the user's own folder of states (XDG_STATE_HOME), readable by
+the user alone, and not in any checkpoint. The file is removed when its run has made the last step of its plan, or has been
+resumed. A run that was stopped early may continue, and a run that was killed may be resumed: their files are removed by
 another private run, half a year later.
 """
 
@@ -30,21 +30,21 @@ _NAME: Final = re.compile(
 
 
 class RoundSecret(NamedTuple):
-    """Where a process keeps the secret of a run."""
+    """The place where a process keeps the secret of a run."""
 
     run_id: str
     rank: int
-    world_size: int  # with another number the units are divided otherwise
-    data: DataDigest  # which is as private as the data
+    world_size: int  # with a different number of processes, the units are divided differently
+    data: DataDigest  # the digest is as private as the data
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the file."""
         home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         return Path(home) / "doppler_hf" / f"{self.run_id}-{self.rank}-of-{self.world_size}"
 
     def keep(self, secret: bytes) -> None:
-        """Write the secret, if there is a place for it. Without it a resumed run begins a new round."""
+        """Write the secret, if its folder can be written. Without it, a resumed run starts a new round."""
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -52,19 +52,19 @@ class RoundSecret(NamedTuple):
             self._remove_old_ones()
 
     def secret(self) -> bytes | None:
-        """Return the secret; None if it is not here, or was drawn for other rows."""
+        """Return the secret, or None if it is not here or was drawn for different rows."""
         kept = self._kept()
         if kept is None or not kept[1].is_of_same_rows(self.data):
             return None
         return kept[0]
 
     def is_of_other_data(self) -> bool:
-        """Return whether the run's secret is here, but was drawn for other rows."""
+        """Return whether the run's secret is here, but was drawn for different rows."""
         kept = self._kept()
         return kept is not None and not kept[1].is_of_same_rows(self.data)
 
     def under_another_number(self) -> Self | None:
-        """Return where the run's secret is kept for another number of processes; None if there is no such file here."""
+        """Return the place of the run's secret for another number of processes, or None if there is no such file here."""
         with contextlib.suppress(OSError):
             for path in sorted(self.path.parent.glob(f"{self.run_id}-*-of-*")):
                 found = _NAME.fullmatch(path.name)
@@ -73,13 +73,13 @@ class RoundSecret(NamedTuple):
         return None
 
     def forget(self) -> None:
-        """Remove the secrets of the run, of all its processes on this machine."""
+        """Remove the secrets of all processes of the run on this machine."""
         with contextlib.suppress(OSError):
             for path in self.path.parent.glob(f"{self.run_id}-*"):
                 path.unlink(missing_ok=True)
 
     def _kept(self) -> tuple[bytes, DataDigest] | None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # not here, or damaged
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may be missing or bad
             kept: dict[str, Any] = json.loads(self.path.read_text("utf-8"))
             secret = bytes.fromhex(kept["secret"])
             if len(secret) == _LENGTH:
@@ -87,7 +87,7 @@ class RoundSecret(NamedTuple):
         return None
 
     def _remove_old_ones(self) -> None:
-        """Remove the secrets of runs that nobody has resumed for long. Who resumes one all the same begins a new round."""
+        """Remove the secrets of runs that were not resumed for half a year. Resuming such a run starts a new round."""
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):
                 if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - _KEPT_FOR:

@@ -1,6 +1,6 @@
-"""The rounds of a run's sampling: new ones, or those of the earlier run that it continues.
+"""The rounds of a run's sampling: new rounds, or the rounds of the earlier run that it continues.
 
-In a round each unit takes part at most once. A run that goes on within a round must go on with the turns that were drawn.
+In a round each unit takes part at most once. A run that continues within a round must use the turns that were drawn for it.
 """
 
 import functools
@@ -22,22 +22,22 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 @final
 class Rounds:
-    """The rounds of one run, and their secret."""
+    """The rounds of a run, and their secret."""
 
     def __init__(self, args: DopplerTrainingArguments, train_dataset: Any, sampler: AllocationSampler) -> None:
         self._args, self._train_dataset, self._sampler = args, train_dataset, sampler
 
     @functools.cached_property
     def digest_of_data(self) -> DataDigest:
-        """Return what tells these rows, in this order, from others."""
+        """Return a digest that tells these rows, in this order, from other data."""
         # Privacy: rows may be made with random numbers, which must not come from a public seed, nor move those of the user.
         with filled_generators(self._args.noise_seed, rank=self._args.process_index):
             return digest_of_data(self._train_dataset, self._sampler)
 
     def take_up(self, previous: Previous, statement: PrivacyStatement) -> bool:
-        """Go on with the rounds of the earlier run, if all processes know their turns, and return whether they do."""
+        """Continue the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         ledger = previous.ledger
-        # A step of Poisson sampling is a round of its own, with coins of its own.
+        # With Poisson sampling each step is a round of its own.
         if self._sampler.sampling == "poisson" or ledger is None:
             return False
         allowed_to = functools.partial(ledger.steps_allowed_to, statement, from_step=previous.step)
@@ -48,40 +48,43 @@ class Rounds:
         is_of_other_data = kept.is_of_other_data() or (elsewhere is not None and elsewhere.is_of_other_data())
         if is_of_other_data:
             warnings.warn(
-                "train_dataset has other rows than before, or another order, so that its round begins anew and costs ε. "
-                "Resume with the same data, and give shuffle() and splits a seed.",
+                "train_dataset changed since the checkpoint (rows or order), so sampling starts a new round and spends "
+                "additional ε. A round deals out every record once. To avoid this, resume with the same data, and give "
+                "shuffle() and splits a seed.",
                 stacklevel=2,
             )
         secret = kept.secret()
         if not on_all_processes(secret is not None):
-            # After a clean end between two rounds a new one is what would have followed anyway.
+            # After a clean end between two rounds, a new round would have followed anyway.
             costs = not (ledger.runs[-1].is_closed and allowed_to(keeps_rounds=False))
-            # On every process, whether its machine has a file of the earlier processes or not.
+            # All processes must agree, whether their machine has a file of the earlier processes or not.
             earlier = next(filter(None, gather_object([None if elsewhere is None else elsewhere.world_size])), None)
             if statement.private and costs and earlier is not None and not is_of_other_data:
                 self._refuse_another_number(earlier)
             elif statement.private and costs and not is_of_other_data:
                 warnings.warn(
-                    f"The earlier run's round begins anew and costs ε: its secret is not in {kept.path.parent}. Resume each "
-                    "checkpoint once, where it was written.",
+                    "Sampling starts a new round and spends additional ε, because the secret of the earlier run's round is "
+                    f"not in {kept.path.parent}. A round deals out every record once. To avoid this, resume each checkpoint "
+                    "only once, on the machine that wrote it.",
                     stacklevel=2,
                 )
             return False
         assert secret is not None
-        # Sensitivity: from the first turn that was not counted, so that none is taken twice, whatever steps are made again.
+        # Sensitivity: start from the first turn that was not counted, so that none is taken twice, whatever steps are
+        # repeated.
         self._sampler.go_on(secret, first_step=previous.step - ledger.steps_of_rounds)
         return True
 
     def _refuse_another_number(self, earlier: int) -> None:
-        """Refuse to begin a round again within target_epsilon because the number of processes is another; warn without."""
+        """Refuse to restart a round for a different number of processes; without a target_epsilon, only warn."""
         # Sensitivity: turns are drawn within each process's own share of the units. Under another number the shares are
-        # others, so that the secret cannot tell who has had its turn, and a unit may have a further one.
+        # different, so that the secret cannot tell who has had its turn, and a unit may have a further one.
         target = self._args.target_epsilon
         ours = self._args.world_size
         what = (
-            f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this one has {ours}. Each process draws from "
-            "a share of the records of its own, so the draws of the earlier run cannot go on with another number of "
-            "processes. Its round would begin again, and records that have had their turn could have a further one, which "
+            f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this run has {ours}. Each process samples "
+            "from its own share of the records, so the round of the earlier run cannot continue with a different number of "
+            "processes. A new round would start, and records that already had their turn could have another turn, which "
             "costs "
         )
         again = f"Resume with {earlier} process{'es' * (earlier > 1)}"
@@ -90,10 +93,10 @@ class Rounds:
             return
         raise Refusal(
             "another-number-of-processes",
-            f"{what}more ε than target_epsilon={target:g} was planned for. {again}, raise target_epsilon for a further "
-            "plan, or start a new run: an untrained model and another output_dir.",
+            f"{what}more ε than target_epsilon={target:g} allows. {again}, raise target_epsilon, or start a new run with an "
+            "untrained model and another output_dir.",
         )
 
     def secret_of(self, ledger: PrivacyLedger) -> RoundSecret:
-        """Return where this process keeps the secret of the run that a ledger names."""
+        """Return the place where this process keeps the secret of a ledger's run."""
         return RoundSecret(ledger.run_id, self._args.process_index, self._args.world_size, self.digest_of_data)

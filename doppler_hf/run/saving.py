@@ -1,4 +1,4 @@
-"""What a `DopplerTrainer` saves and logs: models and checkpoints beside their ledger, a card, and ε in every log."""
+"""Save and log for a `DopplerTrainer`: models and checkpoints with their ledger, a card, and ε in every log."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 
 def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as safetensors takes it: each value in one piece, and tied weights once for each of their names."""
+    """Return a state that safetensors accepts: contiguous values, and a copy of a tied weight for each of its names."""
     seen: set[int] = set()
     taken: dict[str, Any] = {}
     for name, value in state.items():
@@ -37,12 +37,12 @@ def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
-    """Return a trainer's `create_model_card`, whose card then names our optimizer and has a section on privacy."""
+    """Return a `create_model_card` that also writes the optimizer in use and a section on privacy."""
 
     def create_model_card(self: "SavingTrainer", *args: Any, **kwargs: Any) -> None:
         """Write Transformers' model card, with the optimizer in use and a section on privacy."""
         history = self.state.log_history
-        # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
+        # Transformers writes each row of its table in the order of the row's keys, and a checkpoint sorts its keys.
         self.state.log_history = with_columns_in_one_order(history)
         try:
             inherited(self, *args, **kwargs)
@@ -55,23 +55,23 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
 
 
 def complete_card_of_run(run: PrivateRun | None, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
-    """Add the optimizer and a section on privacy to Transformers' model card, if the run's ledger speaks for the model."""
+    """Add the optimizer and a section on privacy to Transformers' model card, if the run's ledger covers the model."""
     if run is not None and run.ledger is not None and run.speaks_for(model):
         complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=run.ledger, words=run.words)
 
 
 def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -> None:
-    """Add ε to a log (in place), and leave out a loss that is not reported."""
-    # Of another model nobody knows what its training has spent: it may have been loaded.
+    """Add ε to a log (in place), and remove a loss that is not reported."""
+    # For a model that the ledger does not cover, ε is unknown: the model may have been loaded.
     is_evaluation = any(name.startswith("eval_") for name in logs)
     if run.speaks_for(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
-    if run.ledger is not None and run.ledger.statement.train_loss == "none":  # zeros
+    if run.ledger is not None and run.ledger.statement.train_loss == "none":  # the logged losses are all 0
         take_losses(logs)
 
 
 class SavingTrainer(ShardedTrainer):
-    """`Trainer` that saves a ledger with each model and none of the draws; `DopplerTrainer` sets its attributes."""
+    """`Trainer` that saves a ledger with each model and nothing about sampling; `DopplerTrainer` sets its attributes."""
 
     optimizer: Any
     control: TrainerControl
@@ -79,31 +79,31 @@ class SavingTrainer(ShardedTrainer):
     _locks: dict[Path, WriterLock]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Transformers does, and the ledger beside the model.
+        """Save as Transformers does, and save the ledger next to the model.
 
-        Without a ledger that speaks for the model, the trainer sets aside one that lies there and speaks for other weights.
+        If the trainer has no ledger that covers the model, it renames a ledger of other weights in the folder.
         """
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        # This is how Transformers saves checkpoints. It calls `on_save` only after it has pushed them.
+        # Transformers saves checkpoints with these arguments. It calls `on_save` only after it has pushed them.
         step = self.state.global_step if _internal_call and output_dir is not None else None
-        is_first = self.args.process_index == 0  # which alone writes
+        is_first = self.args.process_index == 0  # only process 0 writes
         with contextlib.ExitStack() as saving:
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
             if is_first:
                 terms: dict[str, Any] = {"model": self.model, "checkpoint_step": step, "lock": self._lock_of}
                 saving.enter_context(ledger_beside(folder, self.args, run=self._run, **terms))
-            note_shards(self.model.parameters())  # which no process could do alone
-            if step is not None and is_first:  # it does not count as a checkpoint until it is written anew
+            note_shards(self.model.parameters())  # all processes do this together
+            if step is not None and is_first:  # an old checkpoint there must not count until it is replaced completely
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             super().save_model(output_dir, _internal_call=_internal_call)
 
     def _lock_of(self, folder: str | Path) -> WriterLock:
-        """Return the lock of a folder: always the same, so that what is saved during a run is not refused by the run."""
+        """Return the lock of a folder, always the same object, so that a run does not refuse its own saving."""
         return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # Transformers' only method that all processes call before it saves on process 0 alone.
+        # This is Transformers' only method that all processes call before process 0 saves.
         if self._sharding.is_cut:
             state_dict = whole_state(self.model)
         if state_dict is None and not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
@@ -111,8 +111,8 @@ class SavingTrainer(ShardedTrainer):
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Transformers' only method around a whole checkpoint: optimizer, schedule and state have no public one.
-        for callback in self.callback_handler.callbacks:  # of one that was added at a resume the loaded state knows nothing
+        # This is Transformers' only method around a whole checkpoint: optimizer, schedule and state have no public method.
+        for callback in self.callback_handler.callbacks:  # a callback added on resume has no entry in the loaded state
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
         super()._save_checkpoint(model, trial)
@@ -126,9 +126,9 @@ class SavingTrainer(ShardedTrainer):
             super()._load_best_model()
 
     def _load_renamed(self, folder: str) -> bool:
-        """Load weights that `save_pretrained` wrote under older names, as those of ViT, and return whether they are such.
+        """Load weights that `save_pretrained` wrote under older names, as for ViT, and return whether the names are older.
 
-        Transformers reads these names in `from_pretrained` alone. A resume would leave out what it does not find.
+        Transformers reads these names only in `from_pretrained`. A resume would skip the weights that it does not find.
         `renamed_weights` reads them into any model.
         """
         model = self.model
@@ -145,18 +145,17 @@ class SavingTrainer(ShardedTrainer):
 
     @contextlib.contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Save a checkpoint where an error, Ctrl-C or SIGTERM ends a training, since its steps cost ε."""
+        """Save a checkpoint if an error, Ctrl-C or SIGTERM ends the run, since its steps cost ε."""
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit):
             run = self._run
-            # Of several processes one may fail alone, and the others not come to save. Replicas are all alike, so that
-            # process 0 saves alone; of weights in shards it has a part.
+            # If there are several processes, only one may fail, and the others do not come here to save. Replicas are equal,
+            # so process 0 saves alone. It cannot save sharded weights alone.
             if run is not None and run.ledger is not None and self.args.should_save and not self._sharding.is_cut:
                 done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
-                # In the middle of an update, weights and states are of two steps. And a checkpoint for which no ledger
-                # speaks, such as one with a layer that a callback has
-                # frozen or replaced, would only be in the way of an earlier one.
+                # In the middle of an update, weights and states belong to two different steps. And a checkpoint that no
+                # ledger covers, such as after a callback has frozen or replaced a layer, would only hide an earlier one.
                 if 0 < done == self.state.global_step - run.previous.step and run.speaks_for(self.model):
                     with contextlib.suppress(Exception):
                         run.engine.refuse_other_parameters()
@@ -164,17 +163,17 @@ class SavingTrainer(ShardedTrainer):
             raise
 
     def store_flos(self) -> None:
-        """Add up operations, which a private run does not count: so process 0 can save a checkpoint alone."""
+        """Add up operations without privacy only: a private run counts none, so process 0 can save a checkpoint alone."""
         if self.args.disable_dp:
             super().store_flos()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Checkpoints are those of a plain run, and resume on any number of processes.
+        # Checkpoints look like those of a run without sharding, and can be resumed on any number of processes.
         with with_whole_states(self.optimizer.optimizer) if self._sharding.is_cut else contextlib.nullcontext():
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        # Two states of a generator tell how many numbers were drawn between them: the sizes of draws, and their lengths.
+        # Two states of a generator tell how many numbers were drawn between them, and so the sizes and lengths of batches.
         if self.args.disable_dp:
             super()._save_rng_state(output_dir)
 
@@ -183,7 +182,7 @@ class SavingTrainer(ShardedTrainer):
             super()._load_rng_state(checkpoint)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Count the units of a private run: Transformers logs and saves this, and how many rows a unit has is private."""
+        """Count the units of a private run, since Transformers logs and saves this, and the rows of a unit are private."""
         if isinstance(dataloader, PrivateLoader):
             return self.privacy.sampler.num_units
         return super().num_examples(dataloader)
@@ -193,12 +192,12 @@ class SavingTrainer(ShardedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as Transformers does, with ε, and without the training loss if it is not reported.
 
-        A raw loss is taken out of `logs`, which are those that scripts save as metrics, and is shown locally.
+        A raw loss is removed from `logs`, which scripts save as metrics, and is only shown locally.
         """
         run, handler = self._run, self.callback_handler
         if run is not None:
             complete_log(run, logs, model=self.model)
-        # Privacy: what Transformers keeps, saves and sends never holds a raw loss.
+        # Privacy: the logs that Transformers keeps, saves and sends never hold a raw loss.
         losses = take_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:
             super().log(logs, start_time)
@@ -209,7 +208,7 @@ class SavingTrainer(ShardedTrainer):
             show_beside_evaluations(local, losses)
             public = dict(logs)
             logs.clear()
-            logs.update(losses | public)  # the loss first, and the same object, which callbacks may change
+            logs.update(losses | public)  # the loss comes first, in the same object, which callbacks may change
             try:
                 self.control = handler.on_log(self.args, self.state, self.control, logs)
             finally:

@@ -1,4 +1,4 @@
-"""Saving and loading weights and optimizers in shards: whole on process 0, its own rows on each process."""
+"""Save sharded weights and optimizer states as whole tensors on process 0, and load them as rows on each process."""
 
 import contextlib
 from collections import defaultdict
@@ -16,14 +16,14 @@ from doppler_hf.shards import in_shards, rows_here, whole_of
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what to save of a model in shards, on process 0: of a base under adapters its embeddings alone, as PEFT may."""
+    """Return the state to save of a sharded model, on process 0; from a base under adapters, only its embeddings."""
     base = without_adapters(model)
     embeddings: set[str] = set()
     if base is not model:
         embeddings = {name for name, module in model.named_modules() if module in embeddings_of(base)}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Tensor] = {}
-    gathered: dict[Tensor, Tensor] = {}  # a weight that has two names is one in what is saved, too
+    gathered: dict[Tensor, Tensor] = {}  # a weight with two names stays one tensor in the saved state
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
             parameter = parameters[name]
@@ -38,13 +38,13 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def of_process_0(value: Tensor) -> Tensor:
-    """Return a tensor in the memory of the processor, on process 0; one without numbers on the others."""
+    """Return a tensor in CPU memory on process 0, and an empty tensor on the other processes."""
     return value.cpu() if dist.get_rank() == 0 else value.new_empty(0)
 
 
 @contextlib.contextmanager
 def with_whole_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the states of an optimizer be whole, for the block in which process 0 saves them; called by every process."""
+    """Make the states of an optimizer whole in the block in which process 0 saves them; every process must call this."""
     own = optimizer.state
     whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for parameter, state in own.items():
@@ -57,7 +57,7 @@ def with_whole_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def whole_state_of(value: Any, parameter: Tensor) -> Any:
-    """Return what is kept for a parameter with its tensors whole, on process 0; called by every process."""
+    """Return a parameter's optimizer state with whole tensors, on process 0; every process must call this."""
     if isinstance(value, list):
         return [whole_state_of(each, parameter) for each in value]
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
@@ -66,7 +66,7 @@ def whole_state_of(value: Any, parameter: Tensor) -> Any:
 
 
 def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace the whole weights in a state that is loaded by this process's part of them (modified in place)."""
+    """Replace whole weights in a loaded state by this process's part of them (modified in place)."""
     for name, own in module.state_dict().items():
         value = state_dict.get(prefix + name)
         if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
@@ -74,7 +74,7 @@ def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def embeddings_of(base: nn.Module) -> list[nn.Module]:
-    """Return the embeddings of inputs and outputs of a model, as far as it has some."""
+    """Return the input and output embeddings of a model, if it has them."""
     if not isinstance(base, PreTrainedModel):
         return []
     return [module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None]

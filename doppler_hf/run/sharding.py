@@ -1,12 +1,12 @@
-"""Weights in shards on all processes: FSDP2 of torch (`fully_shard`), as accelerate applies it.
+"""Shard weights over all processes with torch's FSDP2 (`fully_shard`), as accelerate applies it.
 
-Frozen weights are always cut. A small trained part, such as adapters and heads, stays whole on every process. A large one
-is cut too, with its noise and optimizer. Clipped sums are whole in both cases, as gradients are that FSDP2 accumulates, and
-each process gets its rows of the noisy total. FSDP reduces no gradient itself, and `Trainer` is not told of it: there FSDP
-means that the backward pass averages gradients.
+Frozen weights are always sharded. A small trained part, such as adapters and heads, stays whole on every process. A large
+trained part is sharded too, with its noise and optimizer. Clipped sums are whole in both cases, like gradients that FSDP2
+accumulates, and each process gets its rows of the noisy total. FSDP reduces no gradient itself. The use of FSDP is hidden
+from `Trainer`, for which it would mean that the backward pass averages gradients.
 
-All processes must gather equally often. Before a step they agree on the most passes of one, and that is all: the others make
-up for it with passes of weight 0 (`Steps.release`), and the gatherings are FSDP2's own.
+All processes must gather weights equally often. Before a step they agree on the largest number of passes of any process. The
+other processes make additional passes of weight 0 (`PrivateRun.release`), and FSDP2 itself does the gathering.
 
 Sensitivity: a gathered weight has the same bits as before it was cut, and contains nothing of an example.
 """
@@ -36,30 +36,32 @@ from doppler_hf.shards import remember_keeper
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _BY_LAUNCHER: Final = "ACCELERATE_USE_FSDP"
-# The share of the weights above which what is trained is cut too: weights, noise and the states of an optimizer take three
-# to four times the memory of frozen weights.
+# The share of all weights above which trained weights are sharded too. Trained weights with their noise and optimizer states
+# take three to four times the memory of frozen weights.
 LARGEST_WHOLE: Final = 0.1
-_DDP: Final = "take recipes/accelerate/ddp.yaml, with which each process has all weights"
-# Setting of FSDP → the only value that a private run can have, why, and the fix.
+_DDP: Final = "use recipes/accelerate/ddp.yaml, with which each process has all weights"
+# A setting of FSDP → its only possible value in a private run, the reason, and the fix.
 _SETTINGS: Final[dict[str, tuple[Any, str, str]]] = {
-    "fsdp_version": (2, "version 1 joins trained and frozen weights in one", "Set fsdp_version: 2"),
+    "fsdp_version": (2, "version 1 joins trained and frozen weights in one tensor", "Set fsdp_version: 2"),
     "reshard_after_forward": (
-        True, "each process would keep all weights that it has gathered", f"Set fsdp_reshard_after_forward: true, or {_DDP}",
+        True, "otherwise each process would keep all gathered weights", f"Set fsdp_reshard_after_forward: true, or {_DDP}",
     ),
     "cpu_ram_efficient_loading": (
-        False, "every process cuts what it has loaded", "Set fsdp_cpu_ram_efficient_loading: false",
+        False, "every process shards the model that it has loaded", "Set fsdp_cpu_ram_efficient_loading: false",
     ),
     "activation_checkpointing": (
-        False, "it wraps layers that the engine must see", "Set gradient_checkpointing=True instead",
+        False, "it wraps layers for which per-sample gradients are computed", "Set gradient_checkpointing=True instead",
     ),
-    "ignored_modules": (None, "what is trained stays whole, and what is frozen does not", "Leave fsdp_ignored_modules out"),
-    "cpu_offload": (None, "nothing was tested with it", "Leave fsdp_offload_params out, or take more processes"),
+    "ignored_modules": (
+        None, "the library itself chooses which weights stay whole", "Leave fsdp_ignored_modules out",
+    ),
+    "cpu_offload": (None, "offloading is untested", "Leave fsdp_offload_params out, or use more processes"),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def hidden_from_trainer(args: DopplerTrainingArguments) -> Iterator[FullyShardedDataParallelPlugin | None]:
-    """Let Transformers make its accelerator in the block as if no FSDP were asked for."""
+    """Let Transformers make its accelerator in the block as if FSDP were not set."""
     by_launcher, of_args = os.environ.get(_BY_LAUNCHER), args.fsdp_plugin_args
     if of_args is None and (by_launcher or "").lower() != "true":
         yield None
@@ -77,36 +79,36 @@ def hidden_from_trainer(args: DopplerTrainingArguments) -> Iterator[FullySharded
 
 
 def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingArguments) -> None:
-    """Refuse settings of FSDP, and arguments beside it, that a private run cannot have."""
+    """Refuse settings of FSDP, and other arguments, that do not work in a private run with FSDP."""
     for name, (only, reason, fix) in _SETTINGS.items():
         value = getattr(plugin, name)
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
         if not is_fit:
-            raise Refusal("fsdp-option", f"FSDP must have {name}={only} in a private run, got {value}: {reason}. {fix}.")
+            raise Refusal("fsdp-option", f"FSDP needs {name}={only} in a private run, got {value}: {reason}. {fix}.")
     if args.world_size == 1:
         raise Refusal(
             "fsdp-in-one-process",
-            "FSDP must have several processes, got one, which would have all weights. Start several with `accelerate "
-            "launch --num_processes`, or leave fsdp out.",
+            "FSDP needs at least two processes; this run has only one. Start several processes with `accelerate launch "
+            "--num_processes`, or leave fsdp out.",
         )
     if args.optim_target_modules is not None:
         raise Refusal(
             "fsdp-option",
-            f"optim_target_modules={args.optim_target_modules!r} cannot be used with FSDP: GaLore trains the weights that "
-            f"FSDP cuts, and computes its basis from whole gradients. Train adapters, or {_DDP}.",
+            f"optim_target_modules={args.optim_target_modules!r} cannot be used with FSDP: GaLore needs whole gradients of "
+            f"weights that FSDP shards. Train adapters, or {_DDP}.",
         )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             raise Refusal(
                 "fsdp-option",
-                f"{name}=True cannot be used with FSDP: weights in shards are not converted. Leave it out, or load the "
-                "model with dtype=torch.bfloat16.",
+                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave it out, or load "
+                "the model with dtype=torch.bfloat16.",
             )
 
 
 @final
 class Sharding:
-    """The weights of a model, cut at the first use and gathered for each pass; without a plugin all are everywhere."""
+    """Shards a model's weights at the first use and gathers them for each pass; without a plugin, it does nothing."""
 
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
@@ -115,11 +117,11 @@ class Sharding:
 
     @property
     def is_cut(self) -> bool:
-        """Whether weights lie in shards."""
+        """Whether weights are sharded."""
         return self._group is not None
 
     def cut(self, model: nn.Module) -> None:
-        """Give each process its part of process 0's weights, and the whole trained part if it is small."""
+        """Give each process its part of process 0's weights, and all trained weights if these are a small share."""
         if self._plugin is None:
             return
         trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -127,13 +129,13 @@ class Sharding:
         if thawed:
             raise Refusal(
                 "unfrozen-shards",
-                f"Under FSDP, parameters must be trainable before the first training or evaluation, got {thawed[0]!r} "
-                "unfrozen since, when each process has only a part. Set requires_grad before, or make a new trainer.",
+                f"{thawed[0]!r} was unfrozen after FSDP had sharded the model, which happens at the first training or "
+                "evaluation. Set requires_grad before that, or make a new trainer.",
             )
         if isinstance(model, FSDPModule):
             return
         self._trained = {*trained}
-        # The model is on the processor still, where it fits as a whole.
+        # The model is still in CPU memory, where it fits as a whole.
         self._group = dist.new_group(backend="gloo")
         give_all_the_weights_of_process_0(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
@@ -144,20 +146,20 @@ class Sharding:
         if len(types) > 1:
             raise Refusal(
                 "types-of-shards",
-                f"Trained weights must be of one type under FSDP, which gathers several of them together, got "
+                f"Expected trained weights of a single dtype, because FSDP gathers several of them together; got "
                 f"{' and '.join(sorted(types))}. Load the model in one dtype, or {_DDP}.",
             )
         for parameter in uncut:
             parameter.data = parameter.data.to(self._device)
-        # Only parameters count of a module to be ignored, so that one made for them will do.
+        # accelerate reads only the parameters of an ignored module, so a new module that has them is enough.
         self._plugin.ignored_modules = [nn.ParameterList([*uncut])]
-        # Casts are autocast's, as with one process.
+        # FSDP casts nothing, because autocast does, as with one process.
         self._plugin.mixed_precision_policy = MixedPrecisionPolicy()
         if self._plugin.transformer_cls_names_to_wrap is None:
             self._plugin.transformer_cls_names_to_wrap = kinds_of_layers(model)
         fsdp2_prepare_model(self._as_accelerator(), model)
         assert isinstance(model, FSDPModule)
-        # So that between two passes all weights are in pieces, and none is taken for a whole one.
+        # Between two passes all weights must be sharded, so that no gathered weight is mistaken for a whole one.
         model.set_reshard_after_forward(True)
         # Sensitivity: ordinary gradients are neither clipped nor noised. They stay on their process, where they are dropped.
         model.set_requires_gradient_sync(False)
@@ -166,21 +168,21 @@ class Sharding:
                 remember_keeper(keeper.sharded_param, keeper)
         note_shards(model.parameters())
         model.register_load_state_dict_pre_hook(cut_what_is_loaded)
-        if hasattr(model, "generate"):  # of adapters, whose own `generate` calls the model inside of them
+        if hasattr(model, "generate"):  # a PEFT model has its own `generate`, which calls the model inside it
             register_fsdp_forward_method(model, "generate")
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                # So that all processes generate equally many tokens.
+                # Transformers then lets all processes generate equally many tokens.
                 module._is_fsdp_managed_module = True
 
     def most_passes(self, number: int) -> int:
-        """Return the most passes of a process in a draw, given those of this one; called by every process."""
+        """Return the largest number of passes of any process in a batch; every process must call this with its number."""
         most = torch.tensor(number, device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         return int(most)
 
     def _as_accelerator(self) -> Any:
-        """Return what `fsdp2_prepare_model` reads of an accelerator, which has no FSDP on a CPU."""
+        """Return the attributes that `fsdp2_prepare_model` reads, since an accelerator on a CPU has no FSDP."""
         return SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=self._plugin),
             torch_device_mesh=init_device_mesh(self._device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
@@ -192,33 +194,33 @@ class Sharding:
 
 
 class ShardedTrainer(Trainer):
-    """`Trainer` whose model lies where `Sharding` says."""
+    """`Trainer` whose model is placed by `Sharding`."""
 
     args: DopplerTrainingArguments
     _sharding: Sharding
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Transformers' accelerator, which is not told of the shards of frozen weights; see `run.sharding`."""
+        """Make Transformers' accelerator without FSDP, which `Sharding` applies itself; see `run.sharding`."""
         with contextlib.nullcontext() if self.args.disable_dp else hidden_from_trainer(self.args) as plugin:
             super().create_accelerator_and_postprocess()
         self._sharding = Sharding(plugin, device=self.args.device)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self._sharding.is_asked_for:  # otherwise it may not fit there as a whole
+        if not self._sharding.is_asked_for:  # with FSDP the whole model may not fit there
             super()._move_model_to_device(model, device)
 
     def _prepare_model(self) -> None:
         self._sharding.cut(self.model)
-        # Autocast and placement as for training, but no DDP around the model: it would all-reduce raw gradients, which are
-        # discarded. `prepare` does not change a model that has been prepared.
+        # Prepare autocast and placement as for training, but without DDP, which would all-reduce raw gradients that are
+        # discarded anyway. `prepare` does not change a model that has been prepared.
         placement = False if self._sharding.is_asked_for else None
         self.accelerator.prepare_model(self.model, device_placement=placement, evaluation_mode=True)
 
 
 def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
-    """Return weights that several layers share, which FSDP cannot cut, but for embeddings that are the head's too.
+    """Return weights that several layers share, which FSDP cannot shard, except embeddings that only the head shares.
 
-    Of encoder-decoders these are the embeddings, which both parts and the head have.
+    In encoder-decoders these weights are the embeddings, which both parts and the head share.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
@@ -229,9 +231,9 @@ def shared_by_layers(model: nn.Module) -> list[nn.Parameter]:
 
 
 def kinds_of_layers(model: nn.Module) -> list[str]:
-    """Return the names of the classes of layers that are gathered together, as Transformers names them for a model.
+    """Return the names of the classes of layers whose weights are gathered together, as Transformers lists them.
 
-    Those that hold the embeddings are left out, as BERT's are: accelerate cuts embeddings by themselves.
+    Classes that contain the embeddings, as in BERT, are left out, because accelerate shards embeddings separately.
     """
     base = without_adapters(model)
     embeddings = embeddings_of(base)
@@ -242,7 +244,7 @@ def kinds_of_layers(model: nn.Module) -> list[str]:
     return [name for name in named if not any(each in embeddings for layer in kinds[name] for each in layer.modules())]
 
 
-# --- torch's own parts, for which it has no public names; tests pin them --------------------------------------------------
+# --- private parts of torch, which tests pin ------------------------------------------------------------------------------
 
 
 def groups_of(model: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a private run prints: six lines before its first step, all its terms with log_level="info", and what it has spent."""
+"""Print a private run's lines: six before its first step, all its terms with log_level="info", and what it has spent."""
 
 import contextlib
 import logging
@@ -23,15 +23,15 @@ from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# See recipes/results/few-examples.md.
+# With more noise of the average gradient than this, image classifiers learnt little: recipes/results/few-examples.md.
 DROWNED: Final = 0.005
-# By the definition alone, an attack with 1 % false positives may recognise 99 % of the records at ε = 5; usual are 1 to 8.
+# At ε = 5, the definition alone allows an attack to recognise 99 % of the records with 1 % false positives. Usual are 1 to
+# 8.
 LARGEST_EPSILON: Final = 10.0
-_NOISY: Final = (
-    0.125  # the noise of a logged loss that is told of, in units of its bound; twice that in an untrained model's loss
-)
-_LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
-# Variables that torchrun, or `accelerate launch` with one process, sets for the script.
+# The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
+_NOISY: Final = 0.125
+_LITTLE: Final = 0.1  # a model has learnt little if it has learnt less than this share of what it can learn
+# torchrun, or `accelerate launch` with one process, sets these variables for the script.
 _OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
@@ -44,14 +44,14 @@ def print_start(
     notes: Sequence[str],
     callbacks: Sequence[Any],
 ) -> None:
-    """Print what a run guarantees, takes and trains, and what to watch for."""
+    """Print the guarantee, data, noise and trained parameters of a run, and what to watch for."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
     resumed = f"; resumed at step {run.previous.step:,}" if run.previous.step else ""
-    # A launcher may start another number of processes than it seems: `accelerate launch --num_processes 2 --cpu` starts one.
+    # A launcher may start an unexpected number of processes: `accelerate launch --num_processes 2 --cpu` starts only one.
     processes = ""
     if args.world_size > 1 or not _OF_LAUNCHERS.isdisjoint(os.environ):
         processes = f"; {args.world_size} process{'es' * (args.world_size > 1)}"
@@ -65,23 +65,32 @@ def print_start(
     watched = [*drowned(noise, num_trained=trained), *notes]
     whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
     if args.max_steps > 0 and whole < steps:
-        watched.append(f"max_steps={whole} needs less noise: only some {who}s have a turn in the last {steps - whole} steps")
+        watched.append(
+            f"max_steps={whole} would need less noise, because only some {who}s take part in the last {steps - whole} steps"
+        )
     if args.privacy_unit_column is None:
         columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
-        watched += [f"ε is for one row: if {name!r} says whose it is, set privacy_unit_column={name!r}" for name in columns]
+        watched += [
+            f"ε protects one row. If the column {name!r} says to whom a row belongs, set privacy_unit_column={name!r}"
+            for name in columns
+        ]
     if ledger.private and ledger.planned_epsilon > LARGEST_EPSILON:
-        watched.insert(0, f"ε above {LARGEST_EPSILON:g} promises little: from 1 to 8 is usual")
+        watched.insert(0, f"ε above {LARGEST_EPSILON:g} protects little; usual values are 1 to 8")
     if args.get_warmup_steps(steps) >= steps:
-        watched.append(f"the warmup lasts all {steps} steps, so that the learning rate never arrives: shorten warmup_steps")
-    # Who has switched saving off knows it; Transformers' default of 500 steps is more than most private runs have.
+        watched.append(
+            f"the warmup covers all {steps} steps, so the learning rate never reaches its peak: shorten warmup_steps"
+        )
+    # Users who switched saving off know it, but Transformers' default of 500 steps is more than most private runs have.
     if args.save_strategy != "no" and first_checkpoint(args, run) >= steps:
         watched.append(
-            f"no checkpoint is written before the end of the {steps} steps, so a killed process loses the model and its ε: "
-            f"set save_strategy='steps' and save_steps={max(1, steps // 4)}"
+            f"no checkpoint is saved before the end of the {steps} steps, so if the process is killed, the model and its ε "
+            f"are lost: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
         )
     lengths = run.sampler.lengths
     if computes_in_bf16(model, run.mixed_precision) and lengths is not None and lengths.min() < lengths.max():
-        watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
+        watched.append(
+            "ε does not cover how bf16 rounds rows of different lengths: pad all rows to one length, or use float32"
+        )
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
         watched += noisy_loss(statement, logging_steps=args.logging_steps)
     if statement.train_loss == "raw":
@@ -94,21 +103,23 @@ def print_start(
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
         *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
-    # The first line may hold Transformers' progress bar.
+    # Begin with an empty line, since the current line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
         noises = [("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C")]
         if statement.train_loss == "private":
             noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
             if args.per_sample_max_loss is None:
-                noises.append(("its bound", f"{statement.per_sample_max_loss:.4g} = {run.loss_bound.words}"))
+                noises.append(
+                    ("bound of the training loss", f"{statement.per_sample_max_loss:.4g} = {run.loss_bound.words}")
+                )
         one_of_each = {how: name for name, how in run.engine.fallbacks.items()}
-        slow = (("without a rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
+        slow = (("layers without a fast rule, such as", f"{name} ({how})") for how, name in one_of_each.items())
         print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
-    """Print what a run has spent, where its ledger is, and if the last evaluation in the logs shows nothing learnt."""
+    """Print what a run has spent, where its ledger is, and whether the last evaluation shows that it learnt little."""
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     print(
         " ".join(
@@ -121,52 +132,52 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
                 ),
             )
         ),
-        f"The ledger is in {args.output_dir}/{LEDGER_NAME}: check it with `doppler-hf verify {args.output_dir}`, which also "
-        "says what ε means.",
+        f"The ledger is {args.output_dir}/{LEDGER_NAME}. Check it with `doppler-hf verify {args.output_dir}`, which also "
+        "explains what ε means.",
         sep="\n",
     )
     print_if_not_learnt(next((log for log in reversed(logs) if not {"eval_accuracy", "eval_loss"}.isdisjoint(log)), {}))
 
 
 def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation is not clearly better than always naming one class, or the mean label."""
+    """Print if an evaluation is not clearly better than always predicting the majority class, or the mean label."""
     accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
     if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
-        words = f"accuracy, {accuracy:.3g}, is not clearly above {majority:.3g}, the share of the most frequent class"
+        words = f"accuracy ({accuracy:.3g}) is not clearly above the share of the majority class ({majority:.3g})"
     elif loss > (1.0 - _LITTLE) * of_mean:
-        words = f"loss, {loss:.3g}, is not clearly below {of_mean:.3g}, that of the mean label"
+        words = f"loss ({loss:.3g}) is not clearly below the loss of always predicting the mean label ({of_mean:.3g})"
     else:
         return
     print(
-        f"The model may have learnt little: its {words} of the evaluation set. "
-        "Leave learning_rate out if you have set it. Larger batches, more epochs, more data, a larger ε, or a "
-        "pretrained model with LoRA help, too. To see if privacy is the reason, train on public data with disable_dp=True."
+        f"The model may have learnt little: its {words} in the evaluation set. If you have set learning_rate, leave it out. "
+        "Larger batches, more epochs, more data, a larger ε, or a pretrained model with LoRA may help, too. To find out "
+        "whether privacy is the reason, train on public data with disable_dp=True."
     )
 
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, error: BaseException | None = None) -> None:
-    """Print what a run that did not come to its end has spent, and how to go on."""
+    """Print what a run that stopped early has spent, and how to continue."""
     last: str | bool | None = None
-    with contextlib.suppress(ValueError):  # none is whole
+    with contextlib.suppress(ValueError):  # no checkpoint may be complete
         last = whole_checkpoint(True, output_dir=args.output_dir)
     spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
     again = ""
     if (lost := ledger.steps_run - step_of_checkpoint(last if isinstance(last, str) else None)) > 0:
-        early = ": the run ends as many steps early." if args.target_epsilon is not None else "."
-        again = f" The steps after it, {lost:,}, are made again and count{early}"
-    sooner = "Save some, as with" if args.save_strategy == "no" else "Save sooner, as with a smaller save_steps and"
+        early = ", so the run will end that many steps early." if args.target_epsilon is not None else "."
+        again = f" The {lost:,} step{'s' * (lost > 1)} after it will be repeated and count twice{early}"
+    sooner = "save checkpoints with" if args.save_strategy == "no" else "save earlier, with a smaller save_steps and"
     lines = (
-        f"\n{reason_in_words(error)}. Privacy spent: {spent}, kept in {args.output_dir}/{LEDGER_NAME}.",
-        f"trainer.train(resume_from_checkpoint=True) goes on from {last}." + again
+        f"\n{reason_in_words(error)}. Privacy spent: {spent}, recorded in {args.output_dir}/{LEDGER_NAME}.",
+        f"To continue from {last}, call trainer.train(resume_from_checkpoint=True)." + again
         if isinstance(last, str)
-        else f"There is no checkpoint: a new run adds its ε. {sooner} save_strategy='steps'.",
+        else f"There is no checkpoint, so a new run adds its ε to this ε. Next time, {sooner} save_strategy='steps'.",
     )
     print(*lines)
 
 
 def first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
-    """Return after how many steps the first checkpoint is written, by the arguments; infinity for none."""
+    """Return after how many steps the arguments save the first checkpoint, or infinity if they save none."""
     if args.save_strategy == "steps":
         every = args.save_steps if args.save_steps >= 1 else args.save_steps * run.statement.steps_planned
         return math.ceil(every)
@@ -175,19 +186,20 @@ def first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
 
 
 def noisy_loss(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:
-    """Return how large the noise of the logged loss is, if one value says little about the loss."""
+    """Return a note on the noise of the logged loss, if a single value says little about the loss."""
     steps = logging_steps if logging_steps >= 1 else math.ceil(logging_steps * statement.steps_planned)
     noise = noise_of_loss(statement, steps=min(int(steps), statement.steps_planned))
     assert statement.per_sample_max_loss is not None
     if noise <= _NOISY * statement.per_sample_max_loss:
         return []
-    return [f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or take larger batches"]
+    return [f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or use larger batches"]
 
 
 def where_raw_loss_goes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:
-    """Return who sees a loss that has no noise, and who does not."""
+    """Return notes on who sees the raw loss, which has no noise, and who does not."""
     words = [
-        "the training loss shown here is not private, and not saved: report_train_loss='private' adds noise, 'none' hides it"
+        "the training loss shown here is NOT PRIVATE, so it is not saved: report_train_loss='private' adds noise, and "
+        "'none' hides it"
     ]
     if copying := copies_of_console(callbacks):
         words = [f"the raw training loss is not printed, because {' and '.join(copying)} would upload what is printed"]
@@ -196,28 +208,29 @@ def where_raw_loss_goes(callbacks: Sequence[Any], *, output_dir: str) -> list[st
         if isinstance(each, TensorBoardCallback):
             is_local = any(each is other for other in local)
             words += [
-                f"TensorBoard's files are in {folder_of(each)}, since they hold the raw training loss: do not share them"
+                f"TensorBoard's files in {folder_of(each)} hold the raw training loss, which is NOT PRIVATE: do not share "
+                "them"
                 if is_local
-                else "TensorBoard does not get the raw training loss, since its files are within output_dir or on another "
-                f"machine ({folder_of(each)}). Set TENSORBOARD_LOGGING_DIR to another folder, or leave it out"
+                else "TensorBoard does not get the raw training loss, because its files are in output_dir or on another "
+                f"machine ({folder_of(each)}). Set TENSORBOARD_LOGGING_DIR to a different folder, or leave it out"
             ]
     return words
 
 
 def drowned(noise: float, *, num_trained: int) -> list[str]:
-    """Return what to do where the noise of the average of all gradients, in units of C, drowns them.
+    """Return a note if the noise of the average of all gradients, in units of C, is larger than the average can be.
 
-    That is where a classifier of images learnt little, if it is also longer than the average itself can be: of 62 weights
-    a linear classifier learns from less.
+    With that much noise a classifier of images learnt little. The noise vector must also be longer than the average itself
+    can be, since a linear classifier of 62 weights still learns with more noise per coordinate.
     """
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
-    more = "take larger batches, more epochs, data or ε"
-    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: {more}"]
+    more = "use larger batches, more epochs, more data or a larger ε"
+    return [f"the run may learn little, because the noise of its average gradient is {noise:.2g} C per coordinate: {more}"]
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:
-    """Return ε, δ, and what is protected."""
+    """Return in words ε, δ, and the record or user that is protected."""
     statement, column = ledger.statement, args.privacy_unit_column
     who = "one record" if column is None else f"one user (all records with the same {column!r})"
     if ledger.why_not_private is not None:

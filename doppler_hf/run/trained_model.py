@@ -1,4 +1,4 @@
-"""The model that a run trains, as its ledger knows it: what its weights carry from before, and whether they are its own."""
+"""Track the model that a run trains: the earlier cost of its weights, and whether only the run has changed them."""
 
 import weakref
 from typing import final
@@ -13,22 +13,22 @@ from doppler_hf.run.lineage import Lineage
 
 @final
 class TrainedModel:
-    """One model from the beginning of a run on.
+    """A model from the start of its run on.
 
     Args:
-        model: As the run begins with it.
-        lineage: What it carries from trainings before.
-        ledger: The run's.
-        previous: What the run before, of the same trainer, has trained.
-        step: The step at which the run begins.
+        model: The model at the start of the run.
+        lineage: The earlier private runs that trained it.
+        ledger: The ledger of the run.
+        previous: The trained model of the same trainer's run before.
+        step: The step at which the run starts.
     """
 
     def __init__(
         self, model: nn.Module, lineage: Lineage, *, ledger: PrivacyLedger, previous: "TrainedModel | None", step: int
     ) -> None:
         self._model, self._lineage = weakref.ref(model), lineage
-        self._left: ModelDigests | None = None  # when the run, or its user, last left it
-        # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are no
+        self._left: ModelDigests | None = None  # the digests of the model as the run, or its user, last left it
+        # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are not
         # part of what this one begins with. A checkpoint's weights are compared with its ledger, and a new model has none.
         digests = digests_of(model)
         is_trained = any(digests.parameters == known.parameters for known in ledger.models)
@@ -37,9 +37,9 @@ class TrainedModel:
         self._untrained = None if is_changed else untrained_digest(model)
 
     def has_changed_only_in_training(self, model: nn.Module) -> bool:
-        """Return whether what the run does not train is as it was when it began."""
-        # Privacy: the mechanism changes what is trained. What else changed, such as a buffer that a callback has filled
-        # with class means, no noise covers.
+        """Return whether everything that the run does not train is unchanged since its start."""
+        # Privacy: the mechanism changes what is trained. If anything else changed, such as a buffer that a callback has
+        # filled with class means, no noise covers it.
         return untrained_digest(model) == self._untrained
 
     def marks(self, model: nn.Module, *, together: bool) -> frozenset[str]:
@@ -47,20 +47,20 @@ class TrainedModel:
         return self._lineage.marks_of_trained(model, together=together)
 
     def remember(self, model: nn.Module, ledger: PrivacyLedger, *, marks: frozenset[str], writes: bool) -> None:
-        """Note, for trainings to come, what these weights have cost."""
+        """Record the cost of these weights for later runs."""
         self._lineage.remember(model, ledger, marks=marks, writes=writes)
 
     def leave(self, model: nn.Module, ledger: PrivacyLedger, *, speaks: bool, writes: bool, together: bool = True) -> bool:
-        """Note the model as the run leaves it, and return whether this process has to save the ledger for it.
+        """Record the model as the run leaves it, and return whether this process has to save the ledger for it.
 
         Args:
             model: The trained model.
-            ledger: The run's, which then speaks for it.
-            speaks: Whether the ledger may speak for it. What its weights have cost is remembered in any case.
+            ledger: The ledger of the run, which then covers the model.
+            speaks: Whether the ledger may cover the model. The cost of its weights is recorded in any case.
             writes: Whether this process writes files.
-            together: Whether all processes are here.
+            together: Whether all processes call this at the same moment.
         """
-        # Before the first step the weights are the user's own, with which another training may begin.
+        # Before the first step the weights are the user's own, and a different run may start with them.
         if ledger.steps_run == 0 or (digests := digests_of(model)) == self._left:
             return False
         self._left = digests

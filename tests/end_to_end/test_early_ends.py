@@ -112,11 +112,11 @@ def test_a_finished_run_that_is_trained_again_from_a_checkpoint_adds_its_epsilon
     """Results may have chosen whether, and how often."""
     options = dict(noise_multiplier=1.5, max_steps=6, save_strategy="steps", save_steps=3, report_train_loss="none")
     trained(trainer_of(tmp_path, **options))
-    assert "results may have led" not in said(capsys)
+    assert "may depend on its results" not in said(capsys)
     for times in (1, 2):
         again = trainer_of(tmp_path, **options)
         again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
-        assert "The run before had ended, and results may have led to this one. It is a plan of its own" in said(capsys)
+        assert "The earlier run was complete, and this run may depend on its results, so it counts as a plan" in said(capsys)
         terms = dict(noise_multiplier=1.5, sample_rate=1 / 3, delta=24**-1.1 / (1 + times))
         assert again.privacy.epsilon() == get_epsilon(**terms, steps=6) + times * get_epsilon(**terms, steps=3)
         assert main(["verify", str(tmp_path / "out")]) == 0
@@ -216,7 +216,7 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     """As on another machine: a record may take part again, for which the budget does not allow all steps."""
     first, second = interrupted(tmp_path)
     secrets_of(first).forget()
-    with pytest.warns(match="its secret is not in"), refused("budget-spent"):
+    with pytest.warns(match="the secret of the earlier run's round is not in"), refused("budget-spent"):
         second.train(resume_from_checkpoint=True)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 
@@ -228,7 +228,7 @@ def test_other_rows_or_another_order_begin_a_new_round_and_are_told_of(tmp_path,
     """A record that had its turn under one number would have another under the next."""
     first, second = interrupted(tmp_path)
     second.train_dataset = data
-    told = pytest.warns(UserWarning, match=r"other rows than before, or another order, .* anew and costs ε")
+    told = pytest.warns(UserWarning, match=r"train_dataset changed .*\(rows or order\).* new round and spends additional ε")
     with told, refused("budget-spent"):
         second.train(resume_from_checkpoint=True)
     again = trainer_of(tmp_path, data=text_data(48), noise_multiplier=None, target_epsilon=8.0, max_steps=6)
@@ -248,7 +248,7 @@ def test_rows_of_one_length_with_other_labels_than_classes_are_known_by_their_co
             trainer_of(folder, model=tiny_bert(num_labels=1), data=kind(rows), **options, **stopped).train()
         for data, is_the_same in ((kind(rows[1:] + rows[:1]), False), (kind(rows), True)):
             again = trainer_of(folder, model=tiny_bert(num_labels=1), data=data, **options)
-            with contextlib.nullcontext() if is_the_same else pytest.warns(match="other rows than before, or another order"):
+            with contextlib.nullcontext() if is_the_same else pytest.warns(match=r"changed .* \(rows or order\)"):
                 run = again._new_run(previous=Previous(str(folder), 4, PrivacyLedger.load(folder / "out")))
             assert run._continues_rounds == is_the_same
 
@@ -271,7 +271,7 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path, capsys):
     options = dict(**PLANNED, eval_strategy="steps", eval_steps=3, evaluated=text_data(70), rehearse=False)
     with pytest.raises(KeyError, match="too many"):
         trainer_of(tmp_path, compute_metrics=of_few, **options).train()
-    assert f"trainer.train(resume_from_checkpoint=True) goes on from {tmp_path / 'out' / 'checkpoint-3'}." in said(capsys)
+    assert f"To continue from {tmp_path / 'out' / 'checkpoint-3'}, call trainer.train(" in said(capsys)
     again = trainer_of(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     ledger = PrivacyLedger.load(tmp_path / "out")

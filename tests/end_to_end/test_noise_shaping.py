@@ -55,7 +55,7 @@ def test_no_unit_comes_back_before_its_turn(tmp_path):
 
 
 def test_a_length_in_epochs_ends_where_every_group_has_had_its_turns(tmp_path, capsys):
-    said = "max_steps=6 needs less noise: only some records have a turn in the last 2 steps"
+    said = "max_steps=6 would need less noise, because only some records take part in the last 2 steps"
     trainer, *_ = shaped_trainer(tmp_path / "epochs", max_steps=-1, num_train_epochs=4 / 3)  # six steps each
     trainer.train()
     ledger = trainer.privacy.ledger

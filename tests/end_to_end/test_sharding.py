@@ -482,7 +482,7 @@ def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
 # --- the end of all -------------------------------------------------------------------------------------------------------
 
 
-ENDED = "SharedError: Another process of this training has ended"
+ENDED = "SharedError: Another process of this run has ended"
 
 
 @pytest.mark.slow
@@ -495,7 +495,7 @@ def test_an_error_of_one_process_ends_the_others_by_the_closed_connection(tmp_pa
 
 @pytest.mark.slow
 def test_what_all_processes_find_out_ends_all(tmp_path):
-    words = "Failure: The weights must be the same on all processes, got different ones on process 1 than"
+    words = "Failure: The weights on process 1 differ from those on process 0"
     for case, found in processes.launch(__file__, tmp_path, 2, "weight", "shard").items():
         assert [message.startswith(words) for message, _ in found] == [True, True], case
 

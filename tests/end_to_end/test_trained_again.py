@@ -108,9 +108,12 @@ def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_pa
 @pytest.mark.parametrize(
     ("saves", "said_of_checkpoints"),
     [
-        (dict(), "There is no checkpoint: a new run adds its ε. Save some, as with save_strategy='steps'."),
-        (dict(save_strategy="epoch"), "adds its ε. Save sooner, as with a smaller save_steps and save_strategy='steps'."),
-        (dict(save_strategy="steps", save_steps=1), "goes on from"),
+        (
+            dict(),
+            "so a new run adds its ε to this ε. Next time, save checkpoints with save_strategy='steps'.",
+        ),
+        (dict(save_strategy="epoch"), "Next time, save earlier, with a smaller save_steps and save_strategy='steps'."),
+        (dict(save_strategy="steps", save_steps=1), "To continue from"),
     ],
     ids=["none", "late", "soon"],
 )
@@ -135,7 +138,8 @@ def test_an_interrupted_training_ends_as_many_steps_early_or_takes_a_larger_targ
     with pytest.raises(KeyboardInterrupt):
         trainer_of(tmp_path, callbacks=[On(optimizer_step=at(2, interrupt))], target_epsilon=3.0, **options).train()
     last = tmp_path / "out" / "checkpoint-2"
-    words = f"goes on from {last}. The steps after it, 1, are made again and count: the run ends as many steps early."
+    again = "The 1 step after it will be repeated and count twice, so the run will end that many steps early."
+    words = f"To continue from {last}, call trainer.train(resume_from_checkpoint=True). {again}"
     assert words in " ".join(capsys.readouterr().out.split())
     resumed = trainer_of(tmp_path, target_epsilon=target_epsilon, **options)
     resumed.train(resume_from_checkpoint=True)
@@ -150,7 +154,7 @@ def test_an_optimizer_made_before_something_was_unfrozen_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, model=head_alone())
     trainer.create_optimizer()
     trainer.model.requires_grad_(True)
-    with refused("forgotten-parameters", match=r"'bert\..* 22 others"):
+    with refused("forgotten-parameters", match=r"'bert\..* 22 other "):
         trainer.train()
     trainer.optimizer = None  # and the fix
     assert_all_moved_and_are_spoken_for(trainer, tmp_path, steps=4)

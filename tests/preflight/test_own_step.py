@@ -34,10 +34,10 @@ def of_inputs(self, model, inputs, num_items_in_batch=None):
 
 
 WRONG = {
-    of_batches: "must take a list of micro-batches",
+    of_batches: "gets a list of micro-batches",
     of_micro_batches: "does not call DopplerTrainer.training_step",
-    twice: "got 2 calls",
-    of_inputs: "must take a list of micro-batches",
+    twice: "calls DopplerTrainer.training_step 2 times",
+    of_inputs: "gets a list of micro-batches",
 }
 
 

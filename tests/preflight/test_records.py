@@ -9,7 +9,7 @@ from doppler_hf.preflight.records import columns_in_runs, has_equal_rows, shares
 from tests.support.tiny import Rows, numbered, pad, text_data
 from tests.support.trainers import trained, trainer_of
 
-COPIES = "some rows are equal to others"
+COPIES = "some rows are identical"
 
 
 def oversampled(folder, how):
@@ -57,7 +57,7 @@ def test_windows_of_one_text_are_told(tmp_path, column, capsys):
     trained(trainer_of(tmp_path, data=windows(column), max_steps=1))
     assert f"set privacy_unit_column={column!r}" in capsys.readouterr().out
     trained(trainer_of(tmp_path / "mended", data=windows(column), max_steps=1, privacy_unit_column=column))
-    assert "follow each other" not in capsys.readouterr().out
+    assert "adjacent rows" not in capsys.readouterr().out
 
 
 def test_labels_and_names_of_single_rows_are_no_windows():
@@ -72,7 +72,7 @@ def test_users_in_both_sets_are_told(tmp_path, capsys):
     assert shares_users(data, {"a": None, "b": data.select(range(4))}, column="user")
     assert not shares_users(data.select(range(4, 24)), data.select(range(4)), column="user")
     trained(trainer_of(tmp_path, data=data, evaluated=data.select(range(4)), max_steps=1, privacy_unit_column="user"))
-    assert "some users, by 'user', are in train_dataset and in eval_dataset" in capsys.readouterr().out
+    assert "some users (column 'user') are in both train_dataset and eval_dataset" in capsys.readouterr().out
 
 
 # --- rows that fail later -------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_rows_that_are_none_are_refused(tmp_path, missing):
 def test_a_missing_label_is_refused_in_every_format(tmp_path, form):
     data = Dataset.from_list([row | {"labels": None if place == 13 else 1} for place, row in enumerate(text_data())])
     trainer = trainer_of(tmp_path, data=data.with_format(form))
-    with pytest.raises(ValueError, match="must have a label for each example, got none for some"):
+    with pytest.raises(ValueError, match="Some rows of train_dataset have no label"):
         trainer.train()
     assert trainer.privacy.ledger is None
 

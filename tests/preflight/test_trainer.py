@@ -116,8 +116,8 @@ def test_what_else_is_set_later_is_refused_before_a_step(tmp_path):
 
     cases = {
         "compute_loss_func": (lambda *args, **kwargs: None, "sees the whole batch"),
-        "get_train_dataloader": (loader, "must return the loader of this run"),
-        "create_optimizer": (made, "must make a DopplerOptimizer"),
+        "get_train_dataloader": (loader, "returned a different loader"),
+        "create_optimizer": (made, "Expected a DopplerOptimizer from create_optimizer"),
     }
     for name, (function, words) in cases.items():
         for options in (dict(max_steps=2), dict(max_steps=-1, num_train_epochs=1)):

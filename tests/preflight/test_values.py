@@ -123,9 +123,9 @@ def resized(model, data):
 
 
 CASES = {
-    "id": (lambda: with_one(BEYOND), "'input_ids'.* 49, .*resize_token_embeddings", resized),
+    "id": (lambda: with_one(BEYOND), "'input_ids'.* 49; .*resize_token_embeddings", resized),
     "negative id": (
-        lambda: with_one(-BEYOND), "'input_ids' .* 49, ",
+        lambda: with_one(-BEYOND), "'input_ids' .* 49; ",
         lambda model, data: (model, text_data(300)),
     ),
     "type": (
@@ -138,7 +138,7 @@ CASES = {
         lambda model, data: (model, data.map(truncated)),
     ),
     "class": (
-        lambda: with_one(7, column="labels"), "'labels' .*-100, .*num_labels",
+        lambda: with_one(7, column="labels"), "'labels' .*-100; .*num_labels",
         lambda model, data: (tiny_bert(num_labels=8), data),
     ),
     "negative class": (
@@ -167,7 +167,7 @@ CASES = {
         lambda model, data: (model, data.class_encode_column("labels")),
     ),
     "an id of torch's data set": (
-        lambda: Rows(with_one(BEYOND)), "'input_ids' .* 49, ",
+        lambda: Rows(with_one(BEYOND)), "'input_ids' .* 49; ",
         resized,
     ),
     "amounts": (

@@ -125,7 +125,9 @@ def test_a_fresh_run_sets_the_earlier_ledger_aside_and_says_that_both_add_up(tmp
     trainer_of(tmp_path, max_steps=3, **options).train()
     new = PrivacyLedger.load(tmp_path / "out")
     aside = tmp_path / "out" / f"privacy_ledger.{old.head[:8]}.json"
-    assert f"is now {aside.name}. If it used the same data, its ε and that of this run add up." in said(capsys)
+    assert f"was renamed to {aside.name}. If that run used the same data, its ε and the ε of this run add up." in said(
+        capsys
+    )
     assert PrivacyLedger.load(aside).head == old.head
     assert (new.steps_run, new.restarts) == (3, [])
     # Checkpoint 2 is the new run's, checkpoint 4 still the old one's.
@@ -152,7 +154,7 @@ def test_a_new_trainer_of_a_trained_model_continues_its_ledger(tmp_path, capsys,
     before = PrivacyLedger.load(tmp_path / "out")
     capsys.readouterr()
     second = trained(trainer_of(tmp_path, model=model(first)))
-    assert f"earlier training is continued: its {before.steps_run} steps count" in said(capsys)
+    assert f"continues the ledger of the model's earlier run, so the {before.steps_run} steps of that run" in said(capsys)
     second.save_model()
     ledger = PrivacyLedger.load(tmp_path / "out")
     assert before.is_prefix_of(ledger)
@@ -207,7 +209,7 @@ def test_a_finished_run_is_not_resumed_under_a_target_that_it_has_overrun(tmp_pa
     assert (tmp_path / "out" / LEDGER_NAME).read_text() == before
     capsys.readouterr()
     trainer_of(tmp_path, target_epsilon=4.0, **options).train(resume_from_checkpoint=True)
-    assert "All 4 steps are done, and none is trained. To go on set a larger max_steps" in said(capsys)
+    assert "All 4 steps of this run were already done, so nothing was trained. To continue, set a larger" in said(capsys)
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
@@ -281,7 +283,7 @@ def test_more_than_the_budget_is_refused_and_loses_nothing(tmp_path):
         ),
         (
             dict(report_train_loss="none", learning_rate=None),
-            {"rate": " (auto: by noise, steps and model size)", "watch": ""},
+            {"rate": " (auto: from noise, steps and model size)", "watch": ""},
         ),
         # What is accounted, and what `plan` says, is σ of gradient and loss together.
         (dict(), {"watch": ""}),
@@ -296,7 +298,8 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     spent = f"ε = {ledger.epsilon():.4g}, δ = {400**-1.1:.3g} for one record"
     noise = changed.get("noise", "noise multiplier {sigma}; shape: white (auto); filter: none (auto)")
     watch = (
-        "the training loss shown here is not private, and not saved: report_train_loss='private' adds noise, 'none' hides it"
+        "the training loss shown here is NOT PRIVATE, so it is not saved: report_train_loss='private' adds noise, and "
+        "'none' hides it"
     )
     lines = {
         "privacy": spent,
@@ -308,7 +311,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
     }
     assert begin.strip().splitlines() == [f"{name:<14} {words}" for name, words in lines.items() if words]
     assert end.strip().splitlines()[0] == f"Privacy spent: {spent} in 4 steps."
-    assert f"The ledger is in {tmp_path / 'out' / LEDGER_NAME}: check it with `doppler-hf verify" in end
+    assert f"The ledger is {tmp_path / 'out' / LEDGER_NAME}. Check it with `doppler-hf verify" in end
     assert "docs/" not in end  # which people do not have who installed the package
 
 
@@ -326,9 +329,9 @@ def test_the_start_says_how_many_processes_a_launcher_has_started(tmp_path, caps
 @pytest.mark.parametrize("column", ["patient_id", "overflow_to_sample_mapping"])  # of windows of a long text
 def test_a_column_that_may_say_whose_a_row_is_is_told_of(tmp_path, capsys, column):
     data = text_data().add_column(column, [row // 4 for row in range(24)])
-    told = f"ε is for one row: if {column!r} says"
+    told = f"ε protects one row. If the column {column!r} says"
     trained(trainer_of(tmp_path / "rows", data=data, max_steps=1))
-    assert f"{told} whose it is, set privacy_unit_column={column!r}" in capsys.readouterr().out
+    assert f"{told} to whom a row belongs, set privacy_unit_column={column!r}" in capsys.readouterr().out
     units = dict(privacy_unit_column=column, per_device_train_batch_size=1)
     trained(trainer_of(tmp_path / "patients", data=data, max_steps=1, **units))
     assert told not in capsys.readouterr().out
@@ -347,7 +350,7 @@ def test_an_accuracy_that_is_hardly_the_majoritys_is_told_of(tmp_path, capsys, a
     trainer = trainer_of(tmp_path, eval_strategy="epoch", compute_metrics=metrics)
     share = np.bincount(trainer.eval_dataset["labels"]).max() / 8
     assert share == 0.75
-    words = f"its accuracy, {accuracy:.3g}, is not clearly above 0.75, the share of the most"
+    words = f"its accuracy ({accuracy:.3g}) is not clearly above the share of the majority class (0.75)"
     assert "epsilon" not in trainer.evaluate()  # of a model that no training has left
     assert words not in capsys.readouterr().out
     for evaluated in (trainer.train, trainer.evaluate):
@@ -378,7 +381,7 @@ def test_a_regression_that_is_hardly_better_than_the_mean_label_is_told_of(tmp_p
     ))  # fmt: skip
     found = next(log for log in trainer.state.log_history if "eval_loss" in log)
     assert found["eval_mean_label_loss"] == pytest.approx(np.var(scores))
-    words = f"its loss, {found['eval_loss']:.3g}, is not clearly below {np.var(scores):.3g}, that of the mean label of the"
+    words = f"its loss ({found['eval_loss']:.3g}) is not clearly below the loss of always predicting the mean label"
     assert (words in capsys.readouterr().out) is not knows
 
 

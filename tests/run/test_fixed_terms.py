@@ -90,7 +90,7 @@ def test_a_change_during_the_training_is_said_to_have_no_effect_and_has_none(tmp
     as_planned = trained(trainer_of(tmp_path / "a", noise_seed=1))
     for event in ("step_end", "step_begin"):
         changed = trainer_of(tmp_path / event, noise_seed=1, callbacks=[On(**{event: at(1, setting(name, value))})])
-        with pytest.warns(UserWarning, match=rf"^{name} was changed from \S+ to {value} during the training\. This has no"):
+        with pytest.warns(UserWarning, match=rf"^{name} was changed from \S+ to {value} during the run\. This has no"):
             changed.train()
         assert_trained_alike(changed, as_planned)
         assert changed.privacy.ledger.steps_run == 4

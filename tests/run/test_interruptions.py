@@ -131,7 +131,7 @@ def test_of_several_processes_the_first_saves(tmp_path, case):
 )  # fmt: skip
 def test_a_run_without_a_checkpoint_before_its_end_is_told_of(tmp_path, capsys, options, is_told):
     trained(trainer_of(tmp_path, max_steps=3, **options))
-    assert ("no checkpoint is written before the end of the 3 steps" in capsys.readouterr().out) is is_told
+    assert ("no checkpoint is saved before the end of the 3 steps" in capsys.readouterr().out) is is_told
 
 
 if __name__ == "__main__":

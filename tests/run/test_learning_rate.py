@@ -158,7 +158,7 @@ def test_a_run_without_noise_learns_at_the_rate_that_it_takes(tmp_path):
 
 def told(tmp_path, capsys, **options):
     trained(trainer_of(tmp_path, max_steps=2, **options)).create_model_card()
-    assert "times below" not in (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "times smaller" not in (tmp_path / "out" / "README.md").read_text("utf-8")
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
@@ -168,7 +168,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
         trainer.train()
     assert trainer.privacy.ledger is None
     assert not list((tmp_path / "out").rglob("privacy_ledger.json"))
-    pattern = r"learning_rate=2e-05 is (\S+) times below the (\S+) that this run would choose"
+    pattern = r"learning_rate=2e-05 is (\S+) times smaller than the automatic value \((\S+)\)"
     factor, rule = (float(each.replace(",", "")) for each in re.match(pattern, str(refusal.value)).groups())
     assert factor == pytest.approx(rule / 2e-5, rel=0.01)
     for each in (rule / 101, 101 * rule):
@@ -176,7 +176,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
             trained(trainer_of(tmp_path, max_steps=2, learning_rate=each))
     # The fixes: left out, it is that rate, of which nothing is told; and if any is allowed the given one.
     output = told(tmp_path / "again", capsys, learning_rate=None)
-    words = f"{rule:.3g} (auto: by noise, steps and model size)"
+    words = f"{rule:.3g} (auto: from noise, steps and model size)"
     assert f"learning rate {words}; optimizer: adam_bc" in output
     assert f"- learning_rate: {words}\n" in (tmp_path / "again" / "out" / "README.md").read_text("utf-8")
     assert str(refusal.value).partition(",")[0] in told(tmp_path, capsys, learning_rate=2e-5, rehearse=False)
@@ -184,20 +184,20 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
     assert "allow_any_learning_rate=True" in str(refusal.value)
     assert "bf16" not in output
     for share, is_told in ((1 / 9, False), (1 / 11, True)):
-        assert ("times below" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
+        assert ("times smaller" in told(tmp_path / str(share), capsys, learning_rate=share * rule)) == is_told
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(learning_rate=1.0), " times above the "),
-        (dict(learning_rate=0.0), "learning_rate=0 moves no weight: leave it out"),
+        (dict(learning_rate=1.0), " times larger than the "),
+        (dict(learning_rate=0.0), "learning_rate=0 trains nothing: leave it out"),
         (
             dict(warmup_steps=2),
-            "the warmup lasts all 2 steps, so that the learning rate never arrives: shorten warmup_steps",
+            "the warmup covers all 2 steps, so the learning rate never reaches its peak: shorten warmup_steps",
         ),
-        (dict(bf16=True), "ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use"),
-        (dict(target_epsilon=1e6, noise_multiplier=None), "ε above 10 promises little: from 1 to 8 is usual"),
+        (dict(bf16=True), "ε does not cover how bf16 rounds rows of different lengths: pad all rows to one length, or use"),
+        (dict(target_epsilon=1e6, noise_multiplier=None), "ε above 10 protects little; usual values are 1 to 8"),
     ],
     ids=str,
 )
@@ -206,7 +206,7 @@ def test_what_learns_or_protects_little_is_told_of(options, words, tmp_path, cap
 
 
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):
-    assert "times below" not in told(tmp_path, capsys, learning_rate=1e-9, base_optimizer="sgd")
+    assert "times smaller" not in told(tmp_path, capsys, learning_rate=1e-9, base_optimizer="sgd")
 
 
 def never_arriving(trainer):
@@ -230,7 +230,7 @@ def test_a_rate_that_never_arrives_is_refused_as_one_that_is_far(tmp_path, warmu
         return trainer_of(tmp_path, learning_rate=rate, max_steps=12, **{"warmup_steps": warmup} | options)
 
     message = refusal_unspent(made(), "rate-never-arrives")
-    assert "in a run of 12 steps" in message
+    assert "In this run of 12 steps" in message
     # The fixes.
     trained(made(allow_any_learning_rate=True))
     trained(trainer_of(tmp_path / "again", learning_rate=rate, max_steps=12, warmup_steps=0.1))
@@ -254,7 +254,7 @@ def test_a_rate_that_arrives_trains(tmp_path, schedule):
 def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 1)
-    assert "another optimizer" in refusal_unspent(trainer, "another-schedule")
+    assert "a different optimizer" in refusal_unspent(trainer, "another-schedule")
     mine = trainer_of(tmp_path)
     mine.create_optimizer()
     mine.lr_scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 1)

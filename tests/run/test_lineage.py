@@ -250,7 +250,7 @@ def test_a_trained_adapter_of_unknown_origin_is_pointed_out(tmp_path, capsys, co
     (tmp_path / "first/out" / LEDGER_NAME).unlink()
     again = PeftModel.from_pretrained(tiny_bert(), first.args.output_dir, is_trainable=True)
     assert train(tmp_path, "second", again).privacy.ledger.earlier is None
-    words = "(it changes the model's output), and no ledger on this machine speaks for it."
+    words = "(it changes the model's output), and no ledger on this machine covers it."
     assert words in " ".join(capsys.readouterr().out.split())
 
 

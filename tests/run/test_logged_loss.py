@@ -150,7 +150,7 @@ def test_a_run_that_was_raw_cannot_turn_private_within_its_budget_and_says_why(t
     budget = dict(noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=2)
     trained(trainer_of(tmp_path, **RAW, **budget))
     resumed = trainer_of(tmp_path, **budget)
-    with refused("budget-spent", match="report_train_loss is 'private', and was 'raw'"):
+    with refused("budget-spent", match="report_train_loss changed from 'raw' to 'private'"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     as_before = trainer_of(tmp_path, **RAW, **budget)
     as_before.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
@@ -195,7 +195,7 @@ def test_tensorboard_gets_a_raw_loss_beside_the_folder_of_the_model(tmp_path, te
     (writer,) = writers
     assert writer.scalars["train/loss"] == pytest.approx([Constant.value] * 4)
     assert str(writer.log_dir).startswith(f"{tmp_path / 'out'}-raw-loss/")
-    assert f"TensorBoard's files are in {writer.log_dir}, since they hold the raw" in capsys.readouterr().out
+    assert f"TensorBoard's files in {writer.log_dir} hold the raw training loss" in capsys.readouterr().out
 
 
 def test_tensorboard_stays_where_it_is_with_a_private_loss(tmp_path, tensorboard, capsys):
@@ -217,7 +217,7 @@ def test_tensorboard_gets_no_raw_loss_within_the_folder_of_the_model_or_far_away
     assert not {"train/loss", "train/train_loss"} & writer.scalars.keys()
     assert "train/grad_norm" in writer.scalars
     shown = capsys.readouterr().out
-    words = "TensorBoard does not get the raw training loss, since its files are within output_dir or on another machine"
+    words = "TensorBoard does not get the raw training loss, because its files are in output_dir or on another machine"
     assert f"{words} ({folder})" in shown
     assert shown.count("'loss': '0.7654'") == 4
 
@@ -293,7 +293,7 @@ def test_a_loss_above_its_bound_is_told_of_once(tmp_path, capsys):
     class High(Constant):
         value = 8.0
 
-    words = "is close to 5, where each example's loss is clipped, so the true loss may be larger"
+    words = "is close to 5, at which the loss of each record is clipped for logging, so the true loss may be"
     options = dict(data=text_data(400), per_device_train_batch_size=100, per_sample_max_loss=5.0, max_steps=8)
     trained(trainer_of(tmp_path / "1", cls=High, **options))
     shown = capsys.readouterr().out

@@ -175,8 +175,8 @@ def larger_vocabulary(model):
     [
         (torch.bfloat16, next_values, "Merge again"),
         (torch.bfloat16, one_value, "word_embeddings.weight. Merge again"),
-        (torch.float32, smaller_vocabulary, "Tokens were added or removed after the merge"),
-        (torch.float32, larger_vocabulary, "Tokens were added or removed after the merge"),
+        (torch.float32, smaller_vocabulary, "tokens were added or removed after the merge"),
+        (torch.float32, larger_vocabulary, "tokens were added or removed after the merge"),
     ],
 )
 def test_a_small_change_after_the_merge_is_not_verified(folders, capsys, dtype, change, words):
@@ -215,9 +215,9 @@ def test_models_that_cannot_be_compared_are_named(folders, tmp_path, capsys):
     merged(folders)
     tiny_bert(hidden_size=32).save_pretrained(tmp_path / "wide")
     for model, base, words in (
-        (folders / "merged", "/nowhere/base", "No model can be read at /nowhere/base"),
-        ("/nowhere/merged", folders / "base", "No model can be read at /nowhere/merged"),
-        (folders / "merged", tmp_path / "wide", "is a model of another size than the merged one"),
+        (folders / "merged", "/nowhere/base", "The model /nowhere/base cannot be loaded"),
+        ("/nowhere/merged", folders / "base", "The model /nowhere/merged cannot be loaded"),
+        (folders / "merged", tmp_path / "wide", "has a different size than the merged model"),
     ):
         assert main(["verify", str(model), "--base", str(base), "--adapter", str(folders / "out")]) == 2
         assert words in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_another_plan_has_what_the_first_one_leaves_of_the_target_wherever_it_en
 @pytest.mark.parametrize("made", [50, 100])
 def test_other_terms_for_the_same_target_are_refused(tmp_path, made):
     earlier = ledger_after(made, plan_of(tmp_path))
-    with refused("budget-spent", match=r"2\.99\d* .*3.0.*steps_planned is 150, and was 100"):
+    with refused("budget-spent", match=r"2\.99\d* .*3.0.*steps_planned changed from 100 to 150"):
         plan_of(tmp_path, earlier=earlier, first_step=made, max_steps=150)
 
 
@@ -119,5 +119,6 @@ def test_noise_that_drowns_everything_is_told_before_it_is_spent():
     assert drowned(0.006, num_trained=62) == []  # at most half as long as the average can be
     (note,) = drowned(0.006, num_trained=100_000)
     assert note == (
-        "little may be learnt, as the noise of the average gradient is 0.006 C: take larger batches, more epochs, data or ε"
+        "the run may learn little, because the noise of its average gradient is 0.006 C per coordinate: use larger batches, "
+        "more epochs, more data or a larger ε"
     )

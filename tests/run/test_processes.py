@@ -26,7 +26,7 @@ def end():
     [
         (lambda: 7, None, 7, None),
         (refuse, ValueError, ValueError, "no"),
-        (end, PermissionError, SharedError, "has ended, so this one ends too"),
+        (end, PermissionError, SharedError, "has ended, so this process ends too"),
     ],
 )
 def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypatch, action, raised, told, message):

@@ -168,7 +168,7 @@ def from_there(trainer, last):
 def test_a_round_is_not_begun_again_within_target_epsilon_because_of_another_number_of_processes(tmp_path, states):
     _, second = interrupted(tmp_path)
     file, ledger = left_by(4, states), (tmp_path / "out" / LEDGER_NAME).read_bytes()
-    with refused("another-number-of-processes", match=r"had 4 processes, and this one has 1\b.*Resume with 4 processes"):
+    with refused("another-number-of-processes", match=r"had 4 processes, and this run has 1\b.*Resume with 4 processes"):
         second.train(resume_from_checkpoint=True)
     assert (tmp_path / "out" / LEDGER_NAME).read_bytes() == ledger
     # The mend that the message names: with the earlier number the round goes on, and all its steps are affordable.
@@ -186,7 +186,7 @@ def test_a_higher_target_is_a_further_plan_with_any_number_of_processes(tmp_path
 def test_another_number_of_processes_costs_more_with_a_noise_multiplier_and_is_said(tmp_path, states):
     _, second = interrupted(tmp_path, noise_multiplier=1.0, target_epsilon=None)
     left_by(2, states)
-    with pytest.warns(UserWarning, match=r"had 2 processes, and this one has 1\b.*costs more ε"):
+    with pytest.warns(UserWarning, match=r"had 2 processes, and this run has 1\b.*costs more ε"):
         assert not from_there(second, 6).continues_rounds
 
 
@@ -211,5 +211,5 @@ def test_other_rows_are_what_is_said_where_the_number_of_processes_is_another_to
     interrupted(tmp_path, noise_multiplier=1.0, target_epsilon=None)
     left_by(2, states)
     more = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=1.0)
-    with pytest.warns(UserWarning, match="train_dataset has other rows than before"):
+    with pytest.warns(UserWarning, match="train_dataset changed since the checkpoint"):
         from_there(trainer_of(tmp_path, data=text_data(48, seed=5), **more), 6)

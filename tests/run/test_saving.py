@@ -150,7 +150,7 @@ def test_a_public_run_into_the_folder_sets_the_ledgers_aside(tmp_path, capsys):
         assert not verified(folder)
         assert not verified(asides(folder)[0])
     assert PrivacyLedger.load(asides(tmp_path / "out")[0]).head == head
-    assert "it does not speak for these weights" in capsys.readouterr().out
+    assert "it does not cover these weights" in capsys.readouterr().out
     # Its checkpoints are its own now: they can be resumed without privacy, and not with it.
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
     trainer_of(tmp_path, **PUBLIC, **CHECKPOINTS).train(resume_from_checkpoint=checkpoint)
@@ -198,7 +198,7 @@ def test_a_model_that_was_changed_after_its_training_is_not_vouched_for(tmp_path
     capsys.readouterr()
     change(trainer, tmp_path / "public")
     trainer.save_model(str(tmp_path / "changed"))
-    assert "are not those that the private training left" in capsys.readouterr().out
+    assert "were changed after the private run" in capsys.readouterr().out
     assert not list((tmp_path / "changed").glob("privacy_ledger*"))
     trainer.save_model()
     assert trainer.privacy.ledger.head == head
@@ -245,7 +245,7 @@ def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys
         FILLED[what](trainer.model)
     assert "epsilon" not in trainer.evaluate()
     trainer.save_model()
-    assert "are not those that the private training left" in capsys.readouterr().out
+    assert "were changed after the private run" in capsys.readouterr().out
     assert not (tmp_path / "out" / LEDGER_NAME).exists()
 
 

@@ -1,13 +1,13 @@
-"""Whether the loss of an example changes with the examples beside it: by ranks, thresholds, counts or a shared capacity.
+"""Check whether the loss of an example changes with the other examples of its batch, by ranks, thresholds or counts.
 
 A loss such as `losses * (losses.detach() >= losses.detach().median())` has a gradient in its own row alone, and yet one
-record more moves what the others contribute. A gradient cannot show such a choice, but values do: the losses of one batch
+more record changes what the others contribute. A gradient cannot show such a choice, but values do: the losses of one batch
 are compared with the losses of the same examples in other batches. In some of these the others are copies of the example
 with the smallest or the largest loss, so that every rank changes, and so does every count. In the rest each example is
-alone, in another place, or beside fewer others.
+alone, in a different place, or in a smaller batch.
 
-A factor that changes the gradient but not the value, as a function with a backward pass of its own may have, shows in the
-norms of the per-sample gradients, which are compared too.
+A function with a backward pass of its own may have a factor that changes the gradient but not the value. Such a factor shows
+in the norms of the per-sample gradients, so these are compared too.
 """
 
 import contextlib
@@ -27,43 +27,44 @@ from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.randomness import filled_generators
 
-# The share of the largest loss or norm that is added to the size of each when two are compared: some are rounding alone.
+# When two losses or norms are compared, this share of the largest one is added to their size: some consist of rounding only.
 _OF_THE_LARGEST: Final = 0.1
-# By how many standard errors means of losses must differ, with so many fillings of the generators, in a batch of so many.
+# Two means of losses differ if they are this many standard errors apart. They are means over this many fillings of the
+# generators, and one of them is for a small batch of this many rows.
 _SURE: Final = 6.0
 _FILLINGS: Final = 24
 _SMALL: Final = 3
 _CHANGES_WITH_CHANCE: Final = (
-    "The loss of an example changes with the examples beside it, although all random numbers are the same, and no noise "
-    "covers that. Compute each loss from its own row, whatever their number: a permutation pairs rows with others, and a "
-    "random part of the batch, weights that add up over it, or a division by its size change with every further row."
+    "The loss of one record changes with the other records of the batch even if all random numbers stay the same, so the "
+    "noise would not protect it. Compute each loss from its own row, independent of the size of the batch: do not permute "
+    "rows, choose a random part of the batch, normalize weights over it, or divide by its size."
 )
 
 
 class Outcome(NamedTuple):
-    """What a batch gives for each of its examples."""
+    """The losses of a batch's examples and the norms of their gradients."""
 
     losses: Float[Tensor, " rows"]
-    norms: Float[Tensor, " rows"]  # of their gradients, or zeros if these are not computed
+    norms: Float[Tensor, " rows"]  # zeros if gradients are not computed
 
 
 class Batches(NamedTuple):
-    """Distinct examples in one batch, of which other batches are made.
+    """A batch of distinct examples, from which other batches are made.
 
     Attributes:
         model: The model.
         losses_of: The loss of each example.
         whole: All examples in one batch.
-        number: How many there are.
-        collated: Returns a batch of some of them, by their places in the whole one.
-        tolerance: By which share of itself rounding may change a loss.
-        most_alone: How many examples are looked at alone.
-        is_thorough: Whether more batches are made than those that show ranks and counts of losses.
+        number: The number of examples.
+        collated: A function that returns a batch of some examples, given their places in the whole batch.
+        tolerance: The share of itself by which rounding may change a loss.
+        most_alone: The most examples that are computed alone.
+        is_thorough: Whether to make more batches than are needed to show ranks and counts of losses.
         norms_by: The engine, if norms of gradients are compared too.
-        chance: What becomes of random numbers that model or loss draw and that cannot be turned off. Those of torch can be
-            made the examples' own (`numbers_of_rows`). If rows draw from NumPy's or Python's generator, a row has the same
-            numbers only in its place of a batch as large, for which the generators are filled alike.
-        least: The fewest rows of a batch, if random numbers are the examples' own.
+        chance: How to handle random numbers that cannot be turned off in model or loss. If torch draws them, they can belong
+            to the examples (`numbers_of_rows`). If rows draw from NumPy's or Python's generator, a row has the same
+            numbers only in the same place of a batch of the same size, with the generators filled in the same way.
+        least: The fewest rows of a batch, if random numbers belong to the examples.
     """
 
     model: nn.Module
@@ -79,10 +80,10 @@ class Batches(NamedTuple):
     least: int = 1
 
     def why_losses_change(self) -> str | None:
-        """Return what makes losses change with the examples beside them, as a sentence, or None if nothing does.
+        """Return a sentence that says why losses change with the other examples, or None if they do not change.
 
         Raises:
-            FloatingPointError: If no loss is finite, so that none can be compared.
+            FloatingPointError: If no loss is finite, so that no two losses can be compared.
         """
         everyone = [*range(self.number)]
         found = self._outcome(self.whole, everyone)
@@ -107,15 +108,15 @@ class Batches(NamedTuple):
         return None
 
     def is_fixed(self) -> bool:
-        """Return whether a batch can be computed with random numbers of the examples, and gives the same twice."""
+        """Return whether a batch with random numbers that belong to the examples gives the same losses twice."""
         try:
             outcomes = [self._outcome(self.whole, [*range(self.number)]) for _ in range(2)]
-        except Exception:  # an operation may not be one that can be repeated for each row
+        except Exception:  # some operations cannot be repeated for each row
             return False
         return torch.equal(outcomes[0].losses.nan_to_num(), outcomes[1].losses.nan_to_num())
 
     def _mean_changes_with_number(self, losses: Tensor) -> bool:
-        """Return whether copies of one example have another loss on average in a large batch than in a small one."""
+        """Return whether copies of one example have a different mean loss in a large batch than in a small one."""
         place = int(losses.nan_to_num(nan=0.0).argmax())
         means = []
         for number in (self.number, _SMALL):
@@ -131,9 +132,9 @@ class Batches(NamedTuple):
         return bool(change > _SURE * torch.as_tensor(error).sqrt() + self.tolerance * means[0].mean().abs())
 
     def changes_with_nan(self) -> bool:
-        """Return whether losses change, and stay finite, if the model's outputs for another example are NaN.
+        """Return whether losses change, and stay finite, if the model's outputs for one other example are NaN.
 
-        So does a loss that drops a whole batch with a NaN in it.
+        For example, the loss may drop a whole batch that has a NaN in it.
         """
         everyone = [*range(self.number)]
         found = self._outcome(self.whole, everyone)
@@ -145,11 +146,11 @@ class Batches(NamedTuple):
         handle = self.model.register_forward_hook(spoil)
         try:
             other = self._outcome(self.whole, everyone)
-        except Exception:  # a loss may refuse such numbers, as torch's of probabilities
+        except Exception:  # a loss may refuse NaN, as torch's losses of probabilities do
             return False
         finally:
             handle.remove()
-        # What is NaN itself has read the other's numbers, and is found by its gradient.
+        # A loss that is NaN itself has read the other example's numbers, and is found by its gradient.
         is_other = self._differs(other, found, everyone) & other.losses.isfinite()
         is_other[place] = False
         return bool(is_other.any())
@@ -187,37 +188,37 @@ class Batches(NamedTuple):
         is_kept, places = random_half(self.number).tolist(), range(self.number)
         yield [place if is_kept[place] else order[0] for place in places]
         if self.chance == "of places":
-            # A row has other numbers in another place, and in a batch of another size.
+            # A row has different random numbers in a different place, and in a batch of a different size.
             yield [order[-1] if is_kept[place] else place for place in places]
             return
-        # The extremes first, whose rank is another one alone.
+        # Begin with the smallest and the largest loss, whose ranks change when they are alone.
         between = order[1:-1][:: max(1, self.number // max(1, self.most_alone - 2))]
         for place in dict.fromkeys([order[0], order[-1], *between][: self.most_alone]):
             yield [place]
-        # A random choice by place, such as of one row in the batch, shows in few of them.
+        # A random choice by place, such as of one row of the batch, shows in few of these batches.
         if self.is_thorough or self.chance == "of the examples":
             yield [*reversed(places)]
         if self.is_thorough:
             yield [order[-1] if is_kept[place] else place for place in places]
-            # The first example has the rarest label: a count of its class, or of the others, is another one by far.
+            # The first example has the rarest label, so that counts of classes are very different in these batches.
             yield from ([0] + [next(each for each in of if each)] * (self.number - 1) for of in (order, order[::-1]))
             yield [place for place in places if is_kept[place]]
 
     def _batch(self, places: Sequence[int]) -> Inputs:
-        """Return a batch of some examples, padded as in the whole one if all that it has are rows."""
+        """Return a batch of some examples, padded as in the whole batch if all of its values have one row per example."""
         if not all(has_rows(value, self.number) for value in self.whole.values()):
             return self.collated(places)
         return {name: value[torch.as_tensor(places, device=value.device)] for name, value in self.whole.items()}
 
     def _differs(self, found: Outcome, whole: Outcome, places: Sequence[int]) -> Bool[Tensor, " rows"]:
-        """Return which examples of a batch have another loss or norm than in the whole one, beyond rounding."""
+        """Return which examples of a batch have a different loss or norm than in the whole batch, beyond rounding."""
         is_other = _differ(found.losses, whole.losses, places, tolerance=self.tolerance)
         if (
             self.norms_by is None
             or not (of_norms := _differ(found.norms, whole.norms, places, tolerance=self.tolerance)).any()
         ):
             return is_other
-        # Where terms cancel, as between two equal answers, a norm consists of rounding.
+        # If terms cancel, as between two equal answers, a norm consists of rounding.
         changes = []
         for seed in range(2):
             with rounded_at_random(seed):

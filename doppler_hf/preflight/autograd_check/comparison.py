@@ -1,7 +1,7 @@
-"""A comparison of the engine on a batch with plain autograd on each of its examples alone.
+"""Compare the engine's gradients of a batch with plain autograd on each of its examples alone.
 
-It finds a wrong rule of the engine, and an example whose gradient changes with its neighbours: one more example would then
-change all the others.
+The comparison finds a wrong rule of the engine, and an example whose gradient changes with the other examples of its batch:
+one more example would then change all the others.
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from doppler_hf.preflight.autograd_check.trial import (
 )
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 
-# The share of the largest norm that is added to the size of a parameter's gradient when the two are compared: some
+# When gradients are compared, this share of the largest norm is added to the size of a parameter's gradient: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
 OF_THE_WHOLE: Final = 1e-2
-# Below this, which is far below any clip norm, the squares that a norm is made of vanish in float32.
+# A norm below this is far below any clip norm, and its squares vanish in float32.
 NEXT_TO_NOTHING: Final = 1e-12
 
 
 def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
     """Compare an engine's gradients of a batch with ordinary gradients of its examples, each collated by itself.
 
-    The examples should differ in length, so that one of them is padded in the batch and the others are not, and the model
-    be without chance. Nothing is clipped, and each example has a weight of its own. Whether the two agree, up to a tolerance
-    relative to a parameter's own gradient, depends on model, loss and collator. Nothing about the examples is released.
+    The examples should differ in length, so that a batch pads one of them, and the model should have no randomness. Nothing
+    is clipped, and each example has a weight of its own. Whether the two agree, up to a tolerance relative to a parameter's
+    own gradient, depends on model, loss and collator. Nothing about the examples is released.
 
     Returns:
         The names of the parameters that a loss reaches.
 
     Raises:
-        ValueError: If the two disagree. The message names the parameter with the largest difference, and the first layer
-            whose output for an example changes with the examples beside it.
+        ValueError: If the two disagree. The message names the parameter with the largest difference, or the first layer
+            whose output for an example changes with the other examples.
     """
     model, losses_of, alone, together = trial
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # Or two examples whose gradients were exchanged would have the right sum.
+    # With equal weights, two examples whose gradients were exchanged would have the right sum.
     weights = [0.5**place for place in range(len(alone))]
-    expected: dict[str, Tensor] = {}  # with the other sign
+    expected: dict[str, Tensor] = {}  # negative, so that the engine's sums become differences
     sizes = dict.fromkeys(trained, 0.0)
     reached: set[str] = set()
     norms_alone: list[float] = []
@@ -65,10 +65,10 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             norms = {name: norm_of([in_float32(gradient)]) for name, gradient in gradients.items()}
             norms_alone.append(math.hypot(*norms.values()) / weight)
             reached |= {*gradients}
-            if not math.isfinite(norms_alone[-1]):  # it contributes nothing
+            if not math.isfinite(norms_alone[-1]):  # such an example contributes nothing
                 continue
             for name, gradient in gradients.items():
-                # In place, since fresh memory for a large model takes longer than what is computed in it.
+                # Add in place, since allocating memory for a large model takes longer than the addition.
                 expected[name] = expected[name].add_(gradient) if name in expected else in_float32(gradient)
                 sizes[name] += norms[name]
     with clipped.unclipped(expected):
@@ -79,7 +79,7 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
         difference = {name: norm_of([total]) for name, total in clipped.sums.items()}
     largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
     wrong = {name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + OF_THE_WHOLE * largest)}
-    # Sensitivity: with a norm that is too small an example would contribute more than the bound. Where terms cancel, norms
+    # Sensitivity: with a norm that is too small, an example would contribute more than the bound. Where terms cancel, norms
     # are too large by design.
     of_norms = max(
         of_one - norm if math.isfinite(of_one) else 0.0 for norm, of_one in zip(of_batch, norms_alone, strict=True)
@@ -96,7 +96,7 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
         reason = why_gradients_change(trial)
     if reason is not None:
         raise Refusal("depends-on-others", reason)
-    # Neither norms nor differences: they are about private examples, and messages end in logs.
+    # The message has neither norms nor differences: they are about private examples, and messages end up in logs.
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     of_place, mend = "", ""
     if place is not None:
@@ -107,12 +107,12 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     raise Refusal(
         "wrong-gradients",
         f"The per-sample gradients{of_place} are wrong: engine={clipped.engine_name!r} disagrees with autograd, so clipping "
-        f"bounds nothing. {mend}Please report the model's class as a defect of doppler_hf.",
+        f"would not bound them. {mend}Please report the model's class as a bug of doppler_hf.",
     )
 
 
 def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """Return by how much rounding alone changes each gradient: that of all layers, drawn at random."""
+    """Return by how much rounding alone changes each gradient, if all layers round at random."""
     found = []
     for is_drawn in (False, True):
         with rounded_at_random() if is_drawn else contextlib.nullcontext():

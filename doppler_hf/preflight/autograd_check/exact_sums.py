@@ -1,12 +1,12 @@
 """Reference gradients of half-precision layers on a CPU, added up in float32.
 
-A layer norm or an embedding in bfloat16 adds the gradient of its weights token by token in bfloat16 when torch computes on a
-CPU. Such a sum stops growing at 256 equal contributions, since 256 + 1 rounds to 256. So plain autograd is far off for long
-rows, where the engine, which adds up in float32, is right. For the reference pass each trained layer computes in float32
-instead, between inputs and outputs in its own precision. Autograd then rounds the finished gradient once.
+On a CPU, torch adds up the weight gradient of a layer norm or an embedding in bfloat16 token by token in bfloat16. Such a
+sum stops growing at 256 equal contributions, since 256 + 1 rounds to 256. So plain autograd is far off for long rows, while
+the engine adds up in float32 and is right. In the reference pass each trained layer therefore computes in float32, between
+inputs and outputs in its own precision. Autograd then rounds the finished gradient once.
 
-The float32 copies are of trained weights only, and live as long as the pass. A training step keeps a sum of the same size
-for each of them, so that this needs no more memory than a step.
+Only trained weights are copied to float32, and only for the duration of the pass. A training step keeps a sum of the same
+size for each of them, so this needs no more memory than a step.
 """
 
 import contextlib
@@ -51,7 +51,8 @@ def _adds_in_half(module: nn.Module) -> bool:
 
 def _in_float32(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module.named_parameters(recurse=False))  # looked up here: of weights in shards they are the whole ones
+        # Look the parameters up here: if weights are sharded, they are whole only during the forward.
+        own = dict(module.named_parameters(recurse=False))
         weights = {name: weight.float() for name, weight in own.items() if is_floating(weight) and weight.itemsize == 2}
         dtype = next((own[name].dtype for name in weights), torch.bfloat16)
         in_float32 = pytree.tree_map(lambda value: _cast(value, dtype, torch.float32), (args, kwargs))
@@ -59,7 +60,7 @@ def _in_float32(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
             with substituted(module, weights):
                 outputs = forward(*in_float32[0], **in_float32[1])
         except (RuntimeError, TypeError):
-            return forward(*args, **kwargs)  # a layer written for half precision alone
+            return forward(*args, **kwargs)  # the layer works only in half precision
         return pytree.tree_map(lambda value: _cast(value, torch.float32, dtype), outputs)
 
     return compute

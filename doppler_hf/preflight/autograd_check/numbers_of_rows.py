@@ -1,14 +1,14 @@
-"""Random numbers that belong to examples, for comparing losses that draw some: an example has the same in every batch.
+"""Give each example its own random numbers, the same in every batch, to compare losses that draw random numbers.
 
-A loss with dropout of its own gives something else at each call. Filling the generators alike for each call does not help
-where batches differ in size or order, since rows then get each other's numbers. So within a block torch's operations that
-draw random numbers are repeated for each row, with the generators seeded by the row's example. What a loss then gives for
-an example is a fixed number, which other examples may not change: neither a random half of the batch nor a weight by its
-size passes for chance.
+A loss with dropout of its own gives a different value at each call. Seeding the generators equally for each call does not
+help if batches differ in size or order, since rows then get each other's numbers. So within a block, torch's operations that
+draw random numbers are repeated for each row, with the generators seeded by the row's example. The loss of an example is
+then a fixed number that other examples may not change: a loss of a random half of the batch, or weights that depend on its
+size, can no longer be mistaken for randomness.
 
-A dimension is that of the rows if it is as long as the batch, or the first one is a multiple of it. So batches should have
-sizes that occur nowhere else in model and data. All other draws, such as one number for the whole batch or those in a loop
-over rows, are the same at each call of one shape.
+A dimension counts as that of the rows if it is as long as the batch, or if it is the first one and a multiple of it. So
+batches should have sizes that occur nowhere else in model and data. All other draws, such as one number for the whole batch
+or numbers in a loop over rows, are the same at each call of one shape.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from doppler_hf.privacy.randomness import filled_generators, states_of_generators
 
-# From so many draws of one shape on, each gets other numbers: a loop may draw until a number is small enough.
+# After so many draws of one shape, the numbers change, since a loop may draw until a number is small enough.
 _MOST_ALIKE: Final = 1 << 14
 _PRIMES: Final = tuple(n for n in range(5, 257) if all(n % divisor for divisor in range(2, n)))
 
 
 def unusual_size(most: int, *, usual: Collection[int], is_least: bool = False) -> int | None:
-    """Return the largest size of a batch up to `most`, or the least one, that divides no usual length; None if all do."""
+    """Return the largest (or least) batch size up to `most` that divides no usual length, or None if there is none."""
     sizes = [size for size in _PRIMES if size <= most and all(length % size for length in usual if length)]
     return (min if is_least else max)(sizes) if sizes else None
 
 
 @contextlib.contextmanager
 def numbers_of_rows(examples: Sequence[int]) -> Iterator[None]:
-    """Give each row of a batch random numbers that follow from its example alone, for the duration of the block."""
+    """Give each row of a batch random numbers that depend only on its example, for the duration of the block."""
     with filled_generators(0), _OfRows(examples):
         yield
 
 
 def draws_beside_torch(calls: Sequence[Any]) -> bool:
-    """Return whether calls, such as of batches of several sizes, draw different amounts from other generators."""
+    """Return whether calls, such as with batches of different sizes, draw different amounts from NumPy or Python."""
     states = []
     for call in calls:
         with filled_generators(0), torch.no_grad():
@@ -63,7 +63,7 @@ class _OfRows(TorchDispatchMode):
             return func(*args, **kwargs)
         size, shape = len(self._examples), _shape(args)
         dimension = _dimension_of_rows(shape, size)
-        if dimension is not None:  # what is drawn for one row has the same shape in batches of all sizes
+        if dimension is not None:  # the numbers for one row have the same shape in batches of all sizes
             shape = (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
         place = (str(func), shape, dimension)
         self._drawn[place] += 1
@@ -74,7 +74,7 @@ class _OfRows(TorchDispatchMode):
             for row, example in enumerate(self._examples):
                 torch.manual_seed(_seed(place, number, example))
                 rows = slice(row * shape[dimension], (row + 1) * shape[dimension])
-                with contextlib.suppress(RuntimeError):  # one row cannot be drawn alone, as of an order of all
+                with contextlib.suppress(RuntimeError):  # some operations, such as a permutation, cannot draw a single row
                     _draw_rows(func, args, kwargs, whole, dimension=dimension, rows=rows)
         return whole
 
@@ -86,7 +86,7 @@ def _dimension_of_rows(shape: Sequence[int], size: int) -> int | None:
 
 
 def _draw_rows(func: Any, args: Any, kwargs: Any, whole: Any, *, dimension: int, rows: slice) -> None:
-    """Overwrite some rows of what an operation has drawn by calling it for these rows alone."""
+    """Overwrite some rows of the drawn numbers by calling the operation for these rows only."""
     outputs = [value for value in (whole if isinstance(whole, list | tuple) else [whole]) if isinstance(value, Tensor)]
     length = outputs[0].shape[dimension]
 
@@ -108,7 +108,7 @@ def _draw_rows(func: Any, args: Any, kwargs: Any, whole: Any, *, dimension: int,
 
 
 def _shape(args: Any) -> tuple[int, ...]:
-    """Return the shape in which an operation draws: that of its tensors, or the sizes that it is given."""
+    """Return the shape of the numbers that an operation draws: the shape of its tensors, or the sizes in its arguments."""
     for value in args:
         if isinstance(value, Tensor):
             return tuple(value.shape)

@@ -1,4 +1,4 @@
-"""Examples alone and together: their gradients by plain autograd, and why a loss or a gradient changes with the others."""
+"""Compute gradients of examples alone and together by plain autograd, and explain why a loss or gradient changes."""
 
 import contextlib
 import itertools
@@ -21,48 +21,47 @@ Inputs = Mapping[str, Any]
 
 
 class Trial(NamedTuple):
-    """Examples that are to have the same losses and gradients in one batch as each has alone."""
+    """Examples that should have the same losses and gradients in one batch as each has alone."""
 
     model: nn.Module
     losses_of: Losses
-    alone: Sequence[Inputs]  # each example as a batch of one
-    together: Inputs  # all of them, in the same order
+    alone: Sequence[Inputs]  # each example as a batch of its own
+    together: Inputs  # all examples in one batch, in the same order
 
 
 def refuse_number_of_losses(losses: Any, number: int) -> None:
-    """Refuse more or fewer losses than examples, and what has no gradient."""
+    """Refuse more or fewer losses than examples, and losses without a gradient."""
     if not isinstance(losses, Tensor) or not losses.requires_grad:
-        kind = "one without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        kind = "a tensor without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise Refusal(
             "loss-without-graph",
             f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
-            "each example, without detach(), item() or torch.no_grad().",
+            "each row, without detach(), item() or torch.no_grad().",
         )
     if losses.shape != (number,):
-        # Not their shape, which may hold the length of an example: messages end in logs.
+        # The message leaves out the shape, which may hold the length of an example: messages end up in logs.
         got, fix = (
             (
                 "a single number",
-                "Set reduction='none': a mean would couple the examples."
-                + (" If it is set, squeeze() has taken away a batch of one: use squeeze(-1)." if number == 1 else ""),
+                "Set reduction='none': a mean would couple the records."
+                + (" If it is set, squeeze() has removed the batch dimension: use squeeze(-1)." if number == 1 else ""),
             ),
-            ("more or fewer", "Let the collator return one row for each example (no packing)."),
-            ("several a row", "Reduce an example's to one: losses.mean(dim=1) of classes, or the mean over its own tokens."),
+            ("more or fewer", "Make the collator return one row for each record (no packing)."),
+            ("several per row", "Reduce them to one: losses.mean(dim=1) over classes, or the mean over its own tokens."),
         )[min(losses.ndim, 2)]
         raise Refusal(
             "other-number-of-losses",
-            f"The losses of {number} collated examples must have shape ({number},), got {got}. {fix} Let "
-            "compute_per_sample_loss return one loss for each example.",
+            f"Expected one loss per row from compute_per_sample_loss, shape ({number},) for {number} rows; got {got}. {fix}",
         )
 
 
 def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the ordinary gradients by name, from `.grad`: re-entrant checkpointing leaves them nowhere else."""
+    """Return the ordinary gradients by name, read from `.grad`, since re-entrant checkpointing leaves them nowhere else."""
     used = gathered(parameters)
     for parameter in used.values():
         parameter.grad = None
     losses.sum().backward()
-    # Of weights in channels_last it lies as they do, and the sums of the engine do not.
+    # The gradient of a channels_last weight has that memory format, and the engine's sums do not.
     gradients = {name: parameter.grad.contiguous() for name, parameter in used.items() if parameter.grad is not None}
     for parameter in used.values():
         parameter.grad = None
@@ -70,12 +69,12 @@ def gradients_of(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict
 
 
 def norm_of(tensors: Collection[Tensor]) -> float:
-    """Return the joint norm, that of each tensor in float32 or better and the whole in float64."""
+    """Return the joint norm, computed in float32 or better for each tensor and in float64 over all of them."""
     return math.hypot(*(float(norm(tensor)) for tensor in tensors))
 
 
 def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:
-    """Refuse losses of a batch, shape (batch,), that are others in the smaller batches into which it was cut."""
+    """Refuse losses of a batch, shape (batch,), that differ in the smaller batches into which it was cut."""
     whole = torch.cat(list(expected))
     finite = whole.isfinite()
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
@@ -85,9 +84,9 @@ def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor
 
 
 def why_losses_change(trial: Trial, *, further: Sequence[tuple[Inputs, bool]] = ()) -> str:
-    """Return what makes losses change with the batch, as a sentence.
+    """Return a sentence that says why losses change with the batch.
 
-    In `further` batches the first example is the first one, or the last one where that is said.
+    In the `further` batches the first example is the first row, or the last row if the second entry is true.
     """
     batches = [(trial.together, False), *further]
     layers = (first_changing_layer(trial, inputs, is_last=is_last) for inputs, is_last in batches)
@@ -95,7 +94,7 @@ def why_losses_change(trial: Trial, *, further: Sequence[tuple[Inputs, bool]] = 
 
 
 def why_gradients_change(trial: Trial) -> str | None:
-    """Return what makes gradients change with the batch, as a sentence, or None if no layer's output does."""
+    """Return a sentence that says why gradients change with the batch, or None if no layer's output changes."""
     layer = first_changing_layer(trial, trial.together)
     return None if layer is None else _why(trial, "gradient", layer)
 
@@ -103,39 +102,39 @@ def why_gradients_change(trial: Trial) -> str | None:
 def _why(trial: Trial, what: str, layer: str) -> str:
     part, together = trial.alone[0], trial.together
     mask = together.get("attention_mask")
-    # The first example without the others, but as long as beside them: what still changes follows from its padding.
+    # Take the first example without the others, but padded as in the batch: a remaining change comes from its padding.
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
     if first_changing_layer(trial, padded) is None:
-        reason = "the other examples, as a mean over the batch does, or a rank, a threshold, a count or a shared capacity. "
+        reason = "the other records, through a mean over the batch, a rank, a threshold, a count or a shared capacity. "
         reason += (
-            "Compute each loss from its own row. Weights of single examples are fine, as in focal loss. A choice of the "
-            "hardest examples of a batch, or a count of its classes, is not possible with privacy: take constants."
+            "Compute each loss from its own row. Weights that depend only on the row are fine, as in focal loss. Choosing "
+            "the hardest records of a batch, or counting its classes, is not possible with privacy: use constants."
             if layer == "the loss"
-            else "Let each loss depend on its example alone, and replace the layer."
+            else "Make each loss depend only on its own record, and replace the layer."
         )
     elif isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
         reason = "the padding on the left. Pad on the right: tokenizer.padding_side = 'right'."
     else:
         reason = (
-            "the length to which an example is padded. Pad all examples to one length (tokenize with padding='max_length'), "
-            "or replace the layer."
+            "the length to which a row is padded. Pad all rows to one length (tokenize with padding='max_length'), or "
+            "replace the layer."
         )
     return (
-        f"The {what} of one example changes with the examples beside it, which no noise covers "
+        f"The {what} of one record changes with the other records of the batch, so the noise would not protect it "
         f"(docs/start/troubleshooting.md#losses): {layer} depends on {reason}"
     )
 
 
 def first_changing_layer(trial: Trial, together: Inputs, *, is_last: bool = False) -> str | None:
-    """Return the first layer whose output for the first example is another in a batch, in words; None if there is none.
+    """Return in words the first layer whose output for the first example differs in a batch, or None if there is none.
 
-    With `is_last` the example is the last one in that batch.
+    With `is_last` the example is the last row of that batch.
     """
     classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
     with torch.no_grad():
         outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
-    # Not strict: some models call more layers for more rows.
+    # The two lists may differ in length, since some models call more layers for more rows.
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
         if not expected.ndim or len(output) < len(expected):
             continue
@@ -161,7 +160,7 @@ def _outputs_of(model: nn.Module, losses_of: Losses, inputs: Inputs) -> list[tup
         outputs.extend((names[module], tensor.detach()) for tensor in itertools.islice(tensors, 1))
 
     with contextlib.ExitStack() as hooks:
-        for module in names:  # behind hooks that change the output, which torch's hook for all modules would not be
+        for module in names:  # torch's hook for all modules would run before hooks of a module that change its output
             hooks.enter_context(module.register_forward_hook(note))
         losses_of(dict(inputs))
     return outputs

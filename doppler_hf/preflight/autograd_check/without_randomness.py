@@ -1,4 +1,4 @@
-"""A model in training mode without randomness, for comparisons: layers may couple examples in that mode only."""
+"""Put a model into training mode without randomness for comparisons, since layers may couple examples only in that mode."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ from doppler_hf.linalg import same
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.shards import first_row, part_here
 
-# dropout, drop_path_rate, attn_pdrop, layerdrop; router_jitter_noise; mask_time_prob of SpecAugment.
+# This matches dropout, drop_path_rate, attn_pdrop, layerdrop, router_jitter_noise, and mask_time_prob of SpecAugment.
 _PROBABILITY: Final = re.compile(r"drop|jitter|mask_\w*prob")
 
 
@@ -40,17 +40,17 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, but leave gradient checkpointing on: for models whose chance is no attribute."""
+    """Put a model into evaluation mode with gradient checkpointing on, if no attribute turns its randomness off."""
     with modes_kept(model) as training:
         model.eval()
         for module, was_training in training.items():
-            # Checkpointing reads the flag of the block that it wraps, dropout its own.
+            # Checkpointing reads the flag of the block that it wraps, and dropout reads its own flag.
             module.training = was_training and bool(vars(module).get("gradient_checkpointing"))
         yield
 
 
 def owners_of_options(model: nn.Module) -> list[Any]:
-    """Return the modules of a model and their configs, those inside of configs too."""
+    """Return the modules of a model and their configs, including configs inside configs."""
     owners: dict[int, Any] = {id(module): module for module in model.modules()}
     ahead = list(owners.values())
     while ahead:
@@ -63,16 +63,18 @@ def owners_of_options(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def away_from_zero(model: nn.Module) -> Iterator[None]:
-    """Fill trained parameters of zeros with small noise, and restore them: no gradient passes new adapters otherwise.
+    """Fill trained parameters that are all zero with small noise, and restore them: otherwise new adapters pass no gradient.
 
-    So are embeddings of the padding, which noise moves too: a model that reads them shows it from the second step only.
+    The embedding of the padding is filled, too: noise moves it in training, so a model that reads it would show that only
+    from the second step on.
     """
     generator = torch.Generator().manual_seed(0)
     trained = (part_here(parameter).detach() for parameter in model.parameters() if parameter.requires_grad)
-    zeros: list[Tensor] = [p for p in trained if not p.flatten()[:64].any() and not p.any()]  # of most the first ones tell
+    # The first 64 numbers of most parameters already show that they are not zero.
+    zeros: list[Tensor] = [p for p in trained if not p.flatten()[:64].any() and not p.any()]
     for table in (module for module in model.modules() if isinstance(module, nn.Embedding)):
         if table.padding_idx is not None and table.weight.requires_grad:
-            place = table.padding_idx - first_row(table.weight)  # of a table in shards one process has it
+            place = table.padding_idx - first_row(table.weight)  # only one process has this row of a sharded table
             row = part_here(table.weight).detach()[max(0, place) : max(0, place + 1)]
             zeros += [] if row.any() else [row]
     for parameter in zeros:
@@ -85,8 +87,8 @@ def away_from_zero(model: nn.Module) -> Iterator[None]:
 
 
 def is_random(losses_of: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether random numbers show in the losses of a batch, which are computed four times."""
+    """Return whether the losses of a batch are random, by computing them four times."""
     with torch.no_grad():
         first = losses_of(dict(inputs))
-        # Several times, since a layer that is left out now and then shows in few of them.
+        # Repeat several times, since a layer that is only sometimes left out does not show every time.
         return any(not same(losses_of(dict(inputs)), first) for _ in range(3))
