@@ -53,7 +53,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
     choice, semantic segmentation and CTC have a loss per example. For another task override `compute_per_sample_loss`. With
-    `args.disable_dp` every method is `Trainer`'s.
+    `args.disable_dp` every method is `Trainer`'s, except that the gradient of several micro-batches is always that of one
+    large batch: `Trainer` leaves out a division for models such as BERT's.
 
     Args:
         model: As in `Trainer`. Arguments not listed here are `Trainer`'s too, in its order.
@@ -309,6 +310,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             piece the step's private mean loss, if there is one.
         """
         if self.args.disable_dp:
+            self.note_who_divides(model, inputs, num_items_in_batch)
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         run = self.privacy

@@ -1,10 +1,13 @@
 """Evaluations of a `DopplerTrainer`: with your own loss, and beside what always naming one label reaches."""
 
+import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -18,11 +21,15 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
+# Two losses of the same rows, in evaluation mode, that differ by less are the same.
+_SAME: Final = 1e-3
+
 
 class EvaluatingTrainer(ShardedTrainer):
     """`Trainer` whose evaluations have the loss of each example; `DopplerTrainer` sets the attributes."""
 
     _run: PrivateRun | None
+    _is_division_known = False
     compute_per_sample_loss: Callable[..., Any]
 
     def compute_loss(
@@ -43,6 +50,42 @@ class EvaluatingTrainer(ShardedTrainer):
         # Transformers takes a loss of a model that can count the items of all micro-batches to be a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
+
+    def note_who_divides(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        """Find out, once in a run without privacy, whether the loss is divided by the number of items of the whole batch.
+
+        Transformers takes a model whose forward has `**kwargs` for one that divides its loss by `num_items_in_batch`, and then
+        does not divide by the number of micro-batches. Many classes, such as `BertForSequenceClassification`, do not divide:
+        their gradient would be as many times too large as a batch has micro-batches. So the loss is computed with twice as
+        many items, too, and if it stays the same, Transformers is told that the model takes no such argument.
+        """
+        is_whole = self.current_gradient_accumulation_steps == 1 and self.args.world_size == 1
+        is_settled = self.compute_loss_func is not None or getattr(self, "loss_is_scaled_for_ga", None) is not None
+        if self._is_division_known or is_whole or is_settled:
+            return
+        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+            return
+        # TRL's own method keeps figures of each call.
+        is_of_trl = any(kind.__module__.startswith("trl.") for kind in type(self).__mro__)
+        compute = functools.partial(EvaluatingTrainer.compute_loss, self) if is_of_trl else self.compute_loss
+        inputs = self._prepare_inputs(inputs)
+        was_training = model.training
+        model.eval()  # without dropout two losses of the same rows are equal
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                both = torch.stack(
+                    [
+                        compute(model, dict(inputs), num_items_in_batch=num_items_in_batch * factor).mean().double()
+                        for factor in (1, 2)
+                    ]
+                )
+        finally:
+            model.train(was_training)
+        # All processes decide alike. A loss of 0 or NaN, where no label counts in a micro-batch, says nothing.
+        found = [pair for pair in self.accelerator.gather(both[None]).tolist() if all(map(math.isfinite, pair)) and pair[0]]
+        self._is_division_known = bool(found)
+        if found and all(math.isclose(once, twice, rel_tol=_SAME) for once, twice in found):
+            self.model_accepts_loss_kwargs = False
 
     def evaluation_loop(
         self,
