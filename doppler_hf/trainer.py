@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.errors import Refusal
+from doppler_hf.extras import NO_KTO
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
@@ -91,6 +92,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
+        if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
+            raise Refusal("no-kto", NO_KTO)
         if not isinstance(args, DopplerTrainingArguments):
             raise Refusal(
                 "not-our-arguments",

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from doppler_hf.errors import Refusal
+from doppler_hf.extras import NO_KTO
 from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -39,6 +40,8 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
     """Make one of TRL's trainers in the block, if it can be private, and show no row."""
+    if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
+        raise Refusal("no-kto", NO_KTO)
     if not isinstance(args, config):  # TRL would make its own of whatever else it is given.
         raise Refusal(
             "not-our-arguments", f"args must be {config.__name__}, got {type(args).__name__}. Make one with target_epsilon."
@@ -64,6 +67,26 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any,
             "The balancing loss of a router must be off with differential privacy, got "
             f"router_aux_loss_coef={trainer.router_aux_loss_coef}: it covers the whole batch. Set router_aux_loss_coef=0.0.",
         )
+
+
+def refuse_new_tokens_of_tied_embeddings(model: Any) -> None:
+    """Refuse adapters for the new tokens of a chat template whose rows the output layer of the model shares."""
+    places: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "trainable_tokens_delta" not in name:
+            continue
+        if places.setdefault(id(parameter), name) != name:
+            raise Refusal(
+                "shared-parameters",
+                "chat_template_path has added tokens, and TRL trains their rows of a table that the model's "
+                "embeddings and its "
+                "output layer share. Shared rows have no per-sample gradients. Add the tokens before the trainer is made: "
+                "model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH). Then leave "
+                "chat_template_path out and "
+                "name the embeddings in LoraConfig(target_modules=[..., 'embed_tokens']). A template in a .jinja "
+                "file adds no "
+                "tokens, and trains as it is.",
+            )
 
 
 def without_training_figures(trainer: Any) -> None:

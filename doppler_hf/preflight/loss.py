@@ -142,7 +142,9 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
         raise Refusal(
             "another-loss",
             f"The loss in the forward of {name} must be the per-example loss that is trained here, got another one. "
-            "Override compute_per_sample_loss to return it for each example.",
+            "Override compute_per_sample_loss to return it for each example. If the forward adds a penalty on the "
+            "weights, such "
+            "as L2, leave it out and set weight_decay.",
         )
 
 
@@ -154,5 +156,7 @@ def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     if "attention_mask" not in inputs:
         return inputs
     mask = inputs["attention_mask"]
-    positions = {name: inputs[name] % mask.shape[1] for name in rules.ANSWER if name in inputs}
-    return inputs | positions | {"attention_mask": torch.ones_like(mask)}
+    positions = {name: inputs[name] % mask.shape[-1] for name in rules.ANSWER if name in inputs}
+    # A mask of pairs of numbers is added to scores.
+    is_added = mask.ndim > 2 and mask.is_floating_point()
+    return inputs | positions | {"attention_mask": torch.zeros_like(mask) if is_added else torch.ones_like(mask)}

@@ -105,7 +105,9 @@ def refuse_methods_without_effect(trainer: Any) -> None:
         raise Refusal(
             "method-without-effect",
             f"{own.place} has no effect on a private training, which needs one loss per example. Override "
-            "compute_per_sample_loss. Keep compute_loss only for evaluations.",
+            "compute_per_sample_loss, or if it adds a penalty on the weights, such as L2, set weight_decay. Keep "
+            "compute_loss "
+            "only for evaluations.",
         )
     for name in _REPLACED:
         if own := _own_definition(trainer, name, behind_ours=True):

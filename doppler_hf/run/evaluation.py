@@ -30,6 +30,7 @@ class EvaluatingTrainer(ShardedTrainer):
 
     _run: PrivateRun | None
     _is_division_known = False
+    model_accepts_loss_kwargs: bool
     compute_per_sample_loss: Callable[..., Any]
 
     def compute_loss(
@@ -54,10 +55,10 @@ class EvaluatingTrainer(ShardedTrainer):
     def note_who_divides(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Find out, once in a run without privacy, whether the loss is divided by the number of items of the whole batch.
 
-        Transformers takes a model whose forward has `**kwargs` for one that divides its loss by `num_items_in_batch`, and then
-        does not divide by the number of micro-batches. Many classes, such as `BertForSequenceClassification`, do not divide:
-        their gradient would be as many times too large as a batch has micro-batches. So the loss is computed with twice as
-        many items, too, and if it stays the same, Transformers is told that the model takes no such argument.
+        Transformers takes a model whose forward has `**kwargs` for one that divides its loss by `num_items_in_batch`, and
+        then does not divide by the number of micro-batches. Many classes, such as `BertForSequenceClassification`, do not
+        divide: their gradient would be as many times too large as a batch has micro-batches. So the loss is computed with
+        twice as many items, too, and if it stays the same, Transformers is told that the model takes no such argument.
         """
         is_whole = self.current_gradient_accumulation_steps == 1 and self.args.world_size == 1
         is_settled = self.compute_loss_func is not None or getattr(self, "loss_is_scaled_for_ga", None) is not None
@@ -116,8 +117,19 @@ class EvaluatingTrainer(ShardedTrainer):
 
 
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
-    """Add to an evaluation (in place) what always naming the most frequent label of its set, or the mean, reaches."""
+    """Add to an evaluation (in place) what one answer for all rows reaches: the most frequent label or labels, or the mean.
+
+    Metrics of several labels a row, and of answers in a text, have many names. There it adds how many rows get the model's
+    most frequent answer, and how many have the most frequent right one.
+    """
     labels = output.label_ids
+    if isinstance(labels, tuple) and len(labels) == 2 and all(_is_column(each) for each in labels):
+        ends = [each.reshape(-1) for each in labels]
+        spans = output.predictions if isinstance(output.predictions, tuple) else ()
+        logits = [each for each in spans[:2] if isinstance(each, np.ndarray) and each.ndim == 2]
+        if len(logits) == 2 and {*map(len, (*logits, *ends))} == {len(ends[0])}:
+            _add_shares(output, np.stack([each.argmax(axis=1) for each in logits], axis=1), np.stack(ends, axis=1), prefix)
+        return
     if not isinstance(labels, np.ndarray) or not labels.size:
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
@@ -125,6 +137,24 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> 
         output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max(initial=0) / max(1, counts.sum()))
     if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:  # of a regression: several classes have a row each
         output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
+    if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
+        found = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        if isinstance(found, np.ndarray) and found.shape == labels.shape:
+            _add_shares(output, found > 0, labels, prefix)  # a probability above one half
+
+
+def _is_column(labels: Any) -> bool:
+    return isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.size == len(labels) > 0
+
+
+def _add_shares(output: EvalLoopOutput, predicted: np.ndarray, right: np.ndarray, prefix: str) -> None:
+    """Add the share of rows with the most frequent answer: of the model's answers, and of the right ones.
+
+    An answer is a set of labels, a row of (rows, labels), or the first and the last token of a span, a row of (rows, 2).
+    """
+    for name, answers in (("predicted", predicted), ("right", right)):
+        _, counts = np.unique(answers, axis=0, return_counts=True)
+        output.metrics[f"{prefix}_most_frequent_{name}_share"] = float(counts.max() / len(answers))
 
 
 def mean_and_outputs(

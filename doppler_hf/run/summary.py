@@ -30,6 +30,7 @@ LARGEST_EPSILON: Final = 10.0
 _NOISY: Final = (
     0.125  # the noise of a logged loss that is told of, in units of its bound; twice that in an untrained model's loss
 )
+_ONE_ANSWER: Final = 0.95  # the share of equal answers from which a model seems not to read what it is given
 _LITTLE: Final = 0.1  # the share of what a model can learn that is told of as little
 # Variables that torchrun, or `accelerate launch` with one process, sets for the script.
 _OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
@@ -129,10 +130,16 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
 
 
 def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation is not clearly better than always naming one class, or the mean label."""
+    """Print if an evaluation is not clearly better than always naming one class, the mean label, or one answer."""
     accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
-    if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
+    predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
+    if predicted >= _ONE_ANSWER and right < predicted:
+        words = (
+            f"most frequent answer is given to {predicted:.3g} of the rows, while no answer is right for more "
+            f"than {right:.3g}"
+        )
+    elif accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy, {accuracy:.3g}, is not clearly above {majority:.3g}, the share of the most frequent class"
     elif loss > (1.0 - _LITTLE) * of_mean:
         words = f"loss, {loss:.3g}, is not clearly below {of_mean:.3g}, that of the mean label"
