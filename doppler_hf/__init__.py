@@ -26,7 +26,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from doppler_hf.deprecated import attribute_of, keep_modules
-from doppler_hf.extras import NO_KTO, NoTrainerError, require
+from doppler_hf.errors import NO_KTO, NoTrainerError
+from doppler_hf.extras import require
 from doppler_hf.version import VERSION
 
 if TYPE_CHECKING:

@@ -14,17 +14,6 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 """Extra → the modules that it brings."""
 
 
-NO_KTO: Final = (
-    "KTO has no private trainer: its loss compares each answer with an estimate over the whole batch (of a KL "
-    "divergence), so no "
-    "record has a loss of its own. Use DopplerDPOTrainer on pairs of answers, or DopplerSFTTrainer on the good answers."
-)
-
-
-class NoTrainerError(CodedError, ImportError):
-    """A trainer of TRL's has no private form."""
-
-
 class MissingExtraError(CodedError, ImportError):
     """An extra is needed that is not installed."""
 

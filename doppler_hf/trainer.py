@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
-from doppler_hf.errors import Refusal
-from doppler_hf.extras import NO_KTO
+from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns

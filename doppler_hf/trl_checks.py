@@ -13,8 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from doppler_hf.errors import Refusal
-from doppler_hf.extras import NO_KTO
+from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 

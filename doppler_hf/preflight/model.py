@@ -35,6 +35,16 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
     _refuse_mask_without_effect(model, probe)
+    scaled = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq and module.weight.requires_grad
+    ]
+    if scaled:
+        run.notes.append(
+            f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each record, and not "
+            "by that in the batch, whose counts would let one record change what others contribute"
+        )
     _refuse_quantized(model)
     # Sensitivity: of NLLB's mixture of experts each takes so many tokens of the whole micro-batch, and leaves out the rest.
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
@@ -69,7 +79,7 @@ def refuse_torchao(model: nn.Module) -> None:
             else "Their scale follows from all records of a micro-batch"
         )
         raise Refusal(
-            "torchao",
+            "torchao-weights",
             f"The model {what}, such as {(quantized or layers)[0]!r}. {why}. Load the model with "
             "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0) or in 4 bits, or without quantization and with "
             "dtype=torch.bfloat16, and train LoRA.",
@@ -225,13 +235,13 @@ def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
     if (mask.dtype == torch.bool and not is_eager) or not ((mask == 0) | (mask == 1)).all() or mask.all() or not mask.any():
         return
     kind = "True and False" if mask.dtype == torch.bool else "0 and 1"
-    other = " Or load the model with attn_implementation='sdpa'." if mask.dtype == torch.bool else ""
+    other = ", or load the model with attn_implementation='sdpa'" if mask.dtype == torch.bool else ""
     raise Refusal(
         "mask-without-effect",
         f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
         "its scores "
         "as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), 0.0, "
-        f"torch.finfo(torch.float32).min) as attention_mask.{other}",
+        f"torch.finfo(torch.float32).min) as attention_mask{other}.",
     )
 
 

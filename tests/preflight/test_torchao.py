@@ -35,7 +35,7 @@ def test_torchao_is_refused_and_adapters_on_bfloat16_train(tmp_path, kind):
         layer.dense.weight = nn.Parameter(layer.dense.weight.detach().as_subclass(Quantized), requires_grad=False)
     else:
         layer.dense = Scaled(16, 16).requires_grad_(False)
-    said = refused_training(tmp_path, "torchao", model=model, match="intermediate.dense")
+    said = refused_training(tmp_path, "torchao-weights", model=model, match="intermediate.dense")
     assert "dtype=torch.bfloat16" in said
     mended = with_adapters(tiny_bert().to(torch.bfloat16))
     assert trained(checked_trainer_of(tmp_path, model=mended)).state.global_step == 4
