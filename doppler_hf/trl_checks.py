@@ -77,14 +77,12 @@ def refuse_new_tokens_of_tied_embeddings(model: Any) -> None:
         if places.setdefault(id(parameter), name) != name:
             raise Refusal(
                 "shared-parameters",
-                "chat_template_path has added tokens, and TRL trains their rows of a table that the model's "
-                "embeddings and its "
-                "output layer share. Shared rows have no per-sample gradients. Add the tokens before the trainer is made: "
-                "model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH). Then leave "
-                "chat_template_path out and "
-                "name the embeddings in LoraConfig(target_modules=[..., 'embed_tokens']). A template in a .jinja "
-                "file adds no "
-                "tokens, and trains as it is.",
+                "The tokenizer of chat_template_path has new tokens, and TRL trains their rows of a table that the model's "
+                "embeddings and its output layer share. Shared rows have no per-sample gradients. Add the tokens before the "
+                "trainer is made: model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH). Then leave "
+                "chat_template_path out, and add 'embed_tokens' to the target_modules of LoraConfig. A template in "
+                "a file of "
+                "type jinja adds no tokens, and trains as it is.",
             )
 
 

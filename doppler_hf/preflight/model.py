@@ -42,7 +42,8 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     ]
     if scaled:
         run.notes.append(
-            f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each record, and not "
+            f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each "
+            "record, and not "
             "by that in the batch, whose counts would let one record change what others contribute"
         )
     _refuse_quantized(model)
