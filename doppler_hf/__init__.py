@@ -26,6 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from doppler_hf.deprecated import attribute_of, keep_modules
+from doppler_hf.errors import NO_KTO, NoTrainerError
 from doppler_hf.extras import require
 from doppler_hf.version import VERSION
 
@@ -63,6 +64,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `doppler_hf.filters` and ledger checks do not import Transformers."""
+    if name in ("DopplerKTOTrainer", "DopplerKTOConfig"):
+        raise NoTrainerError("no-kto", NO_KTO)
     if name not in _HOMES:
         return attribute_of(__name__, name)
     if _HOMES[name] in ("doppler_hf.dpo", "doppler_hf.sft"):

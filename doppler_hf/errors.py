@@ -1,7 +1,7 @@
 """The errors of this package. Each has a code for its reason, so that programs need not read its message."""
 
 import copyreg
-from typing import Any
+from typing import Any, Final
 
 
 class CodedError(Exception):
@@ -39,3 +39,14 @@ class TypeRefusal(Refusal, TypeError):
 
 class Failure(CodedError, RuntimeError):
     """A training run, or a part of it, cannot continue. The ε that it has spent stays counted."""
+
+
+NO_KTO: Final = (
+    "KTO has no private trainer: its loss compares each answer with an estimate over the whole batch (of a KL "
+    "divergence), so "
+    "no record has a loss of its own. Use DopplerDPOTrainer on pairs of answers, or DopplerSFTTrainer on the good answers."
+)
+
+
+class NoTrainerError(CodedError, ImportError):
+    """A trainer of TRL has no private form."""

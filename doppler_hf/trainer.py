@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_removed_columns
 from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
@@ -53,7 +53,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
     choice, semantic segmentation and CTC have a built-in per-sample loss. For another task, override
-    `compute_per_sample_loss`. With `args.disable_dp` every method behaves as in `Trainer`.
+    `compute_per_sample_loss`. With `args.disable_dp` every method behaves as in `Trainer`, except that the gradient of
+    several micro-batches is always that of one large batch: `Trainer` leaves out a division for models such as BERT.
 
     Args:
         model: As in `Trainer`. The arguments that are not listed here are those of `Trainer` too, in the same order.
@@ -90,6 +91,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
+        if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
+            raise Refusal("no-kto", NO_KTO)
         if not isinstance(args, DopplerTrainingArguments):
             raise Refusal(
                 "not-our-arguments",
@@ -312,6 +315,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             mean loss of the step for the last list, if the run has one, and else 0.
         """
         if self.args.disable_dp:
+            self.note_who_divides(model, inputs, num_items_in_batch)
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         run = self.privacy

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
@@ -39,6 +39,8 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 @contextlib.contextmanager
 def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
     """Wrap the construction of a TRL trainer: refuse what cannot be private, and show no row of the data."""
+    if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
+        raise Refusal("no-kto", NO_KTO)
     if not isinstance(args, config):  # TRL would silently convert other arguments to its own class.
         raise Refusal(
             "not-our-arguments",
@@ -65,6 +67,24 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any,
             f"The argument router_aux_loss_coef={trainer.router_aux_loss_coef} adds a balancing loss that depends on the "
             "whole batch, so no record has its own loss that could be clipped. Set router_aux_loss_coef=0.0.",
         )
+
+
+def refuse_new_tokens_of_tied_embeddings(model: Any) -> None:
+    """Refuse adapters for the new tokens of a chat template whose rows the output layer of the model shares."""
+    places: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "trainable_tokens_delta" not in name:
+            continue
+        if places.setdefault(id(parameter), name) != name:
+            raise Refusal(
+                "shared-parameters",
+                "The tokenizer of chat_template_path has new tokens, and TRL trains their rows of a table that the model's "
+                "embeddings and its output layer share. Shared rows have no per-sample gradients. Add the tokens before the "
+                "trainer is made: model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH). Then leave "
+                "chat_template_path out, and add 'embed_tokens' to the target_modules of LoraConfig. A template in "
+                "a file of "
+                "type jinja adds no tokens, and trains as it is.",
+            )
 
 
 def without_training_figures(trainer: Any) -> None:

@@ -1,19 +1,24 @@
 """TRL's preparation of private rows shows none of them: not in logs, whatever their words, nor in warnings and errors."""
 
+import copy
 import logging
 import os
 import warnings
 
 import pytest
 from datasets import Dataset, Features, Value, concatenate_datasets
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
 
 from tests.support.refusals import refused
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
+import trl
 import trl.trainer.dpo_trainer as dpo_module
 import trl.trainer.sft_trainer as sft_module
 
+import doppler_hf
 from doppler_hf import DopplerDPOConfig, DopplerDPOTrainer, DopplerSFTConfig, DopplerSFTTrainer, trl_checks
 from tests.support.chat import arguments_of, chat_tokenizer, conversations, preferences, tiny_llama
 
@@ -227,3 +232,60 @@ def test_figures_of_training_batches_are_not_logged(tmp_path, kind):
     public = {"loss", "grad_norm", "learning_rate", "epsilon", "epoch", "step", "own", "train_loss", "total_flos"}
     clocks = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
     assert set().union(*trainer.state.log_history) <= public | clocks
+
+
+class OfPlaces:
+    """A tokenizer's folder whose chat template has tokens that the model's own tokenizer does not have."""
+
+    def __init__(self, folder):
+        self.folder = str(folder / "chat")
+        other = chat_tokenizer()
+        other.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>", "<|new|>"]})
+        other.chat_template = other.chat_template.replace("{{ '<|' +", "{{ '<|new|><|' +")
+        other.save_pretrained(self.folder)
+
+
+def tied_llama():
+    config = copy.deepcopy(tiny_llama().config)
+    config.tie_word_embeddings = True
+    return LlamaForCausalLM(config)
+
+
+def of_template(folder, path, *, targets=("q_proj", "v_proj"), model=None, tokenizer=None):
+    return DopplerSFTTrainer(
+        model=tied_llama() if model is None else model,
+        args=arguments_of(folder / "out", cls=DopplerSFTConfig, chat_template_path=path),
+        train_dataset=conversations(),
+        processing_class=tokenizer or chat_tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=[*targets]),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's and TRL's, on tied heads and new tokens
+def test_new_tokens_of_a_tied_head_are_refused_when_the_trainer_is_made_and_what_is_said_trains(tmp_path):
+    places = OfPlaces(tmp_path)
+    with refused("shared-parameters", match=r"trl\.clone_chat_template\(model, tokenizer, PATH\)"):
+        of_template(tmp_path, places.folder)
+    model, tokenizer, _ = trl.clone_chat_template(tied_llama(), chat_tokenizer(), places.folder)
+    mended = of_template(tmp_path, None, targets=("q_proj", "embed_tokens"), model=model, tokenizer=tokenizer)
+    mended.train()
+    assert mended.state.global_step == 2
+    template = tmp_path / "template.jinja"
+    template.write_text(chat_tokenizer().chat_template)
+    with_a_file = of_template(tmp_path / "other", str(template))
+    with_a_file.train()
+    assert with_a_file.state.global_step == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_kto_says_what_trains_wherever_it_is_met(tmp_path):
+    options = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    for name in ("DopplerKTOTrainer", "DopplerKTOConfig"):
+        with refused("no-kto", match="DopplerDPOTrainer on pairs"):
+            getattr(doppler_hf, name)
+    with refused("no-kto"):
+        from doppler_hf import DopplerKTOTrainer  # noqa: F401
+    for cls in (doppler_hf.DopplerTrainer, DopplerDPOTrainer, DopplerSFTTrainer):
+        with refused("no-kto", match="DopplerSFTTrainer on the good answers"):
+            cls(model=tiny_llama(), args=trl.KTOConfig(**options), train_dataset=preferences())
+    # What the message names trains elsewhere: tests/end_to_end/test_dpo.py and test_sft.py.

@@ -1,6 +1,7 @@
 """The values that a Transformers model accepts in each column of a data set: token ids, types, lengths and labels."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ class Limit(NamedTuple):
     """The values that a model accepts in a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
-    kind: Literal["numbers", "lengths", "not empty", "no booleans", "no text", "no whole numbers"]
+    kind: Literal["numbers", "lengths", "not empty", "no booleans", "no text", "no whole numbers", "boxes", "boxes in order"]
     end: int
     fix: str  # a sentence without its full stop
     is_ignoring: bool = False  # whether -100 is accepted, too
@@ -39,6 +40,10 @@ class Limit(NamedTuple):
             return False
         if self.kind == "not empty":
             return bool((found == 0).any())
+        if self.kind == "boxes in order" and found.size % 4 == 0:
+            boxes = found.reshape(-1, 4)
+            if (boxes[:, :2] > boxes[:, 2:]).any():
+                return True
         return bool(((found >= self.end) | ((found < 0) & ~(self.is_ignoring & (found == IGNORED_LABEL)))).any())
 
     def is_exceeded_in(self, row: Any) -> bool:
@@ -62,6 +67,8 @@ class Limit(NamedTuple):
             "numbers": (f"numbers from 0 to {self.end - 1:,}" + f", or {IGNORED_LABEL}" * self.is_ignoring, "other values"),
             "lengths": (f"at most {self.end - 1:,} tokens per row (the model's positions)", "more"),
             "not empty": ("at least one token per row", "none"),
+            "boxes": (f"coordinates from 0 to {self.end - 1:,}", "other values"),
+            "boxes in order": (f"boxes (x0, y0, x1, y1) with x0 ≤ x1, y0 ≤ y1, from 0 to {self.end - 1:,}", "other values"),
             "no booleans": ("class numbers", "True or False"),
             "no text": ("class numbers", "text"),
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
@@ -94,6 +101,8 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
         if (types := tables.get("token_type_embeddings")) is not None:
             fix = "Leave it out: train_dataset.remove_columns('token_type_ids')"
             yield Limit("token_type_ids", "numbers", types.num_embeddings, fix)
+        if (across := tables.get("x_position_embeddings")) is not None and "y_position_embeddings" in tables:
+            yield _limit_of_boxes(module, across.num_embeddings)
         is_of_text = any("tok" in name or "word" in name or name == "wte" for name, _ in module.named_children())
         if is_of_text and vars(module).get("position_embedding_type", "absolute") == "absolute":  # ESM may leave it unused
             for positions in (tables[name] for name in _POSITIONS if name in tables):
@@ -105,6 +114,22 @@ def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -
                     yield Limit(column, "lengths", longest + 1, fix, no_place=positions.padding_idx)
     if not has_own_loss:
         yield from _limits_of_labels(base, ids)
+
+
+def _limit_of_boxes(embeddings: nn.Module, end: int) -> Limit:
+    """Return what embeddings of a page's layout take: LayoutLM and its kin look up coordinates, widths and heights."""
+    source = ""
+    with contextlib.suppress(OSError, TypeError):
+        source = inspect.getsource(type(embeddings))
+    is_clipped = "h_position_embeddings(torch.clip(" in source or not hasattr(embeddings, "h_position_embeddings")
+    put_right = (
+        f"train_dataset.map(lambda row: {{'bbox': [[min(max(each, 0), {end - 1}) for each in (min(a, c), min(b, d), "
+        "max(a, c), "
+        "max(b, d))] for a, b, c, d in row['bbox']]})"
+    )
+    return Limit(
+        "bbox", "boxes" if is_clipped else "boxes in order", end, f"Put the corners in order and cut them: {put_right}"
+    )
 
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:

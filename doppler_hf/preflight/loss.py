@@ -142,7 +142,8 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
         raise Refusal(
             "another-loss",
             f"{name}.forward computes a different loss than the built-in per-sample loss for this model class, which a "
-            "private run would train. Override compute_per_sample_loss to return the forward's loss for each row.",
+            "private run would train. Override compute_per_sample_loss to return the forward's loss for each row. If the "
+            "forward adds a penalty on the weights, such as L2, leave it out and set weight_decay.",
         )
 
 
@@ -154,5 +155,7 @@ def without_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     if "attention_mask" not in inputs:
         return inputs
     mask = inputs["attention_mask"]
-    positions = {name: inputs[name] % mask.shape[1] for name in rules.ANSWER if name in inputs}
-    return inputs | positions | {"attention_mask": torch.ones_like(mask)}
+    positions = {name: inputs[name] % mask.shape[-1] for name in rules.ANSWER if name in inputs}
+    # A mask of pairs of numbers is added to scores.
+    is_added = mask.ndim > 2 and mask.is_floating_point()
+    return inputs | positions | {"attention_mask": torch.zeros_like(mask) if is_added else torch.ones_like(mask)}

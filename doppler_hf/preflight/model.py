@@ -1,5 +1,6 @@
 """Checks of a model's settings, before the engine is attached."""
 
+import itertools
 import re
 import sys
 from typing import Any, Final
@@ -12,6 +13,7 @@ from doppler_hf.preflight.autograd_check.without_randomness import owners_of_opt
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.private_run import PrivateRun
 
 ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
@@ -32,6 +34,18 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     _refuse_adapters(model)
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
+    _refuse_mask_without_effect(model, probe)
+    scaled = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq and module.weight.requires_grad
+    ]
+    if scaled:
+        run.notes.append(
+            f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each "
+            "record, and not "
+            "by that in the batch, whose counts would let one record change what others contribute"
+        )
     _refuse_quantized(model)
     # Sensitivity: each expert of NLLB's mixture takes so many tokens of the whole micro-batch, and leaves out the rest.
     small: list[Any] = [module for module in model.modules() if "moe_eval_capacity_token_fraction" in vars(module)]
@@ -51,6 +65,31 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
             "module.init_option = 'exact'.",
         )
     _refuse_shared_coins(model)
+
+
+def refuse_torchao(model: nn.Module) -> None:
+    """Refuse a model whose weights torchao has quantized, or whose layers compute in its 8-bit floats."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    quantized = [name for name, tensor in tensors if _is_of_torchao(tensor)]
+    # Sensitivity: the scale of Float8Linear is by default the largest number of the whole micro-batch.
+    layers = [name for name, module in model.named_modules() if type(module).__module__.startswith("torchao.float8")]
+    if quantized or layers:
+        what = "has weights that torchao has quantized" if quantized else "computes in torchao's 8-bit floats"
+        why = (
+            "These tensors have no rule for the operations of per-sample gradients, and some of its layers have no gradient"
+            if quantized
+            else "Their scale follows from all records of a micro-batch"
+        )
+        raise Refusal(
+            "torchao-weights",
+            f"The model {what}, such as {(quantized or layers)[0]!r}. {why}. Load the model with "
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0) or in 4 bits, or without quantization and with "
+            "dtype=torch.bfloat16, and train LoRA.",
+        )
+
+
+def _is_of_torchao(tensor: torch.Tensor) -> bool:
+    return type(tensor).__module__.partition(".")[0] == "torchao"
 
 
 def _refuse_hooks_of_gradients(model: nn.Module) -> None:
@@ -186,6 +225,26 @@ def _refuse_quantized(model: nn.Module) -> None:
                     "passes through it. Load the model again, and before you use it run: for module in model.modules(): "
                     "module.support_avx512bf16_for_cpu = False.",
                 )
+
+
+def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
+    """Refuse a mask of pairs of tokens of ones and zeros where the model's attention adds it to the scores."""
+    base = without_adapters(model)
+    mask = probe.collated([*probe.short, probe.longest]).get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or type(base).__module__.partition(".")[0] != "transformers":
+        return
+    is_eager = getattr(base.config, "_attn_implementation", None) == "eager"
+    if (mask.dtype == torch.bool and not is_eager) or not ((mask == 0) | (mask == 1)).all() or mask.all() or not mask.any():
+        return
+    kind = "True and False" if mask.dtype == torch.bool else "0 and 1"
+    other = ", or load the model with attn_implementation='sdpa'" if mask.dtype == torch.bool else ""
+    raise Refusal(
+        "mask-without-effect",
+        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
+        "its scores "
+        "as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), 0.0, "
+        f"torch.finfo(torch.float32).min) as attention_mask{other}.",
+    )
 
 
 def _refuse_changing_positions(model: nn.Module, probe: Probe) -> None:

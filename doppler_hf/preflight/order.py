@@ -77,6 +77,7 @@ def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
 def before_a_run(of: Any) -> None:
     """Check the data set from which the numbers of a run are computed."""
     data.refuse_a_run_without_data(of.args, of.train_dataset)
+    model.refuse_torchao(of.model)
 
 
 def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -> None:

@@ -219,8 +219,6 @@ def _listed(places: list[str]) -> str:
 def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
     """Refuse new weights of the base model that are neither trained nor saved; return a note if all weights are new."""
     base = without_adapters(model)
-    if not isinstance(base, PreTrainedModel):
-        return []
     ours = {id(each) for each in base.parameters()}
     left = {
         name: each
@@ -228,6 +226,11 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
         if id(each) in ours and id(each) not in kept and each.is_floating_point()
     }
     is_loaded = {name: getattr(each, "_is_hf_initialized", False) for name, each in left.items()}
+    if not isinstance(base, PreTrainedModel):
+        # A module of the user's own around a model of Transformers: its own weights may come from a file of the user's.
+        return _frozen_head(
+            model, {name for name, was_read in is_loaded.items() if not was_read} if any(is_loaded.values()) else set()
+        )
     # Transformers marks each tensor that it reads from a file. Models that were copied or made from a configuration have no
     # marks.
     if not any(is_loaded.values()) and left and not base.name_or_path:
@@ -236,7 +239,8 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
             "before you attach the adapters, or nobody can use them later"
         ]
     if sum(is_loaded.values()) * 2 < len(is_loaded):
-        return []
+        # The marks are lost, as in a copy, so that values must tell.
+        return _frozen_head(model, {name for name in left if _looks_new(model, base, name)})
     # Weights such as tables of sines are computed and need no file.
     made = [*(base._keys_to_ignore_on_load_missing or ()), *(base._keys_to_ignore_on_save or ())]
     wrapped = re.compile(r"\.original_module\.")  # PEFT's original of a module whose copy is trained and saved
@@ -253,6 +257,29 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
             f"get different random weights there. {mend_of(model, places)}" + _task_type(model, places),
         )
     return []
+
+
+def _looks_new(model: nn.Module, base: PreTrainedModel, name: str) -> bool:
+    """Return whether a weight is of a head in front of which nothing was trained: its layer's bias is still 0 everywhere."""
+    inner = _without_prefix(model, name)
+    layer = model.get_submodule(name.rpartition(".")[0])
+    bias = getattr(layer, "bias", None)
+    is_of_head = (
+        bool(base.base_model_prefix) and base.base_model is not base and not inner.startswith(f"{base.base_model_prefix}.")
+    )
+    return is_of_head and isinstance(layer, nn.Linear) and isinstance(bias, Tensor) and not bias.any()
+
+
+def _frozen_head(model: nn.Module, names: set[str]) -> list[str]:
+    """Return a note on weights that are probably new and random, and neither trained nor saved."""
+    if not names:
+        return []
+    places = tops_of(model, names)
+    return [
+        f"{_listed(places)} seems to be new, with random weights, and is neither trained nor saved with the "
+        "adapter. If it is "
+        f"new, stop here: {mend_of(model, places)}" + _task_type(model, places).removesuffix(".")
+    ]
 
 
 def _task_type(model: nn.Module, places: list[str]) -> str:

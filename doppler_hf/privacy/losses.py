@@ -248,6 +248,8 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     outputs = named_outputs(returned, has_loss="labels" in inputs, names=names)
     if len(answer) == 2 and "start_logits" in outputs and "end_logits" in outputs:
         mask = inputs.get("attention_mask")
+        if mask is not None and mask.ndim > 2:
+            mask = _tokens_of_pairs(mask)
         if mask is not None:
             mask = F.pad(mask, (places_of_prompt(model), 0), value=1)
         return answer_losses((outputs["start_logits"], outputs["end_logits"]), (answer[0], answer[1]), mask=mask)
@@ -279,6 +281,15 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
         raise _no_rule(base_model)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
+
+
+def _tokens_of_pairs(mask: Tensor) -> Shaped[Tensor, "batch tokens"]:
+    """Return which tokens an example has, by its mask of pairs of tokens: those that its first token reads, or is.
+
+    The mask has True where a token is read, or 0 there and a large negative number elsewhere.
+    """
+    is_read = mask if mask.dtype == torch.bool else mask >= 0
+    return is_read[..., 0, :].flatten(1, -2).any(dim=1) if is_read.ndim > 3 else is_read[:, 0]
 
 
 def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refusal:

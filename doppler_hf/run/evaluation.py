@@ -1,10 +1,13 @@
 """Evaluation with the user's own loss, and with a majority-class (or mean-label) baseline."""
 
+import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -18,11 +21,16 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
+# Two losses of the same rows, in evaluation mode, that differ by less are the same.
+_SAME: Final = 1e-3
+
 
 class EvaluatingTrainer(ShardedTrainer):
     """`Trainer` that evaluates with the per-sample losses; `DopplerTrainer` sets the attributes."""
 
     _run: PrivateRun | None
+    _is_division_known = False
+    model_accepts_loss_kwargs: bool
     compute_per_sample_loss: Callable[..., Any]
 
     def compute_loss(
@@ -43,6 +51,42 @@ class EvaluatingTrainer(ShardedTrainer):
         # If a model can count the items of all micro-batches, Transformers treats its loss as a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         return mean / self.current_gradient_accumulation_steps if is_share else mean
+
+    def note_who_divides(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+        """Find out, once in a run without privacy, whether the loss is divided by the number of items of the whole batch.
+
+        Transformers takes a model whose forward has `**kwargs` for one that divides its loss by `num_items_in_batch`, and
+        then does not divide by the number of micro-batches. Many classes, such as `BertForSequenceClassification`, do not
+        divide: their gradient would be as many times too large as a batch has micro-batches. So the loss is computed with
+        twice as many items, too, and if it stays the same, Transformers is told that the model takes no such argument.
+        """
+        is_whole = self.current_gradient_accumulation_steps == 1 and self.args.world_size == 1
+        is_settled = self.compute_loss_func is not None or getattr(self, "loss_is_scaled_for_ga", None) is not None
+        if self._is_division_known or is_whole or is_settled:
+            return
+        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+            return
+        # TRL's own method keeps figures of each call.
+        is_of_trl = any(kind.__module__.startswith("trl.") for kind in type(self).__mro__)
+        compute = functools.partial(EvaluatingTrainer.compute_loss, self) if is_of_trl else self.compute_loss
+        inputs = self._prepare_inputs(inputs)
+        was_training = model.training
+        model.eval()  # without dropout two losses of the same rows are equal
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                both = torch.stack(
+                    [
+                        compute(model, dict(inputs), num_items_in_batch=num_items_in_batch * factor).mean().double()
+                        for factor in (1, 2)
+                    ]
+                )
+        finally:
+            model.train(was_training)
+        # All processes decide alike. A loss of 0 or NaN, where no label counts in a micro-batch, says nothing.
+        found = [pair for pair in self.accelerator.gather(both[None]).tolist() if all(map(math.isfinite, pair)) and pair[0]]
+        self._is_division_known = bool(found)
+        if found and all(math.isclose(once, twice, rel_tol=_SAME) for once, twice in found):
+            self.model_accepts_loss_kwargs = False
 
     def evaluation_loop(
         self,
@@ -73,8 +117,19 @@ class EvaluatingTrainer(ShardedTrainer):
 
 
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
-    """Add to an evaluation (in place) the accuracy of its majority class, or the loss of its mean label."""
+    """Add to an evaluation (in place) what one answer for all rows reaches: the most frequent label or labels, or the mean.
+
+    Metrics of several labels a row, and of answers in a text, have many names. There it adds how many rows get the model's
+    most frequent answer, and how many have the most frequent right answer.
+    """
     labels = output.label_ids
+    if isinstance(labels, tuple) and len(labels) == 2 and all(_is_column(each) for each in labels):
+        ends = [each.reshape(-1) for each in labels]
+        spans = output.predictions if isinstance(output.predictions, tuple) else ()
+        logits = [each for each in spans[:2] if isinstance(each, np.ndarray) and each.ndim == 2]
+        if len(logits) == 2 and {*map(len, (*logits, *ends))} == {len(ends[0])}:
+            _add_shares(output, np.stack([each.argmax(axis=1) for each in logits], axis=1), np.stack(ends, axis=1), prefix)
+        return
     if not isinstance(labels, np.ndarray) or not labels.size:
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
@@ -83,6 +138,24 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> 
     # One-dimensional labels are of a regression; with several classes each label is a row.
     if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:
         output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
+    if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
+        found = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        if isinstance(found, np.ndarray) and found.shape == labels.shape:
+            _add_shares(output, found > 0, labels, prefix)  # a probability above one half
+
+
+def _is_column(labels: Any) -> bool:
+    return isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.size == len(labels) > 0
+
+
+def _add_shares(output: EvalLoopOutput, predicted: np.ndarray, right: np.ndarray, prefix: str) -> None:
+    """Add the share of rows with the most frequent answer: of the model's answers, and of the right ones.
+
+    An answer is a set of labels, a row of (rows, labels), or the first and the last token of a span, a row of (rows, 2).
+    """
+    for name, answers in (("predicted", predicted), ("right", right)):
+        _, counts = np.unique(answers, axis=0, return_counts=True)
+        output.metrics[f"{prefix}_most_frequent_{name}_share"] = float(counts.max() / len(answers))
 
 
 def mean_and_outputs(

@@ -30,6 +30,7 @@ DROWNED: Final = 0.005
 LARGEST_EPSILON: Final = 10.0
 # The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
 _NOISY: Final = 0.125
+_ONE_ANSWER: Final = 0.95  # with a larger share of equal answers, a model seems not to read its inputs
 _LITTLE: Final = 0.1  # a model has learnt little if it has learnt less than this share of what it can learn
 # torchrun, or `accelerate launch` with one process, sets these variables for the script.
 _OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
@@ -140,10 +141,13 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
 
 
 def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation is not clearly better than always predicting the majority class, or the mean label."""
+    """Print if an evaluation is not clearly better than always predicting one class, the mean label, or one answer."""
     accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
-    if accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
+    predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
+    if predicted >= _ONE_ANSWER and right < predicted:
+        words = f"most frequent answer is given to {predicted:.3g} of the rows, while no answer is right for more than {right:.3g}"
+    elif accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy ({accuracy:.3g}) is not clearly above the share of the majority class ({majority:.3g})"
     elif loss > (1.0 - _LITTLE) * of_mean:
         words = f"loss ({loss:.3g}) is not clearly below the loss of always predicting the mean label ({of_mean:.3g})"

@@ -149,3 +149,12 @@ def test_a_gradient_in_the_loss_is_refused(tmp_path, cls, is_checked):
     trainer = checked_trainer_of(tmp_path, cls=cls, max_steps=1, grad_sample_self_check=is_checked)
     with refused("gradient-in-the-loss"):
         trainer.train()
+
+
+def test_counts_of_tokens_are_taken_in_each_record_and_noted(tmp_path, capsys):
+    """Torch would divide by counts in the batch; the engine's gradients are those of each example alone (test_layers.py)."""
+    for is_scaled in (True, False):
+        model = tiny_bert()
+        model.bert.embeddings.word_embeddings.scale_grad_by_freq = is_scaled
+        assert trained(checked_trainer_of(tmp_path / str(is_scaled), model=model)).state.global_step == 4
+        assert ("scale_grad_by_freq=True" in capsys.readouterr().out) == is_scaled

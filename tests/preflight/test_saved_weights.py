@@ -1,5 +1,6 @@
 """Weights that no saved file would hold, or that nobody could load again, are known before the first step."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -340,3 +341,41 @@ def test_another_model_than_that_of_the_configuration_is_known(make, why):
     state = torch.get_rng_state()
     assert why_not_loaded(model) == why
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class AroundAnEncoder(nn.Module):
+    """A module of a user's own, whose head no file has."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(16, 2)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return {"logits": self.head(self.encoder(input_ids, attention_mask).last_hidden_state[:, 0])}
+
+
+class WithOwnLoss(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model(**inputs)["logits"], labels, reduction="none")
+
+
+def _copied(folder):
+    return copy.deepcopy(BertForSequenceClassification.from_pretrained(folder)), DopplerTrainer, "classifier"
+
+
+def _around(folder):
+    return AroundAnEncoder(BertModel.from_pretrained(folder)), WithOwnLoss, "head"
+
+
+@pytest.mark.parametrize("make", [_copied, _around])
+def test_a_frozen_head_without_marks_is_noted_and_the_note_mends_it(tmp_path, encoders, capsys, make):
+    """In a copy no tensor has Transformers' mark of what was loaded, and a module of one's own has none on its head."""
+    options = dict(r=2, target_modules=["query"])
+    for is_mended in (False, True):
+        model, cls, head = make(encoders / "bert")
+        config = LoraConfig(**options, **({"modules_to_save": [head]} if is_mended else {}))
+        trained(trainer_of(tmp_path, model=get_peft_model(model, config), cls=cls, rehearse=True))
+        said = capsys.readouterr().out
+        assert (f"{head}' seems to be new" in said) != is_mended
+        assert (f"modules_to_save=['{head}']" in said) != is_mended

@@ -18,6 +18,7 @@ SHARED = {
     "loss-of-the-batch", "method-without-effect", "no-effect", "no-privacy-to-test", "not-a-ledger", "not-a-noise-shape",
     "not-finite", "not-normalized", "not-our-arguments", "not-real", "nothing-trained", "one-of-two", "other-lengths",
     "other-number-of-losses", "out-of-range", "processes-sample-alone", "public-seed", "rows-not-numbered",
+    "shared-parameters",
     "shared-random-numbers", "steps-out-of-order", "unknown-value", "unstable-filter", "wrong-shape",
 }  # fmt: skip
 # An error that keeps the code of another one, of which it says more.

@@ -34,6 +34,8 @@ _OF_THE_LARGEST: Final = 0.1
 _SURE: Final = 6.0
 _FILLINGS: Final = 24
 _SMALL: Final = 3
+# The share of the variance of a mean of independent losses below which the mean is fixed: by chance, once in 10⁸ times.
+_FIXED: Final = 0.1
 _CHANGES_WITH_CHANCE: Final = (
     "The loss of one record changes with the other records of the batch even if all random numbers stay the same, so the "
     "noise would not protect it. Compute each loss from its own row, independent of the size of the batch: do not permute "
@@ -103,9 +105,29 @@ class Batches(NamedTuple):
                 trial = Trial(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
                 further = [(self._batch([*rest, first]), True), (self._batch([first, *beside]), False)]
                 return why_losses_change(trial, further=further)
-        if self.chance == "of places" and self.is_thorough and self._mean_changes_with_number(found.losses):
+        if self.chance == "of places" and (
+            self._has_fixed_mean(found.losses) or (self.is_thorough and self._mean_changes_with_number(found.losses))
+        ):
             return _CHANGES_WITH_CHANCE
         return None
+
+    def _has_fixed_mean(self, losses: Tensor) -> bool:
+        """Return whether the mean over copies of one example is less random than that of numbers drawn for each by itself.
+
+        The mean of n independent losses has 1/n of their variance. Weights that are divided by their sum have a mean that
+        does not change, so each depends on how many others there are, and on theirs.
+        """
+        place = int(losses.nan_to_num(nan=0.0).argmax())
+        batch = self._batch([place] * self.number)
+        found = []
+        with _outputs_kept(self.model), torch.no_grad():
+            for seed in range(_FILLINGS):
+                with filled_generators(seed):
+                    found.append(self.losses_of(dict(batch)).double())
+        values = torch.stack(found)
+        within = values.var(dim=1).mean()
+        is_random = within > (self.tolerance * values.mean()) ** 2
+        return bool(is_random and self.number * values.mean(dim=1).var() < _FIXED * within)
 
     def is_fixed(self) -> bool:
         """Return whether a batch with random numbers that belong to the examples gives the same losses twice."""
@@ -225,6 +247,27 @@ class Batches(NamedTuple):
                 changes.append((self._outcome(self.whole, [*range(self.number)]).norms - whole.norms).abs())
         rounding = OF_ROUNDING * torch.stack(changes).amax(dim=0)[places]
         return is_other | (of_norms & ~((found.norms - whole.norms[places]).abs() <= rounding))
+
+
+@contextlib.contextmanager
+def _outputs_kept(model: nn.Module) -> Iterator[None]:
+    """Let each call of the model in the block return what the first one has: a loss alone then takes next to no time."""
+    own, kept = vars(model).get("forward"), list[Any]()
+    compute = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not kept:
+            kept.append(compute(*args, **kwargs))
+        return pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, kept[0])
+
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(model)["forward"]
+        else:
+            vars(model)["forward"] = own
 
 
 def _differ(found: Tensor, whole: Tensor, places: Sequence[int], *, tolerance: float) -> Bool[Tensor, " rows"]:

@@ -209,13 +209,28 @@ def label_of(row: Any) -> Any:
 
 def cut_out(batch: Inputs, start: int, like: Inputs, *, number: int) -> Inputs:
     """Return rows of a batch of `number` rows in the shapes of `like`; padding is removed on its side of the mask."""
-    mask = batch.get("attention_mask")
-    found = dict(batch)
+    found, is_left = dict(batch), _is_padded_on_the_left(batch, start, like)
     for name, value in batch.items():
         if has_rows(value, number):
-            shape = like[name].shape
-            is_left = isinstance(mask, Tensor) and mask.ndim > 1 and not mask[start].flatten()[0]
-            sizes = zip(value.shape[1:], shape[1:], strict=True)
-            cuts = [slice(old - new, old) if is_left else slice(new) for old, new in sizes]
-            found[name] = value[(slice(start, start + shape[0]), *cuts)]
+            found[name] = _cut(value, start, like[name], is_left=is_left)
     return found
+
+
+def _cut(value: Tensor, start: int, like: Tensor, *, is_left: bool) -> Tensor:
+    sizes = zip(value.shape[1:], like.shape[1:], strict=True)
+    cuts = [slice(old - new, old) if is_left else slice(new) for old, new in sizes]
+    return value[(slice(start, start + like.shape[0]), *cuts)]
+
+
+def _is_padded_on_the_left(batch: Inputs, start: int, like: Inputs) -> bool:
+    mask, alone = batch.get("attention_mask"), like.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim < 2:
+        return False
+    if mask.ndim == 2:
+        return not mask[start].flatten()[0]
+    # A mask of pairs of tokens may be added to scores, so that 0 means that a token is read, or be one of truth values. The
+    # row's own part of it is where it is the same as for the row alone.
+    if not isinstance(alone, Tensor) or alone.ndim != mask.ndim:
+        return False
+    sides = [same(_cut(mask, start, alone, is_left=is_left), alone) for is_left in (False, True)]
+    return sides == [False, True]

@@ -161,9 +161,11 @@ class BookKeepingEngine:
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
-            raise Refusal("no-per-sample-gradient", self._unexplained(unexplained))
+            # Used by their own layers too, and once more beside them: most often in a penalty on the weights.
+            twice = [name for name in unexplained if trainable[name] in notes.uses]
+            raise Refusal("no-per-sample-gradient", self._unexplained(unexplained, has_penalty=bool(twice)))
 
-    def _unexplained(self, names: Sequence[str]) -> str:
+    def _unexplained(self, names: Sequence[str], *, has_penalty: bool) -> str:
         # All names are listed. Otherwise a user who freezes the first would get the next error.
         sizes = {name: self._not_batched.get(name.rpartition(".")[0]) for name in names}
         outside = listed(name for name, size in sizes.items() if size is None)
@@ -176,6 +178,17 @@ class BookKeepingEngine:
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         freeze = "Set batch_first=True in these layers, or freeze" if inside and is_turned else "Freeze"
         others = "or train LoRA" if outside else "and train other layers"
+        if has_penalty and outside:
+            first = next(name for name, size in sizes.items() if size is None)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            return (
+                f"The loss uses the weights {first!r}{more} outside of the forward of their layers too, and that part "
+                "belongs "
+                "to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
+                "weight_decay, "
+                f"which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), or train LoRA: "
+                "docs/start/troubleshooting.md#model."
+            )
         return (
             f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
             f"requires_grad_(False). If they belong to an adapter, leave these layers out of its target_modules, {others}: "

@@ -417,6 +417,7 @@ class Notes:
     def note(self, parameter: Tensor, use: Use) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is not None:
+            self.uses.setdefault(parameter, {})  # that it was used, and nothing else
             if use.has_terms()[~self.examined.to(parameter.device)].any():
                 self.coupled.add(parameter)
             return
