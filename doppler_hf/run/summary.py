@@ -146,7 +146,10 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
     predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
     if predicted >= _ONE_ANSWER and right < predicted:
-        words = f"most frequent answer is given to {predicted:.3g} of the rows, while no answer is right for more than {right:.3g}"
+        words = (
+            f"most frequent answer is given to {predicted:.3g} of the rows, while no answer is right for more than "
+            f"{right:.3g}"
+        )
     elif accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy ({accuracy:.3g}) is not clearly above the share of the majority class ({majority:.3g})"
     elif loss > (1.0 - _LITTLE) * of_mean:
