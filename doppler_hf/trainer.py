@@ -103,7 +103,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ignore_keys: list[str] | None = None
         preflight.before_the_trainer(args, model=model, train_dataset=train_dataset)
         with used_by_a_private_trainer(args):
-            super().__init__(model, args, data_collator, train_dataset, *others, **options)
+            if others:
+                super().__init__(model, args, data_collator, train_dataset, *others, **options)
+            else:
+                # By name: the next class may be another library's trainer, whose arguments have another order.
+                options |= {"data_collator": data_collator, "train_dataset": train_dataset}
+                super().__init__(model, args, **options)
         if not args.disable_dp:
             preflight.of_the_trainer(self)
 
@@ -350,6 +355,14 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: Transformers' count depends on the lengths of the examples drawn, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
+        """Leave out the callback by which sentence-transformers' trainer writes its model card, unless `disable_dp` is set.
+
+        # Privacy: that card shows records of the training set, and statistics of them without noise.
+        """
+        if self.args.disable_dp:
+            super().add_model_card_callback(default_args_dict)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as Transformers does, without privacy only."""

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_filters
+from doppler_hf.errors import page
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
 
 READING: Final = (
     "Σκ²: share of the noise that passes. -3 dB: cutoff, as a fraction of Nyquist. delay, settled (to 2 % of a step), "
     "started (to 10 % of the final noise): in steps. pole: the largest modulus. order: buffers per parameter. See "
-    "docs/method/filters.md."
+    f"{page('method/filters')}."
 )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.learning_rate import FAR, is_any_rate_allowed, told_of_another_rate
 from doppler_hf.run.optimizer import first_learning_rate
@@ -18,7 +18,7 @@ def refuse_another_optimizer(optimizer: Any) -> None:
         raise Refusal(
             "another-optimizer",
             f"create_optimizer must make a DopplerOptimizer in a private run, got {type(optimizer).__name__}. Change the "
-            "groups of super().create_optimizer() (docs/guides/own-loss.md).",
+            f"groups of super().create_optimizer() ({page('guides/own-loss')}).",
         )
 
 

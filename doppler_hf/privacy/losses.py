@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.linalg import cross_entropies
 from doppler_hf.privacy.dense_losses import ctc_losses, ignored_pixel, pixel_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
@@ -286,13 +286,13 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
         return Refusal(
             "loss-of-the-batch",
             f"The loss of {name} is one number for the whole batch. Override compute_per_sample_loss to return it for each "
-            "example, as in docs/guides/own-loss.md.",
+            f"example, as in {page('guides/own-loss')}.",
         )
     return Refusal(
         "no-labels",
         f"There is no per-example loss for {name} without `labels`. Name a column of numbers so, as by "
         "train_dataset.rename_column(NAME, 'labels'), take a collator that makes them, or override compute_per_sample_loss: "
-        "docs/start/troubleshooting.md#data.",
+        f"{page('start/troubleshooting', 'data')}.",
     )
 
 

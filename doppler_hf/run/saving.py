@@ -119,7 +119,8 @@ class SavingTrainer(ShardedTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_renamed(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # Another library's trainer may load into its own model alone, and take no other.
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
 
     def _load_best_model(self) -> None:
         if not self._load_renamed(self.state.best_model_checkpoint):

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.deprecated import with_earlier_arguments
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy.accounting.accounting import Sampling
@@ -176,7 +176,7 @@ class DopplerTrainingArguments(TrainingArguments):
         default=None,
         help="With report_train_loss=private, the bound to which each example's loss is clipped. Default: twice the loss of "
         "a model that knows nothing: 2 ln(num_labels) for a classifier, 2 ln(vocab_size) for a language model; 5 for a "
-        "regression and for other losses of your own. docs/guides/training-loss.md has the rule of each task.",
+        f"regression and for other losses of your own. {page('guides/training-loss')} has the rule of each task.",
     )
     train_loss_budget: float = HfArg(
         default=0.01,
@@ -230,7 +230,8 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         self._fill_in()
-        super().__post_init__()
+        with checks.kept_without_effect(self):
+            super().__post_init__()
         DopplerTrainingArguments.check(self)  # a subclass has further checks, of what its own method has still to do
 
     def _fill_in(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -61,7 +61,7 @@ def read_by_others(place: str, reason: str | None = None) -> Refusal:
         "depends-on-others",
         reason
         or f"The loss of one example has a gradient in the places of others at {place}. Let each loss depend on its example "
-        "alone, and let the inputs of layers begin with the batch: docs/start/troubleshooting.md#losses.",
+        f"alone, and let the inputs of layers begin with the batch: {page('start/troubleshooting', 'losses')}.",
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
@@ -157,7 +157,7 @@ class BookKeepingEngine:
                 f"The layers {listed(notes.failed)} ({kinds}) must have a rule, got an error in their per-sample gradients, "
                 f"{type(error).__name__} ({words}). "
                 "Freeze them with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"{page('start/troubleshooting', 'model')}.",
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
@@ -178,13 +178,18 @@ class BookKeepingEngine:
         others = "or train LoRA" if outside else "and train others"
         return (
             f"No per-sample gradient for {'; and '.join(found)}. {freeze} them with requires_grad_(False), or if they are "
-            f"an adapter's, leave these layers out of its target_modules, {others}: docs/start/troubleshooting.md#model."
+            f"an adapter's, leave these layers out of its target_modules, {others}: "
+            f"{page('start/troubleshooting', 'model')}."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # an evaluation, in which layers make no notes either
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
+        # Models of sentence-transformers take one dictionary in place of keywords.
+        given = [
+            each for value in (*args, *kwargs.values()) for each in (value.values() if isinstance(value, dict) else [value])
+        ]
+        tensors = [value for value in given if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
         self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
         self.notes.casts.clear()
@@ -200,7 +205,7 @@ class BookKeepingEngine:
                 "output-repeated",
                 f"The forward pass fails, perhaps because the output of {layers} was repeated for each example. Freeze "
                 "these layers with requires_grad_(False), or train adapters of another kind, such as LoRA: "
-                "docs/start/troubleshooting.md#model.",
+                f"{page('start/troubleshooting', 'model')}.",
             ) from error
         finally:
             self.notes.is_in_forward = False

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.privacy.clipping.layers import CONTAINERS, listed, modes_kept
 
 _OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
@@ -51,7 +51,7 @@ def refuse_layers(model: nn.Module) -> None:
         raise Refusal(
             "layer-mixes-examples",
             f"The {named(mixing, 'mixes', 'mix')} the examples of a batch, so clipping bounds nothing. Keep statistics of "
-            "pretraining as they are (docs/guides/images.md#batchnorm), or take GroupNorm or LayerNorm, as `model = "
+            f"pretraining as they are ({page('guides/images', 'batchnorm')}), or take GroupNorm or LayerNorm, as `model = "
             "opacus.validators.ModuleValidator.fix(model)` does.",
         )
     if rewriting:
