@@ -344,7 +344,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         preflight.of_an_optimizer(self.optimizer)
         self.optimizer.noise_std = run.settled_noise_std
-        run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer))
+        made = f"DopplerOptimizer ({self.args.base_optimizer})"
+        run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer), optim=made)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -25,7 +25,8 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise: per coordinate of the average gradient of the whole run, in the table without shaping, which may lower it. "
+    "noise: per coordinate of the average gradient of the whole run, in units of the clip norm C. The table has it without "
+    "shaping, which may lower it. "
     "Above 0.005 C image classifiers from scratch learnt little. Where it stops falling, larger batches and more epochs no "
     f"longer help. B·T: the cost in time. See {page('guides/choosing')}."
 )
@@ -142,7 +143,10 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
         "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
-        "average_noise_std": ("noise" if bands == 1 else "noise, shaped", f"{facts['average_noise_std']:.2g}"),
+        "average_noise_std": (
+            "noise" if bands == 1 else "noise, shaped",
+            f"{facts['average_noise_std'] / facts['max_grad_norm']:.2g} C",
+        ),
         "delta": ("δ", f"{facts['delta']:.4g}"),
         "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
@@ -154,14 +158,14 @@ def facts_table(facts: dict[str, Any]) -> Table:
 
 def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun, *, title: str) -> Table:
     """Lay out the runs of equal ε, with an arrow at the one that was asked for."""
-    columns = ["", "epochs", "batch size B", "steps T", "noise", "B·T"]
+    columns = ["", "epochs", "batch size B", "steps T", "noise / C", "B·T"]
     right = (Column(name, justify="right") for name in columns)
     laid_out = Table(*right, title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for epochs, runs in table.items():
         for other in runs:
             laid_out.add_row(
                 *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
-                *(f"{other.average_noise_std:.2e}", f"{other.examples_processed:,}"),
+                *(f"{other.average_noise_std / other.max_grad_norm:.2g}", f"{other.examples_processed:,}"),
                 style="bold" if other is planned else None,
             )
         laid_out.add_section()

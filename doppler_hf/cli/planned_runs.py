@@ -15,8 +15,12 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
 from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
 
-# A few hundredths of the data: see docs/guides/choosing.md.
+# What a first run takes: see docs/guides/choosing.md. Of the data a few hundredths.
 FIRST_SHARE: Final = 0.04
+FIRST_EPOCHS: Final = 3
+EPOCHS_OF_FEW: Final = 20  # with so few examples or less
+FEW: Final = 1000
+FIRST_EPSILON: Final = 8
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 
@@ -88,8 +92,7 @@ class PlanRequest:
                 "out for N^-1.1.",
             )
         if self.batch_size is None:
-            first = max(1, round(FIRST_SHARE * self.num_examples))
-            raise Refusal("no-batch-size", f"--batch-size must be given. Begin with --batch-size {first}.")
+            raise Refusal("no-batch-size", f"--batch-size must be given. Begin with {self._proposed()}.")
         if self.batch_size > self.num_examples:
             raise Refusal(
                 "batch-too-large", f"--batch-size must be at most {self.num_examples}, got {self.batch_size}. Lower it."
@@ -98,8 +101,18 @@ class PlanRequest:
             given = [vars(self)[name] for name in (one, other) if vars(self)[name] is not None]
             if len(given) != 1:
                 flags = f"--{one} and --{other.replace('_', '-')}"
-                mend = "Leave one out" if given else "Give one"
+                mend = "Leave one out" if given else f"Begin with {self._proposed()}"
                 raise Refusal("one-of-two", f"One of {flags} must be set, got {'both' if given else 'none'}. {mend}.")
+
+    def _proposed(self) -> str:
+        """Return the flags that are missing, with the values of docs/guides/choosing.md."""
+        is_small = self.num_examples <= FEW
+        proposals = {
+            f"--batch-size {max(1, round(FIRST_SHARE * self.num_examples))}": self.batch_size is None,
+            f"--epochs {EPOCHS_OF_FEW if is_small else FIRST_EPOCHS}": self.epochs is self.max_steps is None,
+            f"--epsilon {FIRST_EPSILON}": self.epsilon is self.noise_multiplier is None,
+        }
+        return " ".join(flag for flag, is_missing in proposals.items() if is_missing)
 
     @property
     def target_delta(self) -> float:

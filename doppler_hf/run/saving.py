@@ -66,6 +66,8 @@ def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -
     is_evaluation = any(name.startswith("eval_") for name in logs)
     if run.speaks_for(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
+        if run.is_running and "train_runtime" not in logs:  # the plan counts as a whole, from its first step on
+            logs["epsilon_planned"] = logs["epsilon"]
     if run.ledger is not None and run.ledger.statement.train_loss == "none":  # zeros
         take_losses(logs)
 

@@ -97,7 +97,11 @@ def print_start(
     # The first line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
-        noises = [("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C")]
+        of_step = run.settled_noise_std / statement.per_sample_max_grad_norm
+        noises = [
+            ("noise per coordinate of a step's gradient", f"{of_step:.2g} C"),
+            ("noise per coordinate of the average gradient", f"{noise:.2g} C"),
+        ]
         if statement.train_loss == "private":
             noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
             if args.per_sample_max_loss is None:
@@ -213,7 +217,7 @@ def drowned(noise: float, *, num_trained: int) -> list[str]:
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
     more = "take larger batches, more epochs, data or ε"
-    return [f"little may be learnt, as the noise of the average gradient is {noise:.2g} C: {more}"]
+    return [f"little may be learnt, as the noise per coordinate of the average gradient is {noise:.2g} C: {more}"]
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:

@@ -224,7 +224,10 @@ class DopplerTrainingArguments(TrainingArguments):
         """Return the arguments; during a run also its terms, and the learning rate that it has chosen, for trackers."""
         shown, terms = _SHOWN.get()
         given = {name: float(value) if type(value) is LeftOut else value for name, value in super().to_dict().items()}
-        return {**given, **(terms if shown is self else {})}
+        if shown is not self:
+            return given
+        used = {name: value for name, value in given.items() if name not in checks.unused(self)}
+        return {**used, **terms}
 
     def __post_init__(self) -> None:
         """Check the arguments, as Transformers checks its own."""

@@ -213,6 +213,14 @@ def kept_without_effect(args: TrainingArguments) -> Iterator[None]:
         setattr(args, name, default_of(args, name))
 
 
+def unused(args: TrainingArguments) -> frozenset[str]:
+    """Return the names of Transformers' arguments whose values a private run does not use, though they have defaults."""
+    of_adam = {"adam_beta2", "adam_epsilon"} if args.base_optimizer == "sgd" else set()
+    if args.adam_bc_floor is not None:
+        of_adam.add("adam_epsilon")
+    return frozenset({*_WITHOUT_EFFECT, *of_adam, "adam_beta1", "max_grad_norm", "full_determinism"})
+
+
 def refuse_without_effect(args: TrainingArguments) -> None:
     """Refuse what would have no effect in this private run."""
     adam = f"with base_optimizer={args.base_optimizer!r}"

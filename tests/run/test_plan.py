@@ -119,5 +119,6 @@ def test_noise_that_drowns_everything_is_told_before_it_is_spent():
     assert drowned(0.006, num_trained=62) == []  # at most half as long as the average can be
     (note,) = drowned(0.006, num_trained=100_000)
     assert note == (
-        "little may be learnt, as the noise of the average gradient is 0.006 C: take larger batches, more epochs, data or ε"
+        "little may be learnt, as the noise per coordinate of the average gradient is 0.006 C: take larger batches, more "
+        "epochs, data or ε"
     )
