@@ -3,6 +3,22 @@
 import copyreg
 from typing import Any, Final
 
+# Where the documentation is published, such as "https://example.org/doppler_hf/docs". None: nowhere yet.
+DOCUMENTATION: Final[str | None] = None
+
+
+def page(name: str, section: str = "") -> str:
+    """Return where a reader finds a page of the documentation, for a message: its address, or its file in the repository.
+
+    Args:
+        name: The page within `docs`, such as "guides/own-loss".
+        section: The anchor of a heading, if the message is about one.
+    """
+    anchor = f"#{section}" if section else ""
+    if DOCUMENTATION is not None:
+        return f"{DOCUMENTATION}/{name}.html{anchor}"
+    return f"docs/{name}.md{anchor} in the repository"
+
 
 class CodedError(Exception):
     """An error with a code.

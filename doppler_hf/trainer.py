@@ -106,7 +106,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ignore_keys: list[str] | None = None
         preflight.before_the_trainer(args, model=model, train_dataset=train_dataset)
         with used_by_a_private_trainer(args):
-            super().__init__(model, args, data_collator, train_dataset, *others, **options)
+            if others:
+                super().__init__(model, args, data_collator, train_dataset, *others, **options)
+            else:
+                # By name: the next class may be another library's trainer, whose arguments have another order.
+                options |= {"data_collator": data_collator, "train_dataset": train_dataset}
+                super().__init__(model, args, **options)
         if not args.disable_dp:
             preflight.of_the_trainer(self)
 
@@ -346,7 +351,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
         preflight.of_an_optimizer(self.optimizer)
         self.optimizer.noise_std = run.settled_noise_std
-        run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer))
+        made = f"DopplerOptimizer ({self.args.base_optimizer})"
+        run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer), optim=made)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -357,6 +363,14 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Count nothing in a private run: Transformers' count depends on the lengths of sampled records, and is saved."""
         return super().floating_point_ops(inputs) if self.args.disable_dp else 0
+
+    def add_model_card_callback(self, default_args_dict: dict[str, Any]) -> None:
+        """Leave out the callback by which sentence-transformers' trainer writes its model card, unless `disable_dp` is set.
+
+        # Privacy: that card shows records of the training set, and statistics of them without noise.
+        """
+        if self.args.disable_dp:
+            super().add_model_card_callback(default_args_dict)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as Transformers does, but only with `disable_dp=True`."""

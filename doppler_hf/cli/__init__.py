@@ -13,6 +13,8 @@ words that are not its own flags: the fields of a recipe. `python -m doppler_hf`
 """
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -42,8 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 for success, 1 for a failed check, 2 for invalid arguments (one line on standard error says why),
-        130 for an interruption from the keyboard.
+        130 for an interruption from the keyboard, 141 if the reader of the output has stopped, as `head` does.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:  # here, and not when Python ends, which would print a traceback; also after --help, which exits
+            sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # so that nothing is left to be written when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as shells have it for SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="doppler-hf",
         description="Differentially private fine-tuning with DOPPLER: plan a run, and check what it claims.",

@@ -25,7 +25,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.audit import AuditResult, AuditTrainer
 from doppler_hf.cli import script
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
 
 # An audited model is discarded, so it is neither evaluated, saved nor reported.
@@ -77,7 +77,7 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
         raise Refusal(
             "trainer-of-your-own",
             f"{kind.__name__} has an __init__ of its own, so this command does not know how to make it with canaries. Audit "
-            f"it in Python, with class Audited(AuditTrainer, {kind.__name__}): docs/trust/audits.md.",
+            f"it in Python, with class Audited(AuditTrainer, {kind.__name__}): {page('trust/audits')}.",
         )
     args = copy.copy(trainer.args)
     for name, value in {**DISCARDED, "output_dir": folder}.items():

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_filters
+from doppler_hf.errors import page
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
 
 READING: Final = (
     "order: memory, in buffers per parameter. noise passed: share of the noise power that passes, Σκ². cutoff: frequency of "
     "half the power (-3 dB), as a fraction of Nyquist. delay, settled, started: in steps; settled to within 2 % of a step's "
-    "final value, started to within 10 % of the final noise. largest pole: its modulus. See docs/method/filters.md."
+    f"final value, started to within 10 % of the final noise. largest pole: its modulus. See {page('method/filters')}."
 )
 
 

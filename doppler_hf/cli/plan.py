@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
+from doppler_hf.errors import page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
@@ -27,7 +28,7 @@ READING: Final = (
     "noise: per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, image "
     "classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs no "
     "longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × steps, "
-    "the cost in time. See docs/guides/choosing.md."
+    f"the cost in time. See {page('guides/choosing')}."
 )
 MOST_PRINTED: Final = 8  # The coefficients of a longer strategy are not printed.
 

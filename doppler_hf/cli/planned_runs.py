@@ -17,6 +17,10 @@ from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, nois
 
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
+FIRST_EPOCHS: Final = 3
+EPOCHS_OF_FEW: Final = 20  # with so few examples or less
+FEW: Final = 1000
+FIRST_EPSILON: Final = 8
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 
@@ -91,8 +95,7 @@ class PlanRequest:
                 "out to use N^-1.1.",
             )
         if self.batch_size is None:
-            first = max(1, round(FIRST_SHARE * self.num_examples))
-            raise Refusal("no-batch-size", f"--batch-size is missing. Start with --batch-size {first}.")
+            raise Refusal("no-batch-size", f"--batch-size is missing. Start with {self._proposed()}.")
         if self.batch_size > self.num_examples:
             raise Refusal(
                 "batch-too-large",
@@ -103,8 +106,20 @@ class PlanRequest:
             given = [vars(self)[name] for name in (one, other) if vars(self)[name] is not None]
             if len(given) != 1:
                 flags = f"--{one} and --{other.replace('_', '-')}"
-                fact = "are both given; leave one of them out" if given else "are both missing; give one of them"
+                fact = (
+                    "are both given; leave one of them out" if given else f"are both missing; start with {self._proposed()}"
+                )
                 raise Refusal("one-of-two", f"Exactly one of two flags is needed. {flags} {fact}.")
+
+    def _proposed(self) -> str:
+        """Return the flags that are missing, with the values of docs/guides/choosing.md."""
+        is_small = self.num_examples <= FEW
+        proposals = {
+            f"--batch-size {max(1, round(FIRST_SHARE * self.num_examples))}": self.batch_size is None,
+            f"--epochs {EPOCHS_OF_FEW if is_small else FIRST_EPOCHS}": self.epochs is self.max_steps is None,
+            f"--epsilon {FIRST_EPSILON}": self.epsilon is self.noise_multiplier is None,
+        }
+        return " ".join(flag for flag, is_missing in proposals.items() if is_missing)
 
     @property
     def target_delta(self) -> float:

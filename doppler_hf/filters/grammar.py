@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.filters.design import DESIGNS, PAPER_FILTERS
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 
@@ -95,5 +95,5 @@ def _unreadable(text: str) -> Refusal:
     return Refusal(
         "no-such-filter",
         f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design such as "
-        "butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See docs/method/filters.md.",
+        f"butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See {page('method/filters')}.",
     )

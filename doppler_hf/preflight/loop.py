@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.learning_rate import FAR, is_any_rate_allowed, told_of_another_rate
 from doppler_hf.run.optimizer import first_learning_rate
@@ -18,7 +18,7 @@ def refuse_another_optimizer(optimizer: Any) -> None:
         raise Refusal(
             "another-optimizer",
             f"Expected a DopplerOptimizer from create_optimizer in a private run; got {type(optimizer).__name__}. Call "
-            "super().create_optimizer() and change the parameter groups of its result (docs/guides/own-loss.md).",
+            f"super().create_optimizer() and change the parameter groups of its result ({page('guides/own-loss')}).",
         )
 
 

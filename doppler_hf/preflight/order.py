@@ -97,6 +97,8 @@ def before_the_engine(run: PrivateRun, of: Any) -> None:
     """Check processes and model, before the engine is attached to the model."""
     refuse_processes_that_draw_alone(of.args.world_size)
     run.bring_processes_together(of.model)
+    trainer.refuse_weights_of_a_loss(of)
+    trainer.note_methods_of_another_library(run, of)
     loss.refuse_ignored_labels(run, of)
     loss.refuse_truth_values(run, of)
     model.refuse_model(run, of)

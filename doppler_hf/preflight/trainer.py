@@ -6,7 +6,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import DefaultFlowCallback
 
-from doppler_hf.errors import Refusal, TypeRefusal
+from doppler_hf.errors import Refusal, TypeRefusal, page
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -31,7 +31,8 @@ _OF_TRL: Final = {
     "CPOTrainer": "Use DopplerDPOTrainer with loss_type=['cpo', 'sft']",
     "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
     "KTOTrainer": "Its loss compares the records of a batch. Use DopplerDPOTrainer with pairs of answers",
-    "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md)",
+    "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 "
+    "({page('guides/own-loss')})",
 }
 
 
@@ -77,7 +78,7 @@ def refuse_own_optimizer(trainer: Any) -> None:
         raise Refusal(
             "another-optimizer",
             "Your own optimizer would bypass low_pass_filter and base_optimizer. Leave `optimizers` out, and set "
-            "base_optimizer. For learning rates by layer, override create_optimizer (docs/guides/own-loss.md).",
+            f"base_optimizer. For learning rates by layer, override create_optimizer ({page('guides/own-loss')}).",
         )
     if trainer.lr_scheduler is not None:
         raise Refusal(
@@ -101,7 +102,8 @@ def refuse_model_in_parts(trainer: Any) -> None:
 def refuse_methods_without_effect(trainer: Any) -> None:
     """Refuse overrides of methods that a private run does not call, in a class or set on the trainer."""
     for name, (reason, fix) in _NOT_CALLED.items():
-        if own := _own_definition(trainer, name):
+        own = _own_definition(trainer, name)
+        if own and not own.is_installed:
             raise Refusal("method-without-effect", f"{own.place} has no effect{reason}. {fix}.")
     own = _own_definition(trainer, "compute_loss")
     if own and not overrides(trainer, "compute_per_sample_loss"):
@@ -113,12 +115,41 @@ def refuse_methods_without_effect(trainer: Any) -> None:
             "only if evaluations need it.",
         )
     for name in _REPLACED:
-        if own := _own_definition(trainer, name, behind_ours=True):
+        own = _own_definition(trainer, name, behind_ours=True)
+        if own and not own.is_installed:
             raise Refusal(
                 "method-without-effect",
                 f"{own.place} has no effect in a private run, because DopplerTrainer.{name} comes first and does not call "
                 "it. Remove it, or override it in a subclass of DopplerTrainer that calls "
                 f"super().{name}.",
+            )
+
+
+def note_methods_of_another_library(run: Any, trainer: Any) -> None:
+    """Note the methods of another library's trainer in whose place a private training has its own.
+
+    The user cannot leave them out. What they do beyond Transformers, such as a sampler that balances batches, is missing.
+    """
+    hidden = [_own_definition(trainer, name) for name in _NOT_CALLED]
+    hidden += [_own_definition(trainer, name, behind_ours=True) for name in _REPLACED]
+    if places := [each.place for each in hidden if each is not None and each.is_installed]:
+        run.notes.append(f"not used, since DopplerTrainer draws the batches and makes the optimizer: {', '.join(places)}")
+
+
+def refuse_weights_of_a_loss(trainer: Any) -> None:
+    """Refuse a loss with trained weights of its own, which another library's trainer would train beside the model."""
+    given = getattr(trainer, "loss", None)
+    losses = [*given.values()] if isinstance(given, dict) else [given]
+    of_model = {*map(id, trainer.model.parameters())}
+    for loss in losses:
+        if not isinstance(loss, nn.Module):
+            continue
+        outside = [name for name, each in loss.named_parameters() if each.requires_grad and id(each) not in of_model]
+        if outside:
+            raise Refusal(
+                "weights-of-the-loss",
+                f"trainer.loss ({type(loss).__name__}) has weights that are not in the model: {', '.join(outside[:3])}. A "
+                "private training trains the model alone. Put the layer into the model, and call it in its forward.",
             )
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.models.auto import modeling_auto
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.linalg import cross_entropies
 from doppler_hf.privacy.dense_losses import ctc_losses, ignored_pixel, pixel_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
@@ -305,13 +305,13 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
         return Refusal(
             "loss-of-the-batch",
             f"The loss of {name} is one number for the whole batch, and a private run needs one loss per record. Override "
-            "compute_per_sample_loss to return one for each, as in docs/guides/own-loss.md.",
+            f"compute_per_sample_loss to return one for each, as in {page('guides/own-loss')}.",
         )
     return Refusal(
         "no-labels",
         f"The batches have no `labels`, so there is no per-sample loss for {name}. Rename a column of numbers, for example "
         "with train_dataset.rename_column(NAME, 'labels'), use a collator that makes labels, or override "
-        "compute_per_sample_loss: docs/start/troubleshooting.md#data.",
+        f"compute_per_sample_loss: {page('start/troubleshooting', 'data')}.",
     )
 
 

@@ -42,7 +42,7 @@ class EvaluatingTrainer(ShardedTrainer):
         """
         if not overrides(self, "compute_per_sample_loss"):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if return_outputs:
+        if return_outputs and not self.args.prediction_loss_only:
             return mean_and_outputs(self.compute_per_sample_loss, model, inputs)
         losses = as_losses(self.compute_per_sample_loss(model, dict(inputs)))
         # With disable_dp the weights of clipped gradients become weights of the losses.
@@ -50,7 +50,8 @@ class EvaluatingTrainer(ShardedTrainer):
         mean = (losses.values if weights is None else losses.values * weights).mean()
         # If a model can count the items of all micro-batches, Transformers treats its loss as a share of their mean.
         is_share = num_items_in_batch is not None and self.model_accepts_loss_kwargs
-        return mean / self.current_gradient_accumulation_steps if is_share else mean
+        mean = mean / self.current_gradient_accumulation_steps if is_share else mean
+        return (mean, {}) if return_outputs else mean
 
     def note_who_divides(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Find out, once in a run without privacy, whether the loss is divided by the number of items of the whole batch.
@@ -101,7 +102,13 @@ class EvaluatingTrainer(ShardedTrainer):
             self._prepare_model()
         run = self._run
         with spoken_for_when_converted(run, self.args, model=self.model):
-            output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            output = super().evaluation_loop(  # as Transformers calls it
+                dataloader,
+                description=description,
+                prediction_loss_only=prediction_loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
         if not self.args.disable_dp:
             is_own_loss = overrides(self, "compute_per_sample_loss")
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)

@@ -1,7 +1,10 @@
 """Tell whether a method of a trainer is the user's own, or comes from a library on which a private run relies."""
 
 import functools
+import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 LIBRARIES: Final = ("doppler_hf", "transformers", "trl")
@@ -27,6 +30,22 @@ class Definition(NamedTuple):
         if isinstance(self.owner, type) and _root(self.owner.__module__) not in LIBRARIES:
             return True
         return any(_root(module) not in _WRAPPING for module in _modules_of(self.value))
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether another installed package, such as sentence-transformers, has written it, which a user cannot change."""
+        package = _root(getattr(self.owner, "__module__", None))
+        if not isinstance(self.owner, type) or package in LIBRARIES or _root(next(_modules_of(self.value), None)) != package:
+            return False  # a method that was set on the class from outside is the user's
+        module = sys.modules.get(getattr(self.owner, "__module__", ""))
+        place = Path(getattr(module, "__file__", None) or "").resolve()
+        return any(place.is_relative_to(folder) for folder in _folders_of_packages())
+
+
+@functools.cache
+def _folders_of_packages() -> list[Path]:
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")} | {each for each in sys.path if each}
+    return [Path(each).resolve() for each in folders if Path(each).name in ("site-packages", "dist-packages")]
 
 
 def definitions(trainer: Any, method: str) -> Iterator[Definition]:

@@ -66,6 +66,8 @@ def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -
     is_evaluation = any(name.startswith("eval_") for name in logs)
     if run.speaks_for(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
+        if run.is_running and "train_runtime" not in logs:  # the plan counts as a whole, from its first step on
+            logs["epsilon_planned"] = logs["epsilon"]
     if run.ledger is not None and run.ledger.statement.train_loss == "none":  # the logged losses are all 0
         take_losses(logs)
 
@@ -119,7 +121,8 @@ class SavingTrainer(ShardedTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_renamed(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # Another library's trainer may load into its own model alone, and take no other.
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
 
     def _load_best_model(self) -> None:
         if not self._load_renamed(self.state.best_model_checkpoint):

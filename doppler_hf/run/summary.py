@@ -107,7 +107,11 @@ def print_start(
     # Begin with an empty line, since the current line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")
     if args.get_process_log_level() <= logging.INFO:
-        noises = [("noise per coordinate", f"{run.settled_noise_std:.3g}"), ("noise of the average", f"{noise:.2g} C")]
+        of_step = run.settled_noise_std / statement.per_sample_max_grad_norm
+        noises = [
+            ("noise per coordinate of a step's gradient", f"{of_step:.2g} C"),
+            ("noise per coordinate of the average gradient", f"{noise:.2g} C"),
+        ]
         if statement.train_loss == "private":
             noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
             if args.per_sample_max_loss is None:

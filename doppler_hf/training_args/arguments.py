@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from doppler_hf.deprecated import with_earlier_arguments
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.filters.grammar import AUTO
 from doppler_hf.privacy.accounting.accounting import Sampling
@@ -180,7 +180,7 @@ class DopplerTrainingArguments(TrainingArguments):
         default=None,
         help="With report_train_loss=private, the bound to which each per-sample loss is clipped. Default: twice the loss "
         "of an untrained model: 2 ln(num_labels) for a classifier, 2 ln(vocab_size) for a language model; 5 for a "
-        "regression and for losses of your own. See docs/guides/training-loss.md for the rule of each task.",
+        f"regression and for losses of your own. See {page('guides/training-loss')} for the rule of each task.",
     )
     train_loss_budget: float = HfArg(
         default=0.01,
@@ -230,13 +230,17 @@ class DopplerTrainingArguments(TrainingArguments):
         """Return the arguments; during a run, also its terms and the learning rate that it chose, for trackers."""
         shown, terms = _SHOWN.get()
         given = {name: float(value) if type(value) is LeftOut else value for name, value in super().to_dict().items()}
-        return {**given, **(terms if shown is self else {})}
+        if shown is not self:
+            return given
+        used = {name: value for name, value in given.items() if name not in checks.unused(self)}
+        return {**used, **terms}
 
     def __post_init__(self) -> None:
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         self._fill_in()
-        super().__post_init__()
+        with checks.kept_without_effect(self):
+            super().__post_init__()
         # The `check` of a subclass cannot be called here, because the subclass's own __post_init__ has not finished.
         DopplerTrainingArguments.check(self)
 

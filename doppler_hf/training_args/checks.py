@@ -3,9 +3,10 @@
 `args` is typed as Transformers' class, because importing ours would be circular.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
@@ -202,6 +203,28 @@ def refuse_no_learning_rate(args: TrainingArguments) -> None:
             f"learning_rate has no default with {what}; only Adam and Muon have one. Set learning_rate, or leave "
             f"{what} out.",
         )
+
+
+@contextlib.contextmanager
+def kept_without_effect(args: TrainingArguments) -> Iterator[None]:
+    """Take back what another library's class of arguments sets by itself in the block, and no private run has.
+
+    sentence-transformers' arguments set `ddp_broadcast_buffers`, and in several processes `dataloader_drop_last`. A value
+    that the user gave stays, and is refused.
+    """
+    names = [name for name in (*_WITHOUT_EFFECT, "dataloader_drop_last") if name in type(args).__dataclass_fields__]
+    left_out = [name for name in names if getattr(args, name) == default_of(args, name)]
+    yield
+    for name in left_out if not args.disable_dp else ():
+        setattr(args, name, default_of(args, name))
+
+
+def unused(args: TrainingArguments) -> frozenset[str]:
+    """Return the names of Transformers' arguments whose values a private run does not use, though they have defaults."""
+    of_adam = {"adam_beta2", "adam_epsilon"} if args.base_optimizer == "sgd" else set()
+    if args.adam_bc_floor is not None:
+        of_adam.add("adam_epsilon")
+    return frozenset({*_WITHOUT_EFFECT, *of_adam, "adam_beta1", "max_grad_norm", "full_determinism"})
 
 
 def refuse_without_effect(args: TrainingArguments) -> None:

@@ -1,5 +1,9 @@
-"""GLUE's own scores of each task, by scikit-learn and SciPy: `evaluate.load` would download code first."""
+"""GLUE's own scores of each task: by `evaluate` where its metric can be loaded, or by scikit-learn and SciPy.
 
+Names and values are the same. `evaluate.load` downloads the code of a metric, for which the hub must answer.
+"""
+
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +19,25 @@ def glue_compute_metrics(task_name: str) -> Callable[[EvalPrediction], dict[str,
     The logits have shape (examples, classes), or (examples, 1) for stsb.
     """
     task = glue_task(task_name)
+    metric = load_metric("glue", task_name)
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
         logits = _logits(prediction)
         predicted = logits[:, 0] if task.is_regression else logits.argmax(axis=-1)
+        if metric is not None:
+            return dict(metric.compute(predictions=predicted, references=prediction.label_ids))
         return {name: _score(name, predicted, prediction.label_ids) for name in task.metrics}
 
     return compute_metrics
+
+
+def load_metric(path: str, name: str | None = None) -> Any:
+    """Return a metric of `evaluate`, by its name on the hub or a local folder; None without the package or the metric."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # OSError: no connection, or no such metric
+        import evaluate
+
+        return evaluate.load(path, name)
+    return None
 
 
 def accuracy_from_logits(prediction: EvalPrediction) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.metadata
+import os
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -104,3 +106,17 @@ def test_mistakes_end_with_one_line_and_defects_with_a_traceback(recorder, capsy
 def test_an_interruption_has_no_traceback(recorder, capsys):
     assert main(["record", "stopped"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["plan --num-examples 200 --batch-size 20 --epochs 1 --epsilon 8 --json", "filter", "--help"]
+)
+def test_a_reader_that_stops_ends_without_a_traceback(words):
+    """As `doppler-hf plan --json | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "doppler_hf", *words.split()]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert ended.stderr == ""
+    assert ended.returncode in (0, 1, 141)  # argparse and rich have their own ways to end

@@ -6,6 +6,7 @@ import pytest
 
 from doppler_hf.cli import planned_runs as planning
 from doppler_hf.cli.planned_runs import PlanRequest, alternatives, taken_by_training
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
@@ -99,3 +100,24 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     # The noise multiplier of a plan is that of all that a step releases, gradient and loss.
     assert choice[2].noise_multiplier == pytest.approx(statement.effective_noise_multiplier, rel=1e-12)
     assert shape.is_white != is_shaped
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "Begin with --batch-size 80 --epochs 3 --epsilon 8."),
+        ({"batch_size": 50}, "Begin with --epochs 3 --epsilon 8."),
+        ({"batch_size": 50, "epochs": 2.0}, "Begin with --epsilon 8."),
+        ({"batch_size": 50, "noise_multiplier": 1.0}, "Begin with --epochs 3."),
+        ({"num_examples": 1000, "epsilon": 1.0}, "Begin with --batch-size 40 --epochs 20."),
+    ],
+)
+def test_what_is_missing_is_proposed_at_once_and_makes_a_plan(given, said):
+    with pytest.raises(Refusal) as refusal:
+        PlanRequest(**{"num_examples": 2000} | given)
+    assert str(refusal.value).endswith(said)
+    words = said.removeprefix("Begin with ").removesuffix(".").split()
+    proposed = {name[2:].replace("-", "_"): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    if "batch_size" in proposed:
+        proposed["batch_size"] = int(proposed["batch_size"])
+    assert PlanRequest(**{"num_examples": 2000} | given | proposed).solve().steps > 0

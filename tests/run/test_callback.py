@@ -340,7 +340,11 @@ def test_a_column_that_may_say_whose_a_row_is_is_told_of(tmp_path, capsys, colum
 def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
     ledger = trained(trainer_of(tmp_path, log_level="info")).privacy.ledger
     table = said(capsys)
-    for row in (f"noise source: {ledger.statement.noise_source}", "clip norm C: 1", "noise of the average: 0.062 C"):
+    for row in (
+        f"noise source: {ledger.statement.noise_source}",
+        "clip norm C: 1",
+        "noise per coordinate of the average gradient: 0.062 C",
+    ):
         assert row in table, row
 
 

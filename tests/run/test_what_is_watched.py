@@ -28,6 +28,10 @@ def test_every_log_has_the_epsilon_that_holds_wherever_the_run_ends(tmp_path):
     trainer.train()
     assert len(trainer.state.log_history) == len(tracker.logs) == 6 + 2 + 1
     assert {logs["epsilon"] for logs in (*trainer.state.log_history, *tracker.logs)} == {trainer.privacy.epsilon()}
+    # Of the plan, and not of the steps so far: the name says so while the run goes on.
+    of_steps = [logs for logs in tracker.logs if "train_runtime" not in logs]
+    assert all(logs["epsilon_planned"] == logs["epsilon"] for logs in of_steps)
+    assert "epsilon_planned" not in tracker.logs[-1] | trainer.evaluate()
 
 
 def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
@@ -36,7 +40,11 @@ def test_trackers_are_given_the_terms_of_the_run_and_nobody_else(tmp_path):
     given = trainer.args.to_dict()
     trainer.train()
     statement = trainer.privacy.ledger.statement
-    assert given.items() <= tracker.config.items()
+    changed = {name for name, value in given.items() if name not in tracker.config or tracker.config[name] != value}
+    assert {"optim", "adam_beta1", "max_grad_norm"} <= changed
+    assert not {"adam_beta1", "max_grad_norm", "data_seed", "ddp_bucket_cap_mb"} & tracker.config.keys()
+    assert tracker.config["optim"] == "DopplerOptimizer (adam_bc)"
+    assert {"adam_beta2", "adam_epsilon", "weight_decay", "seed"} <= tracker.config.keys()  # which are used
     for name in ("noise_multiplier", "per_sample_max_grad_norm", "sample_rate", "num_units", "expected_batch_size",
                  "steps_planned", "target_delta", "noise_shape"):  # fmt: skip
         assert tracker.config[f"privacy/{name}"] == getattr(statement, name), name

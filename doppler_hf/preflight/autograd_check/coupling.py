@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -62,7 +62,7 @@ def read_by_others(place: str, reason: str | None = None) -> Refusal:
         reason
         or f"The loss of one record has a gradient in the rows of other records at {place}, so the noise would not protect "
         "it. Make each loss depend only on its own record, and keep the batch as the first dimension of every layer's "
-        "input: docs/start/troubleshooting.md#losses.",
+        f"input: {page('start/troubleshooting', 'losses')}.",
     )
 
 

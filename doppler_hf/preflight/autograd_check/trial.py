@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.linalg import norm
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.shards import gathered
@@ -43,7 +43,9 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
         got, fix = (
             (
                 "a single number",
-                "Set reduction='none': a mean would couple the records."
+                "Set reduction='none': a mean would couple the records. A loss that compares the records of a batch, "
+                "such as "
+                "MultipleNegativesRankingLoss, has no loss per record, and cannot be trained with privacy."
                 + (" If it is set, squeeze() has removed the batch dimension: use squeeze(-1)." if number == 1 else ""),
             ),
             ("more or fewer", "Make the collator return one row for each record (no packing)."),
@@ -122,7 +124,7 @@ def _why(trial: Trial, what: str, layer: str) -> str:
         )
     return (
         f"The {what} of one record changes with the other records of the batch, so the noise would not protect it "
-        f"(docs/start/troubleshooting.md#losses): {layer} depends on {reason}"
+        f"({page('start/troubleshooting', 'losses')}): {layer} depends on {reason}"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.privacy.clipping import transformers_layers as of_transformers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
@@ -157,7 +157,7 @@ class BookKeepingEngine:
                 "layer-without-rule",
                 f"Per-sample gradients of the layers {listed(notes.failed)} ({kinds}) failed with {type(error).__name__} "
                 f"({words}). Freeze these layers with requires_grad_(False), or train adapters of another kind, such as "
-                "LoRA: docs/start/troubleshooting.md#model.",
+                f"LoRA: {page('start/troubleshooting', 'model')}.",
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
@@ -187,18 +187,22 @@ class BookKeepingEngine:
                 "to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
                 "weight_decay, "
                 f"which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), or train LoRA: "
-                "docs/start/troubleshooting.md#model."
+                f"{page('start/troubleshooting', 'model')}."
             )
         return (
             f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
             f"requires_grad_(False). If they belong to an adapter, leave these layers out of its target_modules, {others}: "
-            "docs/start/troubleshooting.md#model."
+            f"{page('start/troubleshooting', 'model')}."
         )
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # This is an evaluation, in which layers make no notes.
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 0]
+        # Models of sentence-transformers take one dictionary in place of keywords.
+        given = [
+            each for value in (*args, *kwargs.values()) for each in (value.values() if isinstance(value, dict) else [value])
+        ]
+        tensors = [value for value in given if isinstance(value, Tensor) and value.ndim > 0]
         self._num_inputs = tensors[0].shape[0] if tensors else None
         self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
         self.notes.casts.clear()
@@ -214,7 +218,7 @@ class BookKeepingEngine:
                 "output-repeated",
                 f"The forward pass failed, perhaps because the model repeats the output of {layers} for each example, so "
                 "that it has more rows than the batch. Freeze these layers with requires_grad_(False), or train adapters "
-                "of another kind, such as LoRA: docs/start/troubleshooting.md#model.",
+                f"of another kind, such as LoRA: {page('start/troubleshooting', 'model')}.",
             ) from error
         finally:
             self.notes.is_in_forward = False

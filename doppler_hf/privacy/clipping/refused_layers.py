@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.privacy.clipping.layers import CONTAINERS, listed, modes_kept
 
 _OTHER_ADAPTERS: Final = "Train adapters of another kind, such as LoRA"
@@ -51,7 +51,8 @@ def refuse_layers(model: nn.Module) -> None:
         raise Refusal(
             "layer-mixes-examples",
             f"The {named(mixing, 'mixes', 'mix')} the records of a batch, so clipping cannot bound what one record "
-            "contributes. Keep the statistics of pretraining fixed (docs/guides/images.md#batchnorm), or use GroupNorm or "
+            f"contributes. Keep the statistics of pretraining fixed ({page('guides/images', 'batchnorm')}), or use "
+            "GroupNorm or "
             "LayerNorm, for example with `model = opacus.validators.ModuleValidator.fix(model)`.",
         )
     if rewriting:
