@@ -183,6 +183,11 @@ class DopplerTrainingArguments(TrainingArguments):
         help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from "
         "the gradient, whose noise a hundredth raises by half a percent.",
     )
+    plot_training_curve: bool = HfArg(
+        default=True,
+        help="Draw evaluations and the private training loss over the steps, as training_curve.png in output_dir, at the "
+        "end of a run. It is drawn only where matplotlib is installed, and never has a raw training loss.",
+    )
     floating_point_safe: bool = HfArg(
         default=False,
         help="Make each noise value from four, against attacks on gaps between floating-point numbers (Mironov 2012).",
