@@ -9,7 +9,7 @@ recipe. `python -m doppler_hf` is the same command.
 - script: a training script up to its training, for check and audit
 - random_model: a model of random weights, for estimate
 - planned_runs: what a run would cost, and its alternatives, for plan
-- plots: pictures of filters, for filter
+- plots: pictures, for filter and plan
 """
 
 import argparse
