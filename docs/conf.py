@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from docutils import nodes
-from myst_parser.sphinx_ import MystParser
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 from transformers import TrainingArguments
