@@ -1,10 +1,13 @@
 """The site that `make docs` builds of README, docs/ and recipes/ as they lie, and of the docstrings. Nothing is fetched."""
 
 import dataclasses
+import json
 import re
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
+from docutils import nodes
+from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 from transformers import TrainingArguments
@@ -59,7 +62,24 @@ def signature(app: Sphinx, what: str, name: str, thing: Any, *_: Any) -> tuple[s
     return ("(...)", "") if arguments_of(what, thing) else None
 
 
+class NotebookParser(MystParser):
+    """Reads a notebook of the gallery, which has no output, as the Markdown of its cells."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        """Parse the cells of text as they are, and those of code as blocks of Python."""
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(inputstring)["cells"]]
+        name = document["source"].rpartition("/")[2]
+        # A link to the file itself, for readers who want to run it.
+        texts = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells]
+        texts.append(f"The notebook is {{download}}`{name}`.")
+        super().parse("\n\n".join(texts), document)
+
+
 def setup(app: Sphinx) -> None:
-    """Connect both, ahead of napoleon."""
+    """Read notebooks, and connect both functions, ahead of napoleon."""
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)
     app.connect("autodoc-process-docstring", complete, priority=400)
     app.connect("autodoc-process-signature", signature)

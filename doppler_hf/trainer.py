@@ -104,6 +104,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._locks: dict[Path, WriterLock] = {}
         self._of_class: Losses | None = None
         self._ignore_keys: list[str] | None = None
+        self.evaluations_of_training_data: list[dict[str, float]] = []
         preflight.before_the_trainer(args, model=model, train_dataset=train_dataset)
         with used_by_a_private_trainer(args):
             if others:
@@ -180,7 +181,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.push(functools.partial(self._ended, run))
             running.enter_context(raised_if_terminated())
             running.enter_context(self.saved_if_interrupted())
-            return super()._inner_training_loop(batch_size, **kwargs)
+            output = super()._inner_training_loop(batch_size, **kwargs)
+        if self.is_world_process_zero():
+            self.draw_training(run)
+        return output
 
     @contextlib.contextmanager
     def _begun(self, checkpoint: str | None) -> Iterator[PrivateRun]:

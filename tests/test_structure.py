@@ -52,12 +52,13 @@ MAY_IMPORT = {
     "training_args": ("deprecated filters privacy", "transformers torch"),
     "run": (
         "errors filters linalg optim privacy shards training_args",
-        "numpy jaxtyping torch transformers accelerate safetensors",
+        "numpy jaxtyping torch transformers accelerate safetensors huggingface_hub",
     ),
     "preflight": (
         "errors linalg optim privacy run shards training_args",
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
+    "run/training_curve": ("extras run privacy", "matplotlib"),
     "run/merged_model": ("extras privacy.ledger.weights", "torch transformers peft safetensors"),
     "errors": ("", ""),
     "extras": ("", ""),

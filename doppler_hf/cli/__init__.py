@@ -9,7 +9,7 @@ words that are not its own flags: the fields of a recipe. `python -m doppler_hf`
 - script: runs a training script up to its training, for check and audit
 - random_model: a model with random weights, for estimate
 - planned_runs: the cost of a run and of its alternatives, for plan
-- plots: pictures of filters, for filter
+- plots: pictures of filters and plans, for filter and plan
 """
 
 import argparse

@@ -4,6 +4,7 @@ Give the batch size, the length (epochs or steps), and either epsilon or the noi
 second table keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
+  doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --plot plan.png
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --noise-multiplier 1 --low-pass-filter first-order-v1
 """
 
@@ -11,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
+from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
@@ -60,11 +63,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the noise against batch size and epochs, with this plan marked, as " + ", ".join(PICTURE_ENDINGS),
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute ε or the noise multiplier, compare the run with others, and print the tables."""
+    if args.plot is not None:
+        check_picture(args.plot)  # before the computation, which takes time
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
@@ -75,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
     # The alternatives get the target ε. The plan itself reaches a slightly smaller ε, which would distort the comparison.
     table = alternatives(request, planned, facts["target_epsilon"])
+    if args.plot is not None:
+        plot_plan(table, planned, args.plot, epsilon=facts["target_epsilon"], delta=facts["delta"])
     if args.json:
         runs = [{"epochs": length, **dataclasses.asdict(other)} for length, others in table.items() for other in others]
         # JSON has no infinity; no plan contains one.
@@ -84,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         title = f"Runs of equal {terms}, N = {planned.num_examples:,}, C = {planned.max_grad_norm:g}"
         console.print(alternatives_table(table, planned, title=title))
         console.print(READING)
+        if args.plot is not None:
+            console.print(f"The noise of these runs is drawn in {args.plot}.", markup=False, soft_wrap=True)
     return 0
 
 

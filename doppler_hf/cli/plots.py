@@ -1,15 +1,16 @@
-"""Pictures of filters, as files.
+"""Pictures of filters and of plans, as files.
 
 The ending of a file's name, one of `PICTURE_ENDINGS`, sets the format, and missing folders are created. Matplotlib is
 imported when a picture is drawn. Pyplot is never imported, because its state belongs to the user's notebook.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from doppler_hf.cli.planned_runs import PlannedRun
 from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 from doppler_hf.filters import (
@@ -23,6 +24,7 @@ from doppler_hf.filters import (
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
 FREQUENCY: Final = "frequency (fraction of Nyquist)"
+DROWNED: Final = 0.005  # as `run.summary` has it, which imports torch
 
 
 def check_picture(path: Path) -> None:
@@ -62,6 +64,49 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     delay.set(xlabel=FREQUENCY, ylabel="steps", title="group delay")
     widest = max(map(len, filters))
     figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
+    write(figure, path)
+
+
+def plot_plan(
+    table: Mapping[float, Sequence[PlannedRun]], planned: PlannedRun, path: str | Path, *, epsilon: float, delta: float
+) -> None:
+    """Draw the noise of runs of equal ε against their batch sizes, with a line for each number of epochs and a mark.
+
+    Args:
+        table: Epochs → runs with that length, as of `alternatives`.
+        planned: The run that was asked for, one of those in the table.
+        path: The picture.
+        epsilon: ε of all of these runs.
+        delta: δ of all of these runs.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    axes = figure.subplots()
+    for epochs, runs in table.items():
+        sizes = [each.expected_batch_size for each in runs]
+        noises = [each.average_noise_std / each.max_grad_norm for each in runs]
+        axes.loglog(sizes, noises, marker="o", markersize=4, label=f"{epochs:.4g} epochs")
+    length = next(epochs for epochs, runs in table.items() if any(each is planned for each in runs))
+    size, noise = planned.expected_batch_size, planned.average_noise_std / planned.max_grad_norm
+    axes.plot([size], [noise], marker="*", markersize=16, color="black", linestyle="none", label="your plan")
+    # It would press the lines together where all of them are far below.
+    if axes.get_ylim()[1] > DROWNED / 4:
+        axes.axhline(DROWNED, color="black", linewidth=0.8, linestyle=":", label="above: image classifiers learnt little")
+    every = sorted({each.expected_batch_size for runs in table.values() for each in runs})
+    axes.set_xticks(every, labels=[f"{each:,}" for each in every])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(xlabel="expected batch size B", ylabel="noise per coordinate of the average gradient, in units of C")
+    axes.set_title(
+        f"Your plan, B = {size:,} and {length:.4g} epochs, has noise {noise:.2g} C.\n"
+        f"All runs here have ε = {epsilon:.4g} and δ = {delta:.2g} for N = {planned.num_examples:,}.",
+        fontsize="medium",
+    )
+    axes.legend(fontsize="small")
     write(figure, path)
 
 

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
@@ -48,6 +50,8 @@ from doppler_hf.privacy.ledger.weights import weight_files
 _SAME_VERSIONS_TOLERANCE: Final = 1e-6
 # Another version may bound ε on another grid, and its bound may be up to one percent lower.
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
+# Below so many columns, as on a phone, two columns side by side would break every word.
+_NARROW: Final = 64
 _ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting", "numpy")
 
 
@@ -119,7 +123,13 @@ def run(args: argparse.Namespace) -> int:
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
-    console.print(terms_table(ledger, meaning))
+    rows = terms_rows(ledger, meaning)
+    if console.width < _NARROW:
+        for name, value in rows:
+            console.print(f"{name}:", style="bold", markup=False)
+            console.print(Padding(Text(value), (0, 0, 0, 2)))
+    else:
+        console.print(terms_table(rows))
     console.print(
         "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
     )
@@ -243,12 +253,11 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
     return [f"The head is {ledger.head}, not {head.lower()}: {what}."]
 
 
-def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of the terms of the guarantee, the steps, and the meaning of ε."""
+def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the terms of the guarantee, the steps, and the meaning of ε, each with its name."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
     end = "the run ended" if last.is_closed else f"the run was interrupted; at least {last.steps_released:,} steps were run"
-    table = Table(title="Privacy ledger", show_header=False)
-    for row in (
+    return [
         *terms_in_words(ledger),
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
@@ -256,6 +265,12 @@ def terms_table(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> Ta
         ("ε of the whole plan", f"{ledger.epsilon():.6g}, computed by {statement.accountant}"),
         *meaning,
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
-    ):
+    ]
+
+
+def terms_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Lay out the terms of the guarantee for a screen that is wide enough for two columns."""
+    table = Table(title="Privacy ledger", show_header=False)
+    for row in rows:
         table.add_row(*row)
     return table

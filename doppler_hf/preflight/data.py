@@ -12,6 +12,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.published_results import is_training_data
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -114,11 +115,7 @@ def warn_of_training_data_in_evaluation(trainer: Any) -> None:
 
 def warn_if_evaluated(train_dataset: Any, evaluated: Any) -> None:
     """Warn if an evaluation set is the training set, or the same data loaded or prepared a second time."""
-    sets = evaluated.values() if isinstance(evaluated, Mapping) and not hasattr(evaluated, "column_names") else [evaluated]
-    own = getattr(train_dataset, "_fingerprint", None)  # `datasets` gives the same data the same fingerprint
-    if train_dataset is not None and any(
-        each is train_dataset or (own is not None and getattr(each, "_fingerprint", None) == own) for each in sets
-    ):
+    if is_training_data(train_dataset, evaluated):
         warnings.warn(
             "eval_dataset is train_dataset, so its metrics, and a best checkpoint chosen by them, are NOT PRIVATE. Evaluate "
             "on other records.",

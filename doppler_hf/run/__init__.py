@@ -29,5 +29,8 @@
 - digests: a digest of the parameters, by which the ledger knows the model
 - summary: the lines that a run prints
 - logged_loss: where the training loss is shown, and whether it is clipped
-- model_card: the model card's section on privacy
+- model_card: the file, of which a run writes a part and people the rest
+- card_sections: that part, with privacy first
+- published_results: the results that card and picture may have
+- training_curve: a picture of the training
 """

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -10,8 +11,9 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.run.card_sections import metadata_of, written_part
 from doppler_hf.run.digests import digests_of
-from doppler_hf.run.model_card import CARD_NAME, HEADING, renew_section
+from doppler_hf.run.model_card import BEGIN, CARD_NAME, HEADING, renew_card
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -22,7 +24,7 @@ def ledger_beside(
     args: DopplerTrainingArguments,
     *,
     run: PrivateRun | None,
-    model: nn.Module,
+    trainer: Any,
     checkpoint_step: int | None,
     lock: Callable[[Path], WriterLock],
 ) -> Iterator[None]:
@@ -30,6 +32,7 @@ def ledger_beside(
 
     If the folder has a ledger of other weights, that ledger is renamed.
     """
+    model: nn.Module = trainer.model
     home = folder if checkpoint_step is None else folder.parent
     with lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
         speaks, before, card = run is not None and run.speaks_for(model), stamps(folder), folder / CARD_NAME
@@ -54,7 +57,7 @@ def ledger_beside(
                     f"The earlier ledger in {folder} was renamed to {aside.name}, because it does not cover these weights."
                 )
             if card.exists() and not (folder / LEDGER_NAME).exists():
-                renew_section(card, None)  # PEFT keeps the section of an earlier card
+                write_card(card, None, trainer)  # PEFT keeps what is in a card
             return
         assert run is not None
         assert run.trained_model is not None, "a ledger is opened for a model"
@@ -67,10 +70,32 @@ def ledger_beside(
             ledger.save(args.output_dir)
         set_aside(folder, unless=lambda there: there.is_prefix_of(ledger))
         ledger.save(folder)
-        if card.exists() and (hasattr(model, "peft_config") or HEADING in card.read_text("utf-8")):
-            renew_section(card, ledger)
+        write_card(card, run, trainer)
         if checkpoint_step is None:
             print(f"The ledger {folder / LEDGER_NAME} covers the weights next to it. Its last hash is {ledger.head}.")
+
+
+def write_card(card: Path, run: PrivateRun | None, trainer: Any, *, before: str | None = None) -> None:
+    """Renew the part of a card that a run writes; without a run only take it out. A fault is told and fails nothing.
+
+    Without `before`, a card is renewed that is an adapter's or has such a part: another one is somebody's own file.
+    """
+    try:
+        if before is None:
+            if not card.exists():
+                return
+            text = card.read_text("utf-8")
+            has_part = BEGIN in text or HEADING in text
+            if not has_part and (run is None or not hasattr(trainer.model, "peft_config")):
+                return
+        part = None if run is None else written_part(run, trainer, card.parent)
+        metadata = {} if run is None else metadata_of(run, trainer)
+        # The folder of a checkpoint says only its step.
+        title = (trainer.hub_model_id or trainer.args.hub_model_id or "").rpartition("/")[2]
+        title = title or Path(trainer.args.output_dir).resolve().name
+        renew_card(card, part, title=title, metadata=metadata, before=before)
+    except Exception as error:
+        print(f"The model card {card} was not completed ({type(error).__name__}: {error}). The model is saved all the same.")
 
 
 @contextlib.contextmanager

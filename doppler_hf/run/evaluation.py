@@ -18,6 +18,7 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import spoken_for_when_converted
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.published_results import is_training_data
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
@@ -32,6 +33,7 @@ class EvaluatingTrainer(ShardedTrainer):
     _is_division_known = False
     model_accepts_loss_kwargs: bool
     compute_per_sample_loss: Callable[..., Any]
+    evaluations_of_training_data: list[dict[str, float]]
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -117,6 +119,10 @@ class EvaluatingTrainer(ShardedTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
         metrics = super().evaluate(*args, **kwargs)
+        evaluated = args[0] if args else kwargs.get("eval_dataset")
+        if evaluated is not None and is_training_data(self.train_dataset, evaluated):
+            # Privacy: what is published leaves these out.
+            self.evaluations_of_training_data.append(self.state.log_history[-1])
         run = self._run
         if run is not None and run.ledger is not None and not run.is_running and self.is_world_process_zero():
             print_if_not_learnt(metrics)

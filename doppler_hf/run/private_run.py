@@ -184,6 +184,7 @@ class PrivateRun:
         self.is_running = False
         self.notes: list[str] = []
         self.words: dict[str, str] = {}
+        self.has_picture = False  # of the training, in its output folder
         self.shown: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._engine: ClippedGradients | None = None

@@ -14,15 +14,16 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
-from doppler_hf.run.beside_model import ledger_beside
+from doppler_hf.run.beside_model import ledger_beside, write_card
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
-from doppler_hf.run.model_card import CARD_NAME, complete_card, with_columns_in_one_order
+from doppler_hf.run.model_card import CARD_NAME
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.run.summary import spent_in_words
+from doppler_hf.run.training_curve import draw_training
 
 
 def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
@@ -37,27 +38,30 @@ def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
-    """Return a `create_model_card` that also writes the optimizer in use and a section on privacy."""
+    """Return a trainer's `create_model_card`, whose card then begins with privacy and keeps what people have written."""
 
     def create_model_card(self: "SavingTrainer", *args: Any, **kwargs: Any) -> None:
-        """Write Transformers' model card, with the optimizer in use and a section on privacy."""
-        history = self.state.log_history
-        # Transformers writes each row of its table in the order of the row's keys, and a checkpoint sorts its keys.
+        """Write a model card with what the run knows, and privacy first. Text added by hand to an earlier card stays."""
+        card, history = Path(self.args.output_dir) / CARD_NAME, self.state.log_history
+        before = card.read_text("utf-8") if card.exists() else ""
+        # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
         self.state.log_history = with_columns_in_one_order(history)
         try:
             inherited(self, *args, **kwargs)
         finally:
             self.state.log_history = history
-        if self.is_world_process_zero():
-            complete_card_of_run(self._run, self.args, model=self.model)
+        if self.is_world_process_zero() and not self.args.disable_dp:
+            run = self._run
+            speaks = run is not None and run.ledger is not None and run.speaks_for(self.model)
+            write_card(card, run if speaks else None, self, before=before)
 
     return create_model_card
 
 
-def complete_card_of_run(run: PrivateRun | None, args: DopplerTrainingArguments, *, model: nn.Module) -> None:
-    """Add the optimizer and a section on privacy to Transformers' model card, if the run's ledger covers the model."""
-    if run is not None and run.ledger is not None and run.speaks_for(model):
-        complete_card(Path(args.output_dir) / CARD_NAME, args, ledger=run.ledger, words=run.words)
+def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a trainer's logs, those of evaluations with the same names in the same order; what one lacks is empty there."""
+    names = dict.fromkeys(name for row in log_history if "eval_loss" in row for name in row)
+    return [{name: row.get(name, "") for name in names} if "eval_loss" in row else row for row in log_history]
 
 
 def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -> None:
@@ -93,7 +97,7 @@ class SavingTrainer(ShardedTrainer):
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
             if is_first:
-                terms: dict[str, Any] = {"model": self.model, "checkpoint_step": step, "lock": self._lock_of}
+                terms: dict[str, Any] = {"trainer": self, "checkpoint_step": step, "lock": self._lock_of}
                 saving.enter_context(ledger_beside(folder, self.args, run=self._run, **terms))
             note_shards(self.model.parameters())  # all processes do this together
             if step is not None and is_first:  # an old checkpoint there must not count until it is replaced completely
@@ -103,6 +107,12 @@ class SavingTrainer(ShardedTrainer):
     def _lock_of(self, folder: str | Path) -> WriterLock:
         """Return the lock of a folder, always the same object, so that a run does not refuse its own saving."""
         return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
+
+    def draw_training(self, run: PrivateRun) -> None:
+        """Draw the training that has ended into the output folder, where matplotlib is installed."""
+        if run.ledger is not None:
+            guarantee = spent_in_words(run.ledger, self.args, epsilon=run.ledger.epsilon())
+            run.has_picture = draw_training(run.ledger, self, guarantee=guarantee)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # This is Transformers' only method that all processes call before process 0 saves.

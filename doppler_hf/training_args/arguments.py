@@ -187,6 +187,11 @@ class DopplerTrainingArguments(TrainingArguments):
         help="With report_train_loss=private, the share of the privacy budget (of 1/σ²) that the loss takes from the "
         "gradient. A share of 0.01 raises the gradient's noise by half a percent.",
     )
+    plot_training_curve: bool = HfArg(
+        default=True,
+        help="Draw evaluations and the private training loss over the steps, as training_curve.png in output_dir, at the "
+        "end of a run. It is drawn only where matplotlib is installed, and never has a raw training loss.",
+    )
     floating_point_safe: bool = HfArg(
         default=False,
         help="Make each noise value from four random values, as a defence against attacks on the gaps between "

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import scipy.signal
+from matplotlib.figure import Figure
 
 from doppler_hf.cli import main
 from doppler_hf.cli import planned_runs as planning
@@ -125,3 +126,36 @@ def test_noise_is_in_units_of_the_clip_norm_with_two_digits_everywhere(tmp_path,
     terms = dict(noise_multiplier=1.005, per_device_train_batch_size=8, max_steps=40, per_sample_max_grad_norm=0.5)
     trained(trainer_of(tmp_path, data=text_data(200), **terms, log_level="info"))
     assert "noise per coordinate of the average gradient: 0.0099 C\n" in capsys.readouterr().out
+
+
+def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypatch):
+    figures, write = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: (figures.append(self), write(self, *args, **options))
+    )
+    monkeypatch.setattr(planning, "EPOCH_FACTORS", (1, 2))
+    monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (1, 2))
+    path = tmp_path / "new" / "plan.png"
+    plan = json.loads(printed([*WORDS, *FILTER, "--max-grad-norm=2", "--json", f"--plot={path}"], capsys))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    for epochs in (1.5, 3):
+        runs = [each for each in plan["alternatives"] if each["epochs"] == epochs]
+        sizes, noises = lines[f"{epochs:g} epochs"]
+        assert sizes == [100, 200] == [each["expected_batch_size"] for each in runs]
+        expected = [each["noise_multiplier"] / (each["expected_batch_size"] * each["steps"] ** 0.5) for each in runs]
+        np.testing.assert_allclose(noises, expected, rtol=1e-12)  # in units of C
+    assert lines["your plan"] == ([100], lines["1.5 epochs"][1][:1])
+    title = axes.get_title()
+    assert "B = 100 and 1.5 epochs" in title
+    assert "ε = 3 " in title
+    assert f"noise {lines['your plan'][1][0]:.2g} C" in title
+
+
+@pytest.mark.parametrize("file", ["plan.txt", "/proc/x/plan.png"])
+def test_a_picture_that_cannot_be_drawn_is_one_line(file, capsys, one_cell):
+    assert main([*WORDS, *FILTER, f"--plot={file}"]) == 2
+    error = capsys.readouterr().err
+    assert file in error
+    assert error.count("\n") == 1

@@ -57,6 +57,21 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
         assert shown in output, shown
 
 
+@pytest.mark.parametrize("columns", [40, 120])
+def test_a_phone_shows_whole_words_and_a_wide_screen_two_columns(written, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folder, _ = written
+    assert check(folder) == 0
+    output = capsys.readouterr().out
+    terms = output[output.index("mechanism") : output.index("Not covered by ε")].splitlines()
+    assert max(map(len, terms)) <= columns
+    assert ("│" in output) == (columns == 120)
+    if columns == 40:
+        assert "noise source:" in terms
+        assert terms[terms.index("noise source:") + 1].rstrip() == "  a test"
+        assert [line.strip() for line in terms if len(line.strip()) < 3 and not line.strip().isdigit()] == ["δ:"]
+
+
 @pytest.mark.parametrize("target_delta", [1e-3, 0.1])
 @pytest.mark.parametrize("private", [True, False])
 def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsys, target_delta, private):

@@ -88,7 +88,7 @@ def test_a_raw_loss_is_on_the_console_and_in_no_file(tmp_path, capsys):
     for state in (*folder.glob("checkpoint-*/trainer_state.json"), folder / "trainer_state.json"):
         assert not {"loss", "train_loss"} & names(json.loads(state.read_text())["log_history"])
     assert "train_loss" not in json.loads((folder / "all_results.json").read_text())
-    assert "No log" in (folder / "README.md").read_text()
+    assert "- **loss**: " in (folder / "README.md").read_text()  # of the evaluation
 
 
 def test_no_file_of_a_raw_run_has_its_digits(tmp_path):

@@ -1,63 +1,85 @@
-"""The card says what the ledger says, and writing it touches nothing else in the file."""
+"""The card begins with privacy, says what the run knows, asks for nothing, and keeps what people have written."""
 
+import contextlib
+import re
+
+import datasets
 import pytest
+import transformers
+from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
+from transformers import BertForSequenceClassification, Trainer
 
-from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import percent, trade_off
-from doppler_hf.run.model_card import complete_card, privacy_section, renew_section
+from doppler_hf.run.card_sections import privacy_section
+from doppler_hf.run.model_card import BEGIN, marked, renew_card
 from tests.support.ledgers import after, all_events, statement
-from tests.support.trainers import arguments
+from tests.support.tiers import thorough
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import trained, trainer_of
 
-CARD = (
-    "---\nlicense: mit\n---\n\n# A model\n\n"
-    "- learning_rate: None\n- optimizer: Transformers'\n- seed: 42\n\n## Usage\n\nσ | ε\n"
-)
-
-
-def rows(section):
-    """The table's rows as a dictionary."""
-    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    cells = [line.replace("\\|", "¦").strip("|").split("|") for line in lines]
-    assert all(len(cell) == 2 for cell in cells)
-    return {name.strip(): value.strip() for name, value in cells}
+EVALUATED = dict(max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
 
 
-# Of a ledger of all events: the second begins a round of its own, and ended a step before its plan.
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def adapted(base=None):
+    return get_peft_model(base or tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+
+def items(section):
+    """The items of the list of terms as a dictionary."""
+    return dict(re.findall(r"^- \*\*(.+?)\*\*: (.*)$", section, re.MULTILINE))
+
+
+def headings(card, level=2):
+    return re.findall(rf"^{'#' * level} (.*)$", card, re.MULTILINE)
+
+
+def snippet(card, language):
+    (found,) = re.findall(rf"```{language}\n(.*?)```", card, re.DOTALL)
+    return found
+
+
+# The plans of a ledger of all events: the second begins a round of its own, and ended a step before its plan.
 TWO_RUNS = [Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 4)]
 
 
 def test_the_section_says_what_the_ledger_says():
     ledger = all_events(train_loss="raw", target_epsilon=8.0)
     section = privacy_section(ledger)
-    table = rows(section)
+    terms = items(section)
     epsilon = get_total_epsilon(TWO_RUNS, delta=1e-5)
-    assert {name: row for name, row in table.items() if name.startswith("ε by")} == {"ε by pld": f"{epsilon:.4g}"}
+    assert {name: row for name, row in terms.items() if name.startswith("ε by")} == {"ε by pld": f"{epsilon:.4g}"}
     assert f"Trained with ({ledger.epsilon():.4g}, 1e-05)-differential privacy for one record, by the pld" in section
     best = trade_off(TWO_RUNS)
     rates = {"1 %": percent(best.true_positive_rate(0.01)), "0.1 %": percent(best.true_positive_rate(0.001))}
     for false, true in rates.items():
-        assert table[f"any attack with {false} false positives"] == f"at most {true} true positives"
+        assert terms[f"any attack with {false} false positives"] == f"at most {true} true positives"
     assert f"recognises a training record with a probability of at most {rates['1 %']};" in section
-    assert table["ε covers"] == "one record"
-    assert table["neighbouring data sets"] == "add or remove one record"
-    assert table["number of records N"] == "1,000 (public, not protected)"
-    assert table["target ε"] == "8"
-    assert table["restarts"] == "at step 6"
-    assert table["steps"] == "10 of 10 planned"
-    assert table["noise multiplier σ"] == "1"
+    assert terms["ε covers"] == "one record"
+    assert terms["neighbouring data sets"] == "add or remove one record"
+    assert terms["number of records N"] == "1,000 (public, not protected)"
+    assert terms["target ε"] == "8"
+    assert terms["restarts"] == "at step 6"
+    assert terms["steps"] == "10 of 10 planned"
+    assert terms["noise multiplier σ"] == "1"
     for steps in (7, 4):
-        assert table[f"ε computed for {steps} steps"] == "σ₀ = 1, sample rate q = 0.05"
-    assert table["clip norm C"] == "1 (automatic, flat)"
-    assert table["noise source"] == "a test"
-    assert "NOT PRIVATE" in table["training loss"]
-    assert "opacus " in table["software"]
+        assert terms[f"ε computed for {steps} steps"] == "σ₀ = 1, sample rate q = 0.05"
+    assert terms["clip norm C"] == "1 (automatic, flat)"
+    assert terms["noise source"] == "a test"
+    assert "NOT PRIVATE" in terms["training loss"]
+    assert "opacus " in terms["software"]
     for line in ledger.not_covered:
         assert f"\n- {line}\n" in section
-    assert all(choice in section for choice in ("best checkpoint", "early stopping", "hyper-parameter search"))
     assert f"\n    {ledger.head}\n" in section
-    assert "`doppler-hf verify`" in section
+    assert snippet(section, "sh") == "doppler-hf verify .\n"
     assert section.startswith("## Differential privacy\n")
+    assert "|" not in section  # a phone would cut a table of long cells
 
 
 @pytest.mark.parametrize(
@@ -68,20 +90,254 @@ def test_what_is_not_private_is_not_called_so(terms, why):
     section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))
     assert f"**Not differentially private**: {why}" in section
     assert "Trained with" not in section
+    assert "ε covers" not in section
     assert "attack" not in section
-    assert (rows(section)["ε by pld"] == "inf") == (terms == dict(private=False))
+    assert (items(section)["ε by pld"] == "inf") == (terms == dict(private=False))
 
 
-def test_the_section_ends_the_card_and_nothing_but_rate_and_optimizer_changes(tmp_path):
-    path, ledger = tmp_path / "README.md", all_events(private=False)
-    path.write_text(CARD)
-    complete_card(path, arguments(tmp_path), ledger=ledger, words={"rate": "0.0125 (as given)", "filter": "none (auto)"})
-    lines = "- learning_rate: 0.0125 (as given)\n- optimizer: adam_bc, of doppler_hf; filter: none (auto)"
-    card = CARD.replace("- learning_rate: None\n- optimizer: Transformers'", lines)
-    expected = card + "\n" + privacy_section(ledger)
-    assert path.read_text() == expected
-    path.write_text(expected + "\n### Framework versions\n")  # as PEFT does
-    renew_section(path, ledger)
-    assert path.read_text() == card + "\n### Framework versions\n\n" + privacy_section(ledger)
-    renew_section(path, None)
-    assert path.read_text() == card + "\n### Framework versions\n"
+def written_by(way, tmp_path):
+    """Train and save in one of three ways, and return trainer and card."""
+    model = adapted() if way != "plain" else tiny_bert()
+    trainer = trained(trainer_of(tmp_path, model=model, compute_metrics=accuracy, **EVALUATED))
+    trainer.save_model()
+    if way != "adapter":
+        trainer.create_model_card()
+    return trainer, tmp_path / "out" / "README.md"
+
+
+@pytest.mark.parametrize("way", ["adapter", "plain", *thorough("adapter, written anew")])
+def test_the_card_begins_with_privacy_and_says_what_the_run_knows(tmp_path, way):
+    trainer, path = written_by(way, tmp_path)
+    card = path.read_text("utf-8")
+    assert "information needed" not in card.lower()
+    assert headings(card, 1) == ["out"]
+    assert headings(card) == ["Differential privacy", "How to load it", "The model", "Results", "Training arguments"]
+    facts = items(card)
+    last = [log for log in trainer.state.log_history if "eval_loss" in log][-1]
+    assert facts["loss"] == f"{last['eval_loss']:.4g}"
+    assert facts["accuracy"] == f"{last['eval_accuracy']:.4g}"
+    assert f"| {last['step']} | {last['eval_loss']:.4g} | {last['eval_accuracy']:.4g} |" in card
+    assert facts["training data"] == "24 records"
+    assert facts["task"] == "text classification"
+    assert facts["trained"].startswith("adapter LORA, 98 of" if way != "plain" else "3,122 of 3,122")
+    assert "- learning_rate: 0.01 (as given)\n" in card
+    assert "- optimizer: adam_bc, of doppler_hf; filter: none (auto)\n" in card
+    assert "- training_steps: 4\n" in card
+    assert max(map(len, card.split("| step |")[1].split("\n\n")[0].splitlines())) < 40
+    if way == "adapter":
+        of_checkpoint = (tmp_path / "out" / "checkpoint-2" / "README.md").read_text("utf-8")
+        assert "information needed" not in of_checkpoint.lower()
+        assert headings(of_checkpoint, 1) == ["out"]
+        assert "after step 2" in of_checkpoint
+        assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-2").head in of_checkpoint
+
+
+@pytest.mark.parametrize("way", ["adapter", *thorough("plain", "adapter, written anew")])
+def test_the_front_matter_is_the_hubs(tmp_path, way):
+    _, path = written_by(way, tmp_path)
+    data = ModelCard.load(path).data
+    assert data.library_name == ("transformers" if way == "plain" else "peft")
+    assert {"differential-privacy", "doppler_hf"} <= set(data.tags)
+    assert data.pipeline_tag == "text-classification"
+    assert data.metrics == ["accuracy"]
+    assert data.base_model is None
+
+
+@pytest.mark.parametrize("way", ["adapter", "plain"])
+def test_the_snippet_of_the_card_loads_the_model(tmp_path, monkeypatch, way):
+    base = tmp_path / "a base"
+    tiny_bert().save_pretrained(base)
+    model = BertForSequenceClassification.from_pretrained(base)
+    model = adapted(model) if way == "adapter" else model
+    trainer = trained(trainer_of(tmp_path, model=model))
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert str(tmp_path) not in card  # a folder of this machine
+    assert items(card)["base model"] == "`a base`"
+    data = ModelCard(card).data
+    assert data.base_model is None
+    assert not [tag for tag in data.tags if "base_model" in tag]
+    monkeypatch.chdir(tmp_path / "out")
+    (tmp_path / "out" / "a base").symlink_to(base)
+    names = {}
+    exec(snippet(card, "python"), names)
+    found = {name: value for name, value in names["model"].named_parameters() if "lora" in name or way == "plain"}
+    assert found
+    for name, value in found.items():
+        assert value.equal(trainer.model.get_parameter(name).cpu())
+
+
+def test_a_base_model_and_a_data_set_of_the_hub_are_linked(tmp_path):
+    model = tiny_bert()
+    model.config._name_or_path = "google/a-bert"
+    rows = datasets.Dataset.from_list([*text_data()])
+    rows.info.dataset_name, rows.info.config_name = "sentences", "default"
+    rows.info.download_checksums = {"hf://datasets/me/sentences@abc/train.parquet": None}
+    trainer = trained(trainer_of(tmp_path, model=model, data=rows))
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    facts, data = items(card), ModelCard(card).data
+    assert facts["base model"] == "[google/a-bert](https://huggingface.co/google/a-bert)"
+    assert facts["training data"] == "[me/sentences](https://huggingface.co/datasets/me/sentences), 24 records"
+    assert data.base_model == "google/a-bert"
+    assert data.datasets == ["me/sentences"]
+
+
+def test_the_card_of_users_counts_users_and_not_their_rows(tmp_path):
+    rows = datasets.Dataset.from_list([*text_data()]).add_column("who", [number // 2 for number in range(24)])
+    trainer = trained(trainer_of(tmp_path, data=rows, privacy_unit_column="who", per_device_train_batch_size=2))
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert items(card)["training data"] == "12 users"
+    assert "24" not in re.sub(r"[0-9a-f]{8,}", "", card)
+
+
+BY_HAND = (
+    "Above all else.",
+    "In the middle of it.",
+    "## Who should use it",
+    "Nobody.\n\n```sh\n# no heading\n```",
+    "At the end.",
+)
+
+
+def with_text(card):
+    return (
+        card.replace("\n# out\n", f"\n# out\n\n{BY_HAND[0]}\n")
+        .replace("## How to load it\n", f"{BY_HAND[1]}\n\n## How to load it\n")
+        .replace("license: mit\n", "")
+        .replace("---\n", "---\nlicense: mit\n", 1)
+    ) + "\n".join(["", *BY_HAND[2:], ""])
+
+
+@pytest.mark.parametrize("way", ["adapter", "plain"])
+def test_text_that_people_have_added_stays_wherever_it_is(tmp_path, way):
+    trainer, path = written_by(way, tmp_path)
+    path.write_text(with_text(path.read_text("utf-8")), "utf-8")
+    saves = [trainer.save_model, trainer.create_model_card, trainer.create_model_card, trainer.save_model]
+    if way == "adapter":
+        saves.insert(1, lambda: trainer.model.save_pretrained(path.parent))
+    for save in saves:
+        save()
+        card = path.read_text("utf-8")
+        assert {text: card.count(text) for text in BY_HAND} == dict.fromkeys(BY_HAND, 1)
+        assert card.count("## Differential privacy\n") == card.count(BEGIN) == 1
+        assert headings(card)[0] == "Differential privacy"
+        assert ModelCard(card).data.license == "mit"
+        assert PrivacyLedger.load(path.parent).head in card
+
+
+def test_what_is_filled_in_of_a_template_stays_and_its_gaps_go(tmp_path):
+    path = tmp_path / "out" / "README.md"
+    path.parent.mkdir()
+    card = str(ModelCard.from_template(ModelCard("---\nlicense: mit\n---\n").data))
+    assert card.count("More Information Needed") > 20
+    card = card.replace("- **Developed by:** [More Information Needed]", "- **Developed by:** Alice")
+    card = card.replace("## Environmental Impact\n", "## Environmental Impact\n\nA kettle's worth.\n")
+    path.write_text(card, "utf-8")
+    trained(trainer_of(tmp_path, model=adapted())).save_model()
+    card = path.read_text("utf-8")
+    assert "information needed" not in card.lower()
+    assert "- **Developed by:** Alice\n" in card
+    assert "A kettle's worth." in card
+    assert headings(card)[-2:] == ["Model Details", "Environmental Impact"]
+    assert headings(card, 3)[-1] == "Model Description"
+    assert "<!--" not in card.replace(BEGIN, "").replace("<!-- doppler_hf: end", "")
+
+
+def test_a_card_written_by_hand_alone_stays(tmp_path):
+    path, text = tmp_path / "out" / "README.md", "# My project\n\nHow to build it.\n\n## A list\n\n- more: less\n"
+    path.parent.mkdir()
+    path.write_text(text, "utf-8")
+    trainer = trained(trainer_of(tmp_path))
+    trainer.save_model()
+    assert path.read_text("utf-8") == text  # of a plain model nobody has asked for a card
+    trainer.create_model_card()
+    card = path.read_text("utf-8")
+    assert headings(card, 1) == ["My project"]
+    assert card.endswith("How to build it.\n\n## A list\n\n- more: less\n")
+    assert headings(card)[0] == "Differential privacy"
+
+
+def test_what_transformers_wrote_before_goes_and_what_people_added_to_it_stays(tmp_path):
+    public = trained(trainer_of(tmp_path, disable_dp=True, noise_multiplier=None, **EVALUATED))
+    public.create_model_card()
+    path = tmp_path / "out" / "README.md"
+    path.write_text(path.read_text("utf-8").replace("## Training procedure", "By hand.\n\n## Training procedure"), "utf-8")
+    trainer = trained(trainer_of(tmp_path, **EVALUATED))
+    trainer.create_model_card()
+    card = path.read_text("utf-8")
+    assert "information needed" not in card.lower()
+    assert card.count("By hand.") == card.count("- learning_rate:") == 1
+    assert "Training Loss" not in card
+    assert "generated automatically" not in card
+
+
+def test_a_card_of_an_earlier_version_loses_its_section_and_nothing_else(tmp_path):
+    old = (
+        "# A model\n\nUsage.\n\n## Differential privacy\n\nTrained with (1, 1e-5)-differential privacy.\n\n| | |\n"
+        "|---|---|\n| a | b |\n\nNot covered by ε:\n\n- this\n\n"
+        "`doppler-hf verify` recomputes this from `privacy_ledger.json` beside "
+        f"the model. The last hash of that file is\n\n    {64 * 'a'}\n\n## Mine\n\nText.\n"
+    )
+    path = tmp_path / "README.md"
+    path.write_text(old, "utf-8")
+    renew_card(path, "## Differential privacy\n\nNew.", title="other", metadata={})
+    card = path.read_text("utf-8")
+    assert "Usage." in card
+    assert headings(card) == ["Differential privacy", "Mine"]
+    assert card.endswith("## Mine\n\nText.\n")
+    assert "1e-5" not in card
+    renew_card(path, None, title="other", metadata={})
+    assert headings(path.read_text("utf-8")) == ["Mine"]
+
+
+def test_a_part_renewed_is_a_part_replaced(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"# A\n\n{marked('## Differential privacy' + chr(10) + chr(10) + 'ε = 3')}", "utf-8")
+    for _ in range(3):
+        renew_card(path, "## Differential privacy\n\nε = 4", title="other", metadata={"tags": ["a"]})
+        text = path.read_text("utf-8")
+        assert (text.count("ε = 3"), text.count("ε = 4"), text.count("- a\n")) == (0, 1, 1)
+    again = text.replace("ε = 4", "ε = 0.1 and a half")  # somebody's own words, which are no longer the run's
+    path.write_text(again, "utf-8")
+    renew_card(path, "## Differential privacy\n\nε = 4", title="other", metadata={})
+    card = path.read_text("utf-8")
+    assert card.index("ε = 4") < card.index("end of this part") < card.index("ε = 0.1 and a half")
+
+
+def test_a_fault_of_the_card_fails_no_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("doppler_hf.run.beside_model.written_part", lambda *_: 1 / 0)
+    trainer = trained(trainer_of(tmp_path, model=adapted()))
+    trainer.save_model()
+    trainer.create_model_card()
+    said = capsys.readouterr().out
+    assert said.count("was not completed (ZeroDivisionError: division by zero). The model is saved all the same.") == 2
+    assert (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+@pytest.mark.parametrize("when", ["in the training", "after it"])
+def test_an_evaluation_of_the_training_set_is_not_published(tmp_path, when):
+    data = text_data()
+    evaluated = data if when == "in the training" else text_data(8, seed=1)
+    warned = pytest.warns(UserWarning, match="NOT PRIVATE")
+    with warned if when == "in the training" else contextlib.nullcontext():
+        trainer = trained(trainer_of(tmp_path, data=data, evaluated=evaluated, **EVALUATED))
+    if when == "after it":
+        with warned:
+            trainer.evaluate(data)
+    own = trainer.state.log_history[-1]["eval_loss"] if when == "after it" else None
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert ("## Results" in card) == (when == "after it")
+    assert own is None or items(card)["loss"] != f"{own:.4g}"
+
+
+def test_a_trainer_without_privacy_is_transformers_own(tmp_path):
+    trainer = trained(trainer_of(tmp_path, disable_dp=True, noise_multiplier=None))
+    trainer.create_model_card()
+    ours = (tmp_path / "out" / "README.md").read_text("utf-8")
+    Trainer.create_model_card(trainer)
+    assert ours == (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert f"Transformers {transformers.__version__}" in ours

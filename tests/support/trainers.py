@@ -33,7 +33,8 @@ def arguments(tmp_path, **overrides):
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, max_steps=4, learning_rate=1e-2, save_strategy="no", report_to="none",
         disable_tqdm=True, logging_steps=1, use_cpu=ON_CPU,
-        grad_sample_self_check="disable_dp" in overrides,  # without privacy it must be left as it is
+        # Without privacy these must be left as they are.
+        grad_sample_self_check="disable_dp" in overrides, plot_training_curve="disable_dp" in overrides,
     )  # fmt: skip
     return DopplerTrainingArguments(**(defaults | overrides))
 

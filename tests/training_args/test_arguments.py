@@ -89,7 +89,7 @@ PRIVATE = dict(
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, allow_any_learning_rate=True, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
-    floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", sampling="poisson",
+    plot_training_curve=False, floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", sampling="poisson",
 )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 30
+    assert len(OWN) == 31
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

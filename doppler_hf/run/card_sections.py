@@ -1,0 +1,297 @@
+"""What a run knows about its model, as the sections of a model card: privacy first, then loading, model, results, training.
+
+What it does not know is left out. Lists rather than tables, so that a phone shows whole lines.
+
+Privacy: everything here is the ledger's, the arguments', a name or a shape of the model or the data set, or comes from the
+logs of the training, where no raw loss is kept. The number of records is public; how many rows a user has is not said.
+"""
+
+import math
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modelcard import TASK_MAPPING, extract_hyperparameters_from_trainer
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
+from doppler_hf.run.model_card import HEADING, is_hub_id
+from doppler_hf.run.optimizer import optimizer_in_words
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.published_results import Evaluation, evaluations_of, losses, main_metrics
+from doppler_hf.run.training_curve import PICTURE_NAME
+
+# How `datasets` has read rows, which does not say what they are.
+_BUILDERS: Final = {
+    "arrow", "audiofolder", "csv", "default", "generator", "hdf5", "imagefolder", "json", "pandas", "parquet", "pdffolder",
+    "spark", "sql", "text", "videofolder", "webdataset", "xml",
+}  # fmt: skip
+_MOST_EVALUATIONS: Final = 10
+
+
+def written_part(run: PrivateRun, trainer: Any, folder: Path) -> str:
+    """Return what a run writes into the card of a model in a folder."""
+    assert run.ledger is not None
+    sections = [
+        privacy_section(run.ledger),
+        loading_section(trainer, folder),
+        model_section(run, trainer),
+        results_section(run, trainer, folder),
+        training_section(run, trainer),
+        software_section(trainer.model),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def privacy_section(ledger: PrivacyLedger) -> str:
+    """Return what is guaranteed, what is not, how to verify it, and all terms."""
+    lines = [
+        HEADING,
+        "",
+        claim_in_words(ledger).replace("Not differentially private", "**Not differentially private**"),
+        "",
+        *(
+            ["ε covers the weights saved here, and whatever is computed from them.", ""]
+            if ledger.why_not_private is None
+            else []
+        ),
+        "Not covered by ε:",
+        "",
+        *(f"- {line}" for line in ledger.not_covered),
+        "",
+        "### How to verify it",
+        "",
+        f"`doppler-hf verify` recomputes ε from `{LEDGER_NAME}`, which is beside the model, and checks that this ledger "
+        "belongs to these weights. Run it in this folder:",
+        "",
+        *fenced("sh", "doppler-hf verify ."),
+        "",
+        "The last hash of the ledger, for `--head`, is",
+        "",
+        f"    {ledger.head}",
+        "",
+        "### Terms of the guarantee",
+        "",
+        *(f"- **{name}**: {value}" for name, value in account_in_words(ledger)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def fenced(language: str, *lines: str) -> list[str]:
+    """Return lines as a block of code."""
+    return [f"```{language}", *lines, "```"]
+
+
+def base_of(model: Any) -> Any:
+    """Return the model within an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def base_name(model: Any) -> str:
+    """Return the name of the weights with which the training began: on the hub, or that of a folder; "" if unknown."""
+    return str(getattr(getattr(base_of(model), "config", None), "_name_or_path", "") or "")
+
+
+def shown_name(name: str) -> str:
+    """Return a name as a card may have it: of a folder on this machine its last part alone."""
+    return name if is_hub_id(name) else Path(name).name
+
+
+def hub_name(trainer: Any) -> str | None:
+    """Return the name under which the model is on the hub, if the run puts it there."""
+    args = trainer.args
+    return getattr(trainer, "hub_model_id", None) or args.hub_model_id if args.push_to_hub or args.hub_model_id else None
+
+
+def loading_section(trainer: Any, folder: Path) -> str:
+    """Return a snippet that loads the model: an adapter on its base, a model of Transformers, or one of the user's own."""
+    model = trainer.model
+    # A checkpoint has another name on the hub than the model, if it is there at all.
+    where = hub_name(trainer) if folder.resolve() == Path(trainer.args.output_dir).resolve() else None
+    lines = [f'folder = "{where}"'] if where else ['folder = "."  # the folder of this card']
+    said: list[str] = []
+    kind = type(base_of(model))
+    is_known = getattr(transformers, kind.__name__, None) is kind
+    how = kind.__name__ if is_known else f"{kind.__module__}.{kind.__name__}"
+    name = base_name(model)
+    imports: list[str] = []
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        named = shown_name(name)
+        if is_known and name:
+            config = base_of(model).config
+            labels = f", num_labels={config.num_labels}" if classifies(base_of(model)) else ""
+            imports = [f"from transformers import {kind.__name__}"]
+            lines.append(f'base = {kind.__name__}.from_pretrained("{named}"{labels})')
+            if not is_hub_id(name):
+                said.append(f"`{named}` was a folder where the model was trained. Give yours.")
+        else:
+            said.append(f"Make `base`, a `{how}`, as in the training: its weights have no name by which to load them.")
+        adapter = model.active_adapter if isinstance(model.active_adapter, str) else "default"
+        # PEFT saves an adapter of another name in a folder of its own.
+        within = "folder" if adapter == "default" else f'folder, subfolder="{adapter}"'
+        imports.insert(0, "from peft import PeftModel")
+        lines.append(f"model = PeftModel.from_pretrained(base, {within})")
+    elif isinstance(model, PreTrainedModel):
+        imports = [f"from {'transformers' if is_known else kind.__module__} import {kind.__name__}"]
+        lines.append(f"model = {kind.__name__}.from_pretrained(folder)")
+        if kind.__module__ == "__main__":
+            said.append(f"`{kind.__name__}` is a class of the training script: import it from there.")
+            imports = []
+    else:
+        said.append(f"Make `model`, a `{kind.__name__}`, as in the training.")
+        imports = ["from safetensors.torch import load_model"]
+        lines = ['load_model(model, "model.safetensors")']
+    processor = trainer.processing_class
+    for file, loader in (("tokenizer_config.json", "AutoTokenizer"), ("preprocessor_config.json", "AutoImageProcessor")):
+        if processor is not None and (folder / file).exists():
+            imports.append(f"from transformers import {loader}")
+            lines.append(f"{'tokenizer' if 'token' in file else 'processor'} = {loader}.from_pretrained(folder)")
+            break
+    imports = joined_imports(imports)
+    said = [*said, ""] if said else []
+    return "\n".join(["## How to load it", "", *said, *fenced("python", *imports, "", *lines), ""])
+
+
+def joined_imports(imports: list[str]) -> list[str]:
+    """Return imports with one line for each module."""
+    names: dict[str, list[str]] = {}
+    for line in imports:
+        _, module, _, name = line.split()
+        names.setdefault(module, []).append(name)
+    return [f"from {module} import {', '.join(sorted(each))}" for module, each in names.items()]
+
+
+def classifies(model: Any) -> bool:
+    """Return whether a model has a head with one output for each label."""
+    return "Classification" in type(model).__name__ and hasattr(model.config, "num_labels")
+
+
+def task_of(model: Any) -> str | None:
+    """Return the hub's name of a model's task, by Transformers' own table; None if it has none there."""
+    name = type(base_of(model)).__name__
+    for task, models in TASK_MAPPING.items():
+        names = models.values() if hasattr(models, "values") else ()
+        if any(name == each or (isinstance(each, tuple) and name in each) for each in names):
+            return task
+    return None
+
+
+def dataset_name(dataset: Any) -> str | None:
+    """Return the name of a data set of `datasets`, with its configuration; None for files, lists and the like."""
+    info = getattr(dataset, "info", None)
+    name = getattr(info, "dataset_name", None)
+    if not name or name in _BUILDERS:
+        return None
+    config = getattr(info, "config_name", None)
+    return name if config in (None, "default", name) else f"{name} ({config})"
+
+
+def dataset_on_hub(dataset: Any) -> str | None:
+    """Return the hub's name of a data set, which `datasets` keeps in the addresses of its files; None if there are none."""
+    for address in getattr(getattr(dataset, "info", None), "download_checksums", None) or ():
+        if str(address).startswith("hf://datasets/"):
+            name = str(address).removeprefix("hf://datasets/").partition("@")[0]
+            return name if is_hub_id(name) else None
+    return None
+
+
+def model_section(run: PrivateRun, trainer: Any) -> str:
+    """Return base model, task, what was trained, and on which data."""
+    assert run.ledger is not None
+    model, statement, dataset = trainer.model, run.ledger.statement, run.train_dataset
+    name = base_name(model)
+    sizes = {parameter: parameter.numel() for parameter in model.parameters()}
+    trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    kinds = sorted({config.peft_type.value for config in getattr(model, "peft_config", {}).values()})
+    what = f"adapter {', '.join(kinds)}, " if kinds else ""
+    task = task_of(model)
+    unit = "records" if trainer.args.privacy_unit_column is None else "users"
+    data = dataset_on_hub(dataset)
+    linked = dataset_name(dataset) if data is None else f"[{data}](https://huggingface.co/datasets/{data})"
+    facts = {
+        "base model": (f"[{name}](https://huggingface.co/{name})" if is_hub_id(name) else f"`{shown_name(name)}`")
+        if name
+        else None,
+        "class": f"`{type(base_of(model)).__name__}`",
+        "task": task and task.replace("-", " "),
+        "trained": f"{what}{trained:,} of {sum(sizes.values()):,} parameters" if trained else None,
+        "training data": f"{linked}, {statement.num_units:,} {unit}" if linked else f"{statement.num_units:,} {unit}",
+    }
+    return "\n".join(["## The model", "", *(f"- **{name}**: {value}" for name, value in facts.items() if value), ""])
+
+
+def results_section(run: PrivateRun, trainer: Any, folder: Path) -> str:
+    """Return the last evaluation, the ones before it, and the picture of the training, as far as there are any."""
+    evaluations = evaluations_of(trainer)
+    has_picture = run.has_picture and (folder / PICTURE_NAME).exists()
+    picture = [f"![Results over the steps of the training]({PICTURE_NAME})", ""] if has_picture else []
+    if not evaluations and not picture:
+        return ""
+    lines = ["## Results", ""]
+    if evaluations:
+        last = evaluations[-1]
+        lines += [f"On the evaluation data, after step {last.step:,}:", ""]
+        lines += [f"- **{name.replace('_', ' ')}**: {number(value)}" for name, value in last.results.items()] + [""]
+    lines += picture
+    shown = evenly(evaluations, _MOST_EVALUATIONS)
+    if len(shown) > 1:
+        names = [*losses(evaluations)[:1], *main_metrics(evaluations)[:1]]
+        lines += ["| step | " + " | ".join(name.replace("_", " ") for name in names) + " |", "|--:" * (len(names) + 1) + "|"]
+        lines += [f"| {each.step:,} | {' | '.join(number(each.results.get(name)) for name in names)} |" for each in shown]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def evenly(values: list[Evaluation], count: int) -> list[Evaluation]:
+    """Return at most so many of the values, from the first to the last."""
+    if len(values) <= count:
+        return values
+    return [values[(len(values) - 1) * index // (count - 1)] for index in range(count)]
+
+
+def number(value: float | None) -> str:
+    """Return a result as a card has it; empty for none."""
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def training_section(run: PrivateRun, trainer: Any) -> str:
+    """Return the trainer and its arguments, with learning rate, optimizer and filter in place of Transformers' own."""
+    values = extract_hyperparameters_from_trainer(trainer)
+    optimizer = f"{optimizer_in_words(trainer.args)}, of doppler_hf; filter: {run.words['filter']}"
+    values |= {"learning_rate": run.words["rate"], "optimizer": optimizer}
+    lines = [f"- trainer: {type(trainer).__name__}", *(f"- {name}: {value}" for name, value in values.items())]
+    return "\n".join(["## Training arguments", "", *lines, ""])
+
+
+def software_section(model: nn.Module) -> str:
+    """Return the versions of the packages by which the model is loaded; the ledger's are among its terms."""
+    names = {"Transformers": transformers.__version__, "PyTorch": torch.__version__}
+    if hasattr(model, "peft_config"):
+        # As PEFT writes it, which adds it under this heading where it is missing.
+        names = {"PEFT": version("peft"), **names}
+    return "\n".join(["### Framework versions", "", *(f"- {name} {value}" for name, value in names.items()), ""])
+
+
+def metadata_of(run: PrivateRun, trainer: Any) -> dict[str, object]:
+    """Return what the run knows for the card's front matter, which the hub reads."""
+    model = trainer.model
+    name, data = base_name(model), dataset_on_hub(run.train_dataset)
+    evaluations = evaluations_of(trainer)
+    known = {"accuracy", "f1", "precision", "recall", "matthews_correlation", "pearson", "spearmanr", "perplexity", "rouge"}
+    metrics = [name for name in (evaluations[-1].results if evaluations else ()) if name in known]
+    return {
+        "library_name": "peft" if hasattr(model, "peft_config") else "transformers",
+        "base_model": name if is_hub_id(name) else None,
+        "pipeline_tag": task_of(model),
+        "datasets": [data] if data else None,
+        "metrics": metrics,
+        "tags": ["differential-privacy", "doppler_hf"],
+    }

@@ -1,0 +1,102 @@
+"""A picture of a training in its output folder: its evaluations and its private training loss over the steps.
+
+It has only what may be published (`published_results`), since the folder is shared. It is drawn where matplotlib is
+installed, and a fault of the drawing is told and fails nothing.
+"""
+
+import textwrap
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from doppler_hf.extras import EXTRAS
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.published_results import (
+    BASELINES,
+    Evaluation,
+    evaluations_of,
+    losses,
+    main_metrics,
+    training_losses_of,
+)
+
+PICTURE_NAME: Final = "training_curve.png"
+_MOST_LINES: Final = 5
+
+
+def draw_training(ledger: PrivacyLedger, trainer: Any, *, guarantee: str) -> bool:
+    """Draw a training into its output folder, and return whether there is a picture now.
+
+    Args:
+        ledger: The ledger of the training.
+        trainer: The trainer, with the logs.
+        guarantee: ε, δ and what they protect, in words.
+    """
+    path = Path(trainer.args.output_dir) / PICTURE_NAME
+    if not trainer.args.plot_training_curve or any(find_spec(module) is None for module in EXTRAS["plot"]):
+        return False
+    try:
+        evaluations = evaluations_of(trainer)
+        noisy = training_losses_of(ledger, trainer.state.log_history)
+        if max(len(evaluations), len(noisy)) < 2:  # which is no curve
+            return False
+        draw(evaluations, noisy, path, guarantee=guarantee)
+    except Exception as error:
+        print(f"{path} was not drawn ({type(error).__name__}: {error}). The training itself is complete.")
+        return False
+    return True
+
+
+def draw(evaluations: list[Evaluation], noisy: Mapping[int, float], path: Path, *, guarantee: str) -> None:
+    """Draw metrics above and losses below, each if there are any, with the guarantee as the title."""
+    from matplotlib.figure import Figure
+
+    metrics, of_loss = main_metrics(evaluations)[:_MOST_LINES], losses(evaluations)[:_MOST_LINES]
+    panels = [names for names in (metrics, [*of_loss, *(["noisy"] if noisy else [])]) if names]
+    # As wide as a phone shows it without its letters becoming small.
+    figure = Figure(figsize=(5.0, 0.8 + 2.6 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, names in zip(all_axes, panels, strict=True):
+        if "noisy" in names:
+            label = "training, private: with noise, covered by ε"
+            axes.plot(list(noisy), list(noisy.values()), color="0.7", linewidth=1.0, label=label)
+        for name in names:
+            if name != "noisy":
+                axes.plot(*points(evaluations, name), marker="o", markersize=3, label=f"evaluation: {in_words(name)}")
+        for name in dict.fromkeys(name for each in evaluations for name in each.results if name.endswith(BASELINES)):
+            if name.endswith("accuracy") == (names is metrics):
+                words = "always the most frequent class" if name.endswith("accuracy") else "always the mean label"
+                axes.plot(*points(evaluations, name), "--", color="black", linewidth=0.8, label=words)
+        axes.set_ylabel(
+            in_words(names[0]) if names is metrics and len(names) == 1 else "loss" if names is not metrics else ""
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    all_axes[-1].set_xlabel("step")
+    # Why a run is not private may be long.
+    title = "\n".join(line for part in title_of(evaluations, metrics, guarantee) for line in textwrap.wrap(part, 58))
+    figure.suptitle(title, fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def points(evaluations: list[Evaluation], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps of a result, and its values."""
+    having = [each for each in evaluations if name in each.results]
+    return [each.step for each in having], [each.results[name] for each in having]
+
+
+def title_of(evaluations: list[Evaluation], metrics: list[str], guarantee: str) -> tuple[str, str]:
+    """Return what is seen: the last result, and the guarantee."""
+    names = [name for name in (*metrics, *losses(evaluations)) if name in evaluations[-1].results] if evaluations else []
+    if not names:
+        return "Training loss, private: with noise, covered by ε", guarantee
+    last = evaluations[-1]
+    what = in_words(names[0])
+    return f"{what[0].upper()}{what[1:]} on the evaluation data: {last.results[names[0]]:.3g}", guarantee
+
+
+def in_words(name: str) -> str:
+    """Return the name of a result as one reads it."""
+    return name.replace("_", " ")
