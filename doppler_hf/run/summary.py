@@ -80,8 +80,12 @@ def print_start(
             f"set save_strategy='steps' and save_steps={max(1, steps // 4)}"
         )
     lengths = run.sampler.lengths
-    if computes_in_bf16(model, run.mixed_precision) and lengths is not None and lengths.min() < lengths.max():
-        watched.append("ε does not cover rounding in bf16 of rows that differ in length: pad to one length, or use float32")
+    is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
+    if is_rounded and lengths is not None and lengths.min() < lengths.max():
+        watched.append(
+            "ε does not cover rounding in bf16: this data_collator pads each row to the longest row beside it. Give it an "
+            "attribute pad_to_multiple_of that it follows, pad all rows to one length, or use float32"
+        )
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
         watched += noisy_loss(statement, logging_steps=args.logging_steps)
     if statement.train_loss == "raw":
