@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example
 from doppler_hf.privacy.clipping.gradients import Notes, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
@@ -163,10 +164,39 @@ def group_norm(
     notes: Notes, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
-    own = (module.weight, module.bias)
-    shape = (module.num_channels,) + (1,) * (input.ndim - 2)
-    weight, bias = (one_per_example(notes, each, shape) if each.requires_grad else each.view(shape) for each in own)
-    return F.group_norm(input, module.num_groups, None, None, module.eps) * weight + bias
+    # As autocast does for a normalization on CUDA.
+    input = input.float() if input.is_cuda and torch.is_autocast_enabled("cuda") else input
+    return _GroupNorm.apply(input, module.weight, module.bias, module, notes)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, module: nn.GroupNorm, notes: Notes
+    ) -> Float[Tensor, "batch channels *positions"]:
+        ctx.weight, ctx.bias, ctx.groups, ctx.notes = weight, bias, module.num_groups, notes
+        x = x.contiguous()
+        sizes = (len(x), x.shape[1], x.shape[2:].numel())
+        output, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, module.num_groups, module.eps)
+        ctx.save_for_backward(x, mean, rstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "batch channels *positions"]) -> tuple[Tensor | None, ...]:
+        # In half precision torch adds up the gradients of weights in half precision, too.
+        x, mean, rstd, weight = (in_float32(tensor) for tensor in (*ctx.saved_tensors, ctx.weight))
+        examples, channels, positions = len(x), x.shape[1], x.shape[2:].numel()
+        # Sensitivity: to torch this is one example, whose channels are those of all examples, each with a weight of its own.
+        # The gradient of such a weight is read from the channel of one example and its gradient alone.
+        terms = (in_float32(grad).contiguous(), x, mean.view(1, -1), rstd.view(1, -1), weight.repeat(examples))
+        mask = (ctx.needs_input_grad[0], True, True)
+        sizes = (1, examples * channels, positions, examples * ctx.groups)
+        of_input, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(*terms, *sizes, mask)
+        for parameter, found in ((ctx.weight, of_weight), (ctx.bias, of_bias)):
+            if parameter.requires_grad:
+                ctx.notes.note_rows(parameter, found.view(examples, channels))
+        return of_input.view_as(grad).to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def convolution(
