@@ -252,7 +252,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
         preflight.of_the_data(self.privacy, self, dataset=dataset, collator=collator)
-        return self.privacy.loader(dataset, collator)
+        return self.privacy.loader(dataset, collator, model=self.model)
 
     def _training_collator(self) -> Collator:
         collator = inner = self.data_collator

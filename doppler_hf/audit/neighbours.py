@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers.trainer_callback import DefaultFlowCallback
@@ -139,7 +139,7 @@ def neighbour_distances(
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
     is_held = is_random_data(loader, ends)
-    held = trainer.privacy.loader(HeldExamples(loader.examples), loader.collator)
+    held = trainer.privacy.loader(HeldExamples(loader.examples), loader.collator, model=trainer.model)
     if is_held and is_random_data(held, ends):
         raise Refusal(
             "random-collator",
@@ -303,8 +303,8 @@ def hold(run: PrivateRun) -> None:
     """Make the loaders of a run give an example the same random numbers each time (modified in place)."""
     load, views = run.loader, run.statement.augmentation_multiplicity
 
-    def held_loader(dataset: Any, collator: Collator) -> PrivateLoader:
-        loader = load(HeldExamples(dataset, views=views), collator)
+    def held_loader(dataset: Any, collator: Collator, *, model: nn.Module) -> PrivateLoader:
+        loader = load(HeldExamples(dataset, views=views), collator, model=model)
         # The checks before the first step expect that an example is one row and does not change.
         loader.examples = HeldExamples(dataset)
         return loader

@@ -92,7 +92,7 @@ class _Comparison:
     def __init__(self, run: PrivateRun, trainer: Any) -> None:
         self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
         self.weights_of = run.weights_of
-        self.most_rows = trainer.args.per_device_train_batch_size  # the most rows in a micro-batch
+        self.most_rows = run.most_rows
         self.tolerance = rounding_of(trainer.model, trainer.accelerator.mixed_precision)
         self.has_own_loss = trainer.has_own_loss
         self.has_users_loss = overrides(trainer, "compute_per_sample_loss")

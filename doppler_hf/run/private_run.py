@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, final
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.filters import NoiseShape
@@ -37,7 +38,8 @@ from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedge
 from doppler_hf.privacy.accounting.accounting import Trainings
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
-from doppler_hf.privacy.batching.micro_batches import Cut, MicroBatch, PrivateLoader
+from doppler_hf.privacy.batching.cutting import Cut, grid_for, tokens_for
+from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.sampling import OfStep
 from doppler_hf.privacy.loss_bounds import LossBound
@@ -47,6 +49,7 @@ from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes import compare_terms, give_all_the_weights_of_process_0, on_process_0
 from doppler_hf.run.rounds import Rounds
 from doppler_hf.run.sharding import Sharding
@@ -156,8 +159,6 @@ class PrivateRun:
             num_examples=len(train_dataset),
             expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             pieces=args.gradient_accumulation_steps,
-            # All views of an example are rows of one micro-batch, whose rows are limited.
-            micro_batch_size=max(1, args.per_device_train_batch_size // args.augmentation_multiplicity),
             rank=args.process_index,
             world_size=args.world_size,
             lengths=lengths_of(train_dataset),
@@ -183,6 +184,7 @@ class PrivateRun:
         self.trained_model: TrainedModel | None = None
         self.is_running = False
         self.notes: list[str] = []
+        self.pads_each_row_alone = False  # whether every row has a padded length of its own
         self.words: dict[str, str] = {}
         self.has_picture = False  # of the training, in its output folder
         self.shown: dict[str, Any] = {}
@@ -219,16 +221,14 @@ class PrivateRun:
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def loader(self, dataset: Any, collator: Collator) -> PrivateLoader:
-        """Return a loader of this run's random batches; see `PrivateLoader`."""
+    def loader(self, dataset: Any, collator: Collator, *, model: nn.Module) -> PrivateLoader:
+        """Return a loader of this run's random batches, cut into passes for the model's device; see `PrivateLoader`."""
         args = self._args
         self._loader = PrivateLoader(
             dataset,
             sampler=self.sampler,
             collator=collator,
-            cut=Cut(
-                args.per_device_train_batch_size, args.max_tokens_per_micro_batch, self.statement.augmentation_multiplicity
-            ),
+            cut=self._cut_for(model),
             worker_init_fn=functools.partial(fill_in_worker, seed=args.noise_seed, rank=args.process_index),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -237,6 +237,24 @@ class PrivateRun:
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         return self._loader
+
+    def _cut_for(self, model: nn.Module) -> Cut:
+        args, lengths, views = self._args, self.sampler.lengths, self.statement.augmentation_multiplicity
+        rows, tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+        if lengths is None or tokens is not None:
+            return Cut(rows, tokens, views, may_exceed=lengths is None)
+        # The longest row, or all rows of the largest unit that is clipped as one.
+        counts = self.sampler.counts if args.clip_unit_mean and self.sampler.counts is not None else 1
+        longest = int(np.max(lengths * counts)) * views
+        config = getattr(without_adapters(model), "config", None)
+        width = getattr(config.get_text_config(), "hidden_size", None) if isinstance(config, PreTrainedConfig) else None
+        return Cut(None, tokens_for(on_cpu=args.device.type == "cpu", rows=rows, longest=longest, width=width), views)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a micro-batch."""
+        most = self.sampler.cut.most_rows(self.sampler.lengths)
+        return self.sampler.num_examples if most is None else most
 
     def refuse_another_loader(self, loader: Any) -> None:
         """Refuse a loader that this run has not made."""
@@ -272,6 +290,13 @@ class PrivateRun:
             sharding: The sharding of the model's weights.
         """
         args, statement = self._args, self.statement
+        assert self._loader is not None, "the run has a loader"
+        self._loader.learn_padding()
+        lengths = self.sampler.lengths
+        if lengths is not None and computes_in_bf16(model, self.mixed_precision):
+            longest, on_cpu = int(lengths.max()), args.device.type == "cpu"
+            grid = grid_for(on_cpu=on_cpu, longest=longest, pieces=args.gradient_accumulation_steps)
+            self.pads_each_row_alone = self._loader.pad_each_row_alone(grid)
         base = without_adapters(model)
         if isinstance(base, PreTrainedModel):
             # A layer with a cache of its past would compute something different at each call.

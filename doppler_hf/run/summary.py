@@ -88,9 +88,12 @@ def print_start(
             f"are lost: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
         )
     lengths = run.sampler.lengths
-    if computes_in_bf16(model, run.mixed_precision) and lengths is not None and lengths.min() < lengths.max():
+    is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
+    if is_rounded and lengths is not None and lengths.min() < lengths.max():
         watched.append(
-            "ε does not cover how bf16 rounds rows of different lengths: pad all rows to one length, or use float32"
+            "ε does not cover rounding in bf16: the data_collator pads each row to the longest row of its micro-batch. "
+            "Give it "
+            "an attribute pad_to_multiple_of that it follows, pad all rows to one length, or use float32"
         )
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
         watched += noisy_loss(statement, logging_steps=args.logging_steps)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.batching.columns import lengths_of
-from doppler_hf.privacy.batching.micro_batches import Cut, DrawnExamples, PrivateLoader, collate_piece
+from doppler_hf.privacy.batching.cutting import Cut
+from doppler_hf.privacy.batching.micro_batches import DrawnExamples, PrivateLoader, collate_piece
 from doppler_hf.privacy.batching.sampling import OfStep, share_of
 from tests.support.refusals import refused
 from tests.support.tiny import pad, pad_numbered, text_data, tiny_bert
@@ -96,16 +97,18 @@ def test_shares_stay_with_their_examples(max_tokens):
     data = text_data(10)
     counts = np.array([4] * 4 + [2] * 4 + [1] * 2)
     order = sorted(range(10), key=lambda index: (counts[index], len(data[index]["input_ids"])))
+    cut = Cut(24, max_tokens)
+    passes = cut.passes(10, lengths=lengths_of(data)[order], counts=counts[order])
     for examples in (data, data.to_list()):
         drawn = DrawnExamples(examples, counts, numbers=None)
-        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5)), collator=pad, cut=Cut(24, max_tokens))
+        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5, passes=passes)), collator=pad, cut=cut)
         assert batches.step == 5
         shares = [share_of(count) for count in counts[order].tolist()]
         assert [batch.weight for batch in batches for _ in range(batch.size)] == shares
         assert {batch.rows_each for batch in batches} == {1}
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece(OfStep([], step=0), collator=pad, cut=Cut(24, max_tokens)) == []
+    assert collate_piece(OfStep([], step=0), collator=pad, cut=cut) == []
 
 
 @pytest.mark.parametrize(("max_tokens", "views"), [(None, 1), (80, 2)])

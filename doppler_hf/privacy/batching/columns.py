@@ -60,6 +60,19 @@ def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, 
     return lengths
 
 
+def other_lengths_of(dataset: Any) -> Int[np.ndarray, "num_examples columns"] | None:
+    """Return the lengths of the stored columns of lists that are not as long as the tokens, such as labels of a summary."""
+    if not is_stored(dataset) or (tokens := lengths_of(dataset)) is None:
+        return None
+    from pyarrow import types
+
+    kinds = {name: dataset.data.schema.field(name).type for name in _names(dataset) if name != LENGTH_COLUMN}
+    names = [name for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)]
+    found = [lengths for name in names if (lengths := lengths_of(dataset, column=name)) is not None]
+    differing = [lengths for lengths in found if not np.array_equal(lengths, tokens)]
+    return np.stack(differing, axis=1) if differing else None
+
+
 def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     """Return the unit of privacy of every example, shape (num_examples,): equal values of a column make one unit.
 

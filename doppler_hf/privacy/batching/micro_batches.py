@@ -1,18 +1,16 @@
-"""The private data loader: cuts a random batch (in the code, a *draw*) into micro-batches and collates them.
+"""The private data loader: how the examples of a random batch are fetched and collated.
 
-A draw is sorted by the size of the units and by length. It is divided into `gradient_accumulation_steps` pieces, one for
-each item of the Trainer's loop. A piece is cut into micro-batches of at most `per_device_train_batch_size` rows and within a
-budget of tokens, so that a large draw needs no more memory than an ordinary step. The sum does not depend on the cut, since
-rows share no random numbers (`preflight/model.py`).
+A batch comes in `gradient_accumulation_steps` pieces, one for each item of the Trainer's loop, and each piece in
+micro-batches, which the model is called with (`cutting`).
 
 A random data set or collator may make several views of an example (`augmentation_multiplicity`). The mean over all examples
 of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together are neighbours, and no cut separates them.
 """
 
+import copy
 import functools
-import itertools
-import operator
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, columns_of_numbers, length_of
+from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, columns_of_numbers, other_lengths_of
+from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, neighbours_in, padding_to
 from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
+from doppler_hf.privacy.randomness import filled_generators
 
 
 def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = None) -> list[Any]:
@@ -90,7 +90,8 @@ class DrawnExamples(Dataset[Any]):
         rows = [index for index in indices for _ in range(self._views)]
         examples = fetch(self._examples, rows, numbers=self._numbers)
         counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
-        return OfStep(zip(examples, counts, strict=True), step=indices.step)
+        passes = [each._replace(stop=each.stop * self._views) for each in indices.passes]
+        return OfStep(zip(examples, counts, strict=True), step=indices.step, passes=passes)
 
 
 class MicroBatch(NamedTuple):
@@ -104,26 +105,18 @@ class MicroBatch(NamedTuple):
     rows_each: int = 1
 
 
-class Cut(NamedTuple):
-    """The limits within which a piece is cut into micro-batches."""
-
-    max_rows: int
-    max_tokens: int | None = None
-    views: int = 1  # rows of each example
-    clip_unit_mean: bool = False  # whether all rows of a unit are clipped together
-
-
 def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
     """Return the micro-batches of a piece of `DrawnExamples`; an empty piece has none, as collators need an example."""
-    micro_batches = []
-    # The draw is sorted by the size of the units, so each size comes once.
-    for count, group in itertools.groupby(examples, key=operator.itemgetter(1)):
-        # Sensitivity: a unit contributes the mean of `count` clipped gradients. With clip_unit_mean it is whole in one
-        # micro-batch, among units of the same size, and contributes one clipped gradient: that of all its rows, each once.
+    micro_batches, start = [], 0
+    for stop, multiple in examples.passes:
+        rows, count = [example for example, _ in examples[start:stop]], examples[start][1]
+        # Sensitivity: all units of a pass have `count` examples. A unit contributes the mean of `count` clipped gradients.
+        # With clip_unit_mean it is whole in one pass, and contributes one clipped gradient: that of all its rows, each once.
+        assert all(other == count for _, other in examples[start:stop])
         weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (share_of(count), cut.views)
-        rows = [example for example, _ in group]
-        for part in parts_of(rows, cut, rows_each=rows_each):
-            micro_batches.append(MicroBatch(collator(part), len(part), weight, rows_each))
+        padding = None if multiple is None else padding_to(collator, multiple)
+        micro_batches.append(MicroBatch((padding or collator)(rows), len(rows), weight, rows_each))
+        start = stop
     return OfStep(micro_batches, step=examples.step)
 
 
@@ -136,7 +129,8 @@ class PrivateLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Any, *, sampler: AllocationSampler, collator: Collator, cut: Cut, **options: Any) -> None:
         # Sensitivity: if a unit were divided, each of its parts would contribute up to C.
-        cut = cut._replace(clip_unit_mean=sampler.keeps_units_whole)
+        cut = replace(cut, clip_unit_mean=sampler.keeps_units_whole)
+        self._draws, sampler.cut = sampler, cut
         if cut.max_tokens is not None:
             counts = sampler.counts if cut.clip_unit_mean else None
             check_token_budget(sampler.lengths, max_tokens=cut.max_tokens, views=cut.views, counts=counts)
@@ -145,6 +139,50 @@ class PrivateLoader(DataLoader[Any]):
         drawn = DrawnExamples(dataset, sampler.counts, numbers=self.numbers, views=cut.views)
         collate = functools.partial(collate_piece, collator=collator, cut=cut)
         super().__init__(drawn, batch_sampler=sampler, collate_fn=collate, **options)
+
+    def learn_padding(self) -> None:
+        """Find out how the collator pads, for the cut of the batches to come."""
+        sampler = self._draws
+        if sampler.lengths is not None:
+            (row,), (batch,) = self._collated([int(np.argmin(sampler.lengths))])
+            texts, ids = len(choices_of(row[LENGTH_COLUMN])), batch.get(LENGTH_COLUMN)
+            least = texts * ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
+            sampler.cut = replace(sampler.cut, texts=texts, least=least)
+
+    def pad_each_row_alone(self, grid: PaddedLengths) -> bool:
+        """Pad every row to a length of its own in the passes to come, and return whether the collator lets that happen.
+
+        Sensitivity. In bfloat16 a row's gradient depends on how far it is padded. If the rows of a pass share one padded
+        length, it is a function of the row alone, or of its unit where that is clipped as one.
+        """
+        sampler = self._draws
+        if sampler.lengths is None:
+            return False
+        for others in (None, other_lengths_of(self.examples)):
+            cut = replace(sampler.cut, padded=grid)
+            if all(self._are_padded_alike(pair, multiple) for pair, multiple in neighbours_in(cut, sampler.lengths, others)):
+                sampler.cut, sampler.other_lengths = cut, others
+                return True
+        return False
+
+    def _are_padded_alike(self, pair: Sequence[int], multiple: int) -> bool:
+        """Return whether two rows are padded alone to what they are padded to beside each other."""
+        if (collator := padding_to(self.collator, multiple)) is None:
+            return False
+        _, batches = self._collated(pair, [*pair[:1]], [*pair[1:]], collator=collator)
+        shapes = [{name: value.shape[1:] for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+        return all(of_batch == shapes[0] for of_batch in shapes)
+
+    def _collated(
+        self, *groups: Sequence[int], collator: Collator | None = None
+    ) -> tuple[list[Any], list[Mapping[str, Any]]]:
+        """Return the rows of the first group, and a batch of each group."""
+        batches = []
+        for group in groups:
+            with filled_generators(0):
+                rows = fetch(self.examples, group, numbers=self.numbers)
+                batches.append((rows, (collator or self.collator)(copy.deepcopy(rows))))
+        return batches[0][0], [dict(batch) if isinstance(batch, Mapping) else {} for _, batch in batches]
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set which epoch begins if it has `set_epoch`, as Transformers' loaders do."""
@@ -178,34 +216,3 @@ def check_token_budget(
             + ("lower max_examples_per_unit, " if counts is not None else "")
             + "or raise max_tokens_per_micro_batch.",
         )
-
-
-def cut_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
-    """Cut consecutive examples so that each part, padded to its longest example, has at most `max_tokens` tokens.
-
-    Each part takes as many examples as fit. For examples in ascending order of length, no cut has fewer parts.
-    """
-    parts, start, longest = [], 0, 0
-    for index, length in enumerate(lengths):
-        longest = max(longest, length)
-        if index > start and (index + 1 - start) * longest > max_tokens:
-            parts.append(slice(start, index))
-            start, longest = index, length
-    if len(lengths) > start:
-        parts.append(slice(start, len(lengths)))
-    return parts
-
-
-def parts_of(examples: Sequence[Any], cut: Cut, *, rows_each: int) -> list[Sequence[Any]]:
-    """Return consecutive parts of the examples, each within the budgets of rows and tokens; no examples make no parts."""
-    number = len(examples) // rows_each
-    parts = -(-number // max(1, cut.max_rows // rows_each))
-    # The parts are as equal as possible, because a single row that is left over would need a pass of its own.
-    ends = [number * part // parts for part in range(parts + 1)]
-    slices = [slice(start, end) for start, end in itertools.pairwise(ends)]
-    if cut.max_tokens is not None:
-        lengths = [length_of(example[LENGTH_COLUMN]) for example in examples]
-        longest = [rows_each * max(lengths[start : start + rows_each]) for start in range(0, len(lengths), rows_each)]
-        within = [(part.start, cut_by_tokens(longest[part], max_tokens=cut.max_tokens)) for part in slices]
-        slices = [slice(start + each.start, start + each.stop) for start, cuts in within for each in cuts]
-    return [examples[part.start * rows_each : part.stop * rows_each] for part in slices]

@@ -13,6 +13,7 @@ With Poisson sampling, a round is a single step, which draws every unit with pro
 """
 
 import hashlib
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.utils.data import Sampler
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.batching.columns import labels_of
+from doppler_hf.privacy.batching.cutting import Cut, Pass
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 
@@ -32,11 +34,14 @@ _AT_ONCE = 1 << 20  # The random words of so many units are in memory at the sam
 
 
 class OfStep(list[Any]):
-    """A list of indices, examples or micro-batches that knows its optimizer step, counted from 0."""
+    """A list of indices, examples or micro-batches that knows its optimizer step, counted from 0.
 
-    def __init__(self, items: Iterable[Any], *, step: int) -> None:
+    Indices and examples also know the passes into which they are cut.
+    """
+
+    def __init__(self, items: Iterable[Any], *, step: int, passes: Sequence[Pass] = ()) -> None:
         super().__init__(items)
-        self.step = step
+        self.step, self.passes = step, passes
 
 
 def share_of(count: int) -> float:
@@ -58,8 +63,7 @@ class AllocationSampler(Sampler[list[int]]):
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
         pieces: Number of parts into which each process cuts a draw.
         micro_batches: The former name of `pieces`.
-        micro_batch_size: The size of the micro-batches into which pieces are cut later; the borders of pieces then fit these
-            micro-batches. None if pieces are not cut.
+        micro_batch_size: The largest number of examples in a pass, with which `cut` begins; None for no limit.
         rank: The index of this process.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
         lengths: Optional length of every example, shape (num_examples,). Before a draw is cut, it is then sorted by length
@@ -68,7 +72,7 @@ class AllocationSampler(Sampler[list[int]]):
             its examples. By default every example is a unit.
         max_examples_per_unit: The largest number of examples drawn with a unit. If a unit has more, each draw takes that
             many at random. None for no limit.
-        keeps_units_whole: Whether all examples that are drawn with a unit are neighbours in the same piece.
+        keeps_units_whole: Whether all examples that are drawn with a unit are neighbours in the same pass.
         groups: b, the number of groups of units that take turns.
         sampling: "allocation", or "poisson" for one group in rounds of one step.
         first_step: The optimizer step at which the first round begins. Earlier steps are empty.
@@ -79,6 +83,8 @@ class AllocationSampler(Sampler[list[int]]):
         num_units: N, the number of units.
         turns_of_round: n, the number of turns of a group in a round.
         groups, sampling, first_step, pieces, keeps_units_whole: As given.
+        cut: How a draw is cut into passes; a loader sets it.
+        other_lengths: Lengths of further columns that `cut` looks at, shape (num_examples, columns), or None.
         is_reserved: Whether only a training run may read the draws, so that each iteration must follow a `begin_at`. False
             at first.
         secret: 32 bytes from which groups and turns are computed.
@@ -138,7 +144,8 @@ class AllocationSampler(Sampler[list[int]]):
             )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
-        self.pieces, self._micro_batch_size = pieces, micro_batch_size
+        self.pieces, self.cut = pieces, Cut(micro_batch_size)
+        self.other_lengths: np.ndarray | None = None
         self.max_examples_per_unit = max_examples_per_unit
         self.keeps_units_whole = keeps_units_whole and units is not None
         self.lengths = None if lengths is None else np.asarray(lengths)
@@ -227,17 +234,24 @@ class AllocationSampler(Sampler[list[int]]):
         if self.units is not None:
             drawn = self._examples_of(drawn, step=step)
         # The order within a draw reveals nothing, because the step releases a sum over the draw.
-        keys = [
-            key[drawn] for key in (self.lengths, self.counts) if key is not None
-        ]  # `lexsort` sorts by the last key first.
-        if self.keeps_units_whole and self.lengths is not None:
+        lengths, counts, others = self._sizes_of(drawn)
+        if lengths is not None:
+            return drawn[self.cut.order(lengths, counts, others)]
+        return drawn if counts is None else drawn[np.argsort(counts, kind="stable")]
+
+    def _sizes_of(self, drawn: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        """Return lengths, counts and other lengths of drawn examples, the lengths of a whole unit if it stays together."""
+        lengths, counts, others = (
+            None if values is None else values[drawn] for values in (self.lengths, self.counts, self.other_lengths)
+        )
+        if self.keeps_units_whole and lengths is not None:
             assert self.units is not None
             # The examples of a unit are neighbours already, and with the same keys they stay neighbours.
             _, unit_of = np.unique(self.units[drawn], return_inverse=True)
-            longest = np.zeros(len(drawn), dtype=self.lengths.dtype)
-            np.maximum.at(longest, unit_of, keys[0])
-            keys[0] = longest[unit_of]
-        return drawn[np.lexsort(keys)] if keys else drawn
+            lengths = _most_of_each(unit_of, lengths)
+            if others is not None:
+                others = np.stack([_most_of_each(unit_of, column) for column in others.T], axis=1)
+        return lengths, counts, others
 
     def drawn_units(self, step: int) -> Int64[np.ndarray, " units"]:
         """Return the units of one draw of this process's shard, shape (units,).
@@ -315,23 +329,28 @@ class AllocationSampler(Sampler[list[int]]):
         self._may_begin = False
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
         for step in range(first, first + self.steps_per_epoch):
-            for piece in self._cut(self.draw(step)):
-                yield OfStep(piece.tolist(), step=step)
+            yield from self._pieces_of(self.draw(step), step=step)
 
-    def _cut(self, drawn: np.ndarray) -> list[np.ndarray]:
-        """Return the pieces of a draw, with equal numbers of examples, or of whole units."""
-        if not self.keeps_units_whole:
-            number, pieces = len(drawn), self.pieces
-            parts = pieces if self._micro_batch_size is None else max(pieces, -(-number // self._micro_batch_size))
-            return np.split(drawn, number * (parts * np.arange(1, pieces) // pieces) // parts)
-        assert self.units is not None
-        begins = np.flatnonzero(np.diff(self.units[drawn], prepend=-1))
-        ends = np.cumsum([len(part) for part in np.array_split(begins, self.pieces)])[:-1]
-        return np.split(drawn, np.append(begins, len(drawn))[ends])
+    def _pieces_of(self, drawn: np.ndarray, *, step: int) -> Iterator[OfStep]:
+        """Yield the pieces of a draw, each of as many passes as the others, or of one more."""
+        lengths, counts, others = self._sizes_of(drawn)
+        passes = self.cut.passes(len(drawn), lengths=lengths, counts=counts, others=others)
+        ends = [len(passes) * (piece + 1) // self.pieces for piece in range(self.pieces)]
+        for first, end in itertools.pairwise([0, *ends]):
+            start = passes[first - 1].stop if first else 0
+            own = [each._replace(stop=each.stop - start) for each in passes[first:end]]
+            rows = drawn[start : start + own[-1].stop] if own else drawn[:0]
+            yield OfStep(rows.tolist(), step=step, passes=own)
 
     def __len__(self) -> int:
         """Return the number of pieces per epoch on this process."""
         return self.steps_per_epoch * self.pieces
+
+
+def _most_of_each(unit_of: np.ndarray, values: np.ndarray) -> np.ndarray:
+    most = np.zeros(len(values), dtype=values.dtype)
+    np.maximum.at(most, unit_of, values)
+    return most[unit_of]
 
 
 def digest_of_data(dataset: Any, sampler: AllocationSampler) -> DataDigest:

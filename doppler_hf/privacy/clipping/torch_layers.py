@@ -8,10 +8,11 @@ Parameters are kept as attributes of the context and not among the saved tensors
 other tensor objects, whose notes would be lost.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
@@ -20,11 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example
 from doppler_hf.privacy.clipping.gradients import Notes, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
 
 Rule = Callable[..., Any]
+# Numbers of the patches that are in memory together: 2 MiB in float32. Between 1 and 8 MiB it made no difference.
+_PATCHES_AT_ONCE: Final = 1 << 19
 
 
 def over_time(x: Float[Tensor, "batch ..."], dims: int = 1) -> Float[Tensor, "batch time ..."]:
@@ -160,10 +164,39 @@ def group_norm(
     notes: Notes, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
-    own = (module.weight, module.bias)
-    shape = (module.num_channels,) + (1,) * (input.ndim - 2)
-    weight, bias = (one_per_example(notes, each, shape) if each.requires_grad else each.view(shape) for each in own)
-    return F.group_norm(input, module.num_groups, None, None, module.eps) * weight + bias
+    # As autocast does for a normalization on CUDA.
+    input = input.float() if input.is_cuda and torch.is_autocast_enabled("cuda") else input
+    return _GroupNorm.apply(input, module.weight, module.bias, module, notes)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, module: nn.GroupNorm, notes: Notes
+    ) -> Float[Tensor, "batch channels *positions"]:
+        ctx.weight, ctx.bias, ctx.groups, ctx.notes = weight, bias, module.num_groups, notes
+        x = x.contiguous()
+        sizes = (len(x), x.shape[1], x.shape[2:].numel())
+        output, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, module.num_groups, module.eps)
+        ctx.save_for_backward(x, mean, rstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "batch channels *positions"]) -> tuple[Tensor | None, ...]:
+        # In half precision torch adds up the gradients of weights in half precision, too.
+        x, mean, rstd, weight = (in_float32(tensor) for tensor in (*ctx.saved_tensors, ctx.weight))
+        examples, channels, positions = len(x), x.shape[1], x.shape[2:].numel()
+        # Sensitivity: to torch this is one example, whose channels are those of all examples, each with a weight of its own.
+        # The gradient of such a weight is read from the channel of one example and its gradient alone.
+        terms = (in_float32(grad).contiguous(), x, mean.view(1, -1), rstd.view(1, -1), weight.repeat(examples))
+        mask = (ctx.needs_input_grad[0], True, True)
+        sizes = (1, examples * channels, positions, examples * ctx.groups)
+        of_input, of_weight, of_bias = torch.ops.aten.native_group_norm_backward(*terms, *sizes, mask)
+        for parameter, found in ((ctx.weight, of_weight), (ctx.bias, of_bias)):
+            if parameter.requires_grad:
+                ctx.notes.note_rows(parameter, found.view(examples, channels))
+        return of_input.view_as(grad).to(grad.dtype) if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def convolution(
@@ -189,19 +222,48 @@ class _Convolution(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.weight.requires_grad:
-            geometry = {"kernel_size": ctx.weight.shape[2:], "dilation": dilation, "padding": padding, "stride": stride}
-            patches = _patches(x.to(grad.dtype), **geometry)
-            if groups == 1:
-                ctx.notes.note_product(ctx.weight, grad.flatten(2).mT, patches.mT)
+            patches_of = functools.partial(
+                _patches, kernel_size=ctx.weight.shape[2:], dilation=dilation, padding=padding, stride=stride
+            )
+            left, x_of_grad = grad.flatten(2), x.to(grad.dtype)
+            p, q, time = left.shape[1], ctx.weight[0].numel(), left.shape[2]
+            if groups > 1 or ctx.notes.is_formed(time, p, q):
+                ctx.notes.note_rows(ctx.weight, _formed_in_blocks(left, x_of_grad, patches_of, q=q, groups=groups))
             else:
-                factors = (factor.reshape(len(x), groups, -1, patches.shape[2]).mT for factor in (grad, patches))
-                ctx.notes.note_rows(ctx.weight, formed(*factors))
+                ctx.notes.note_product(ctx.weight, left.mT, patches_of(x_of_grad).mT)
         ctx.notes.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         weight = ctx.weight.to(grad.dtype)
         rest = (None, stride, padding, dilation, False, (0,) * len(stride), groups, (True, False, False))
         return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
+
+
+def _formed_in_blocks(
+    grad: Float[Tensor, "batch filters outputs"],
+    x: Float[Tensor, "batch channels *positions"],
+    patches_of: Callable[[Tensor], Float[Tensor, "_ channels_times_kernel outputs"]],
+    *,
+    q: int,
+    groups: int,
+) -> Float[Tensor, "batch filters q"]:
+    """Return each example's gradient of a convolution's weight, from the patches of a few examples at a time.
+
+    All patches together are as many times the input as the kernel has places, and memory of that size, fresh from the
+    operating system, takes longer to write than the product to compute. A block fits the cache and is used again.
+    """
+    filters = grad.shape[1]
+    found = grad.new_empty(len(x), filters, q, dtype=torch.promote_types(grad.dtype, torch.float32))
+    # A GPU is quickest with one large product.
+    at_once = len(x) if x.is_cuda else max(1, _PATCHES_AT_ONCE // (groups * q * grad.shape[2]))
+    for start in range(0, len(x), at_once):
+        # Sensitivity: row i of a block is computed from row i of the input and of the gradient.
+        rows = slice(start, start + at_once)
+        left, right = (
+            each.reshape(-1, each.shape[1] // groups, each.shape[2]) for each in (grad[rows], patches_of(x[rows]))
+        )
+        found[rows] = formed(left.mT, right.mT).view(-1, filters, q)
+    return found
 
 
 def _patches(

@@ -1,7 +1,6 @@
-"""A piece of a draw is one micro-batch, or as many as its budget needs; what is clipped together stands together."""
+"""A piece of a batch is collated in its passes; what is clipped together is collated together."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import torch
 from datasets import Array2D, Dataset, Features, LargeList, List, Value
 
 from doppler_hf.privacy.batching.columns import columns_of_numbers, lengths_of
-from doppler_hf.privacy.batching.micro_batches import Cut, PrivateLoader, check_token_budget, cut_by_tokens, fetch
+from doppler_hf.privacy.batching.cutting import Cut
+from doppler_hf.privacy.batching.micro_batches import PrivateLoader, check_token_budget, fetch
 from doppler_hf.privacy.batching.sampling import AllocationSampler
 from tests.support.refusals import refused
 from tests.support.tiny import pad_numbered, text_data
@@ -19,15 +19,13 @@ from tests.support.tiny import pad_numbered, text_data
 @pytest.mark.parametrize("units", [None, [0, 1, 1, *range(2, 9), 9, 9]], ids=["examples", "users"])
 def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max_tokens, units):
     data, views = text_data(12).add_column("number", list(range(12))), 3
-    sampler = AllocationSampler(
-        num_examples=12, expected_batch_size=8, pieces=2, lengths=lengths_of(data), units=units, seed=1
-    )
-    options, cut = dict(sampler=sampler, collator=pad_numbered), Cut(max_rows, max_tokens)
-    loader, once = (PrivateLoader(data, **options, cut=cut._replace(views=each)) for each in (views, 1))
     parts, drawn = [], {}
-    for name, each in (("views", loader), ("once", once)):
-        sampler.begin_at(0)
-        drawn[name] = [batch for _, piece in zip(range(6), each, strict=False) for batch in piece]
+    for name, each in (("views", views), ("once", 1)):
+        sampler = AllocationSampler(
+            num_examples=12, expected_batch_size=8, pieces=2, lengths=lengths_of(data), units=units, seed=1
+        )
+        loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(max_rows, max_tokens, each))
+        drawn[name] = [batch for _, piece in zip(range(6), loader, strict=False) for batch in piece]
     for batch in drawn["views"]:
         numbers = batch.inputs["number"].view(-1, views)
         assert bool((numbers == numbers[:, :1]).all())
@@ -39,12 +37,13 @@ def test_all_views_of_an_example_stand_together_in_one_micro_batch(max_rows, max
     assert len(parts) > 12
 
 
+@pytest.mark.parametrize("max_tokens", [None, 60])
 @pytest.mark.parametrize(("pieces", "size"), [(1, 4), (3, 4), (4, 1), (2, 100)])
-def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_that_allows(pieces, size):
+def test_a_batch_comes_whole_in_as_many_pieces_as_were_asked_for_and_in_passes_within_their_bounds(pieces, size, max_tokens):
     data = text_data(60).add_column("number", list(range(60)))
     options = dict(num_examples=60, expected_batch_size=pieces * size if size < 20 else 30, lengths=lengths_of(data))
-    sampler = AllocationSampler(**options, pieces=pieces, micro_batch_size=size, seed=0)
-    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(size))
+    sampler = AllocationSampler(**options, pieces=pieces, seed=0)
+    loader = PrivateLoader(data, sampler=sampler, collator=pad_numbered, cut=Cut(size, max_tokens))
     found = list(loader)
     assert len(found) == pieces * sampler.steps_per_epoch
     for step in range(sampler.steps_per_epoch):
@@ -52,37 +51,8 @@ def test_a_draw_comes_in_micro_batches_of_at_most_so_many_rows_and_in_as_few_as_
         drawn = sorted(sampler.draw(step).tolist())
         assert sorted(number for batch in batches for number in batch.inputs["number"].tolist()) == drawn
         assert max((batch.size for batch in batches), default=0) <= size
-        assert len(batches) <= max(pieces, -(-len(drawn) // size))
-
-
-def fewest_parts(lengths, max_tokens):
-    """By trying every way to cut."""
-    for cuts in range(len(lengths)):
-        for inner in itertools.combinations(range(1, len(lengths)), cuts):
-            bounds = [0, *inner, len(lengths)]
-            parts = [lengths[start:stop] for start, stop in itertools.pairwise(bounds)]
-            if all(len(part) * max(part) <= max_tokens for part in parts):
-                return len(parts)
-    return None
-
-
-@pytest.mark.parametrize("max_tokens", [9, 10, 17, 36, 80, 81, 1000])
-@pytest.mark.parametrize("ascending", [True, False])
-def test_parts_hold_everything_once_and_fit(max_tokens, ascending):
-    generator = np.random.default_rng(max_tokens)
-    for _ in range(20):
-        lengths = generator.integers(1, 10, size=9).tolist()
-        lengths = sorted(lengths) if ascending else lengths
-        parts = cut_by_tokens(lengths, max_tokens=max_tokens)
-        assert [length for part in parts for length in lengths[part]] == lengths
-        assert all((part.stop - part.start) * max(lengths[part]) <= max_tokens for part in parts)
-        if ascending:
-            assert len(parts) == fewest_parts(lengths, max_tokens)
-
-
-def test_no_example_and_one_that_is_too_long_which_is_padded_with_nobody():
-    assert cut_by_tokens([], max_tokens=5) == []
-    assert cut_by_tokens([2, 9, 2, 2], max_tokens=8) == [slice(0, 1), slice(1, 2), slice(2, 4)]
+        assert all(batch.inputs["input_ids"].numel() <= (max_tokens or 10**9) for batch in batches)
+        assert max_tokens is not None or len(batches) <= -(-len(drawn) // size)
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_without_a_word_about_the_example():
