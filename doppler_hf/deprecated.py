@@ -119,7 +119,7 @@ def with_earlier_arguments(cls: C) -> C:
     return cls
 
 
-def words_of_today(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def without_deprecated_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command line without old options and words, and a warning for each one that was removed.
 
     Raises:

@@ -26,8 +26,8 @@ from transformers import DefaultDataCollator, Trainer, default_data_collator
 
 from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight import order as preflight
-from doppler_hf.preflight.user_errors import told_of_gradients_in_a_loss, told_of_removed_columns
-from doppler_hf.privacy.batching.collators import Collator, made_apart, of_the_same_columns
+from doppler_hf.preflight.user_errors import explain_gradients_in_a_loss, explain_removed_columns
+from doppler_hf.privacy.batching.collators import Collator, collate_one_by_one, collate_uniform_columns
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
 from doppler_hf.privacy.losses import Losses, as_losses, losses_of_class, without_adapters
@@ -37,12 +37,12 @@ from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.interruptions import raised_if_terminated
-from doppler_hf.run.logged_loss import raw_loss_kept_here
+from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.plan import NOTHING, Previous, planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.processes import on_process_0, one_line_if_a_process_ends
+from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import shown_with, used_by_a_private_trainer
@@ -80,7 +80,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        preflight.of_a_class(cls)
+        preflight.check_class(cls)
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._of_class: Losses | None = None
         self._ignore_keys: list[str] | None = None
         self.evaluations_of_training_data: list[dict[str, float]] = []
-        preflight.before_the_trainer(args, model=model, train_dataset=train_dataset)
+        preflight.check_before_trainer(args, model=model, train_dataset=train_dataset)
         with used_by_a_private_trainer(args):
             if others:
                 super().__init__(model, args, data_collator, train_dataset, *others, **options)
@@ -114,7 +114,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
                 options |= {"data_collator": data_collator, "train_dataset": train_dataset}
                 super().__init__(model, args, **options)
         if not args.disable_dp:
-            preflight.of_the_trainer(self)
+            preflight.check_new_trainer(self)
 
     # Notebooks then show the arguments of Transformers' `__init__`.
     __init__.__wrapped__ = Trainer.__init__  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return self.privacy
 
     def _new_run(self, *, previous: Previous = NOTHING) -> PrivateRun:
-        preflight.before_a_run(self)
+        preflight.check_before_run(self)
         num_trained = self.get_num_trainable_parameters()
         return PrivateRun(
             self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound(),
@@ -148,7 +148,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
         if not self.args.disable_dp:
             if not self._was_disabled:
-                preflight.before_a_training(self)
+                preflight.check_before_training(self)
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -156,7 +156,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # No other method of Transformers wraps the loop with the final model: `train` may still build it or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
-        preflight.of_privacy_itself(self, checkpoint=checkpoint)
+        preflight.check_same_privacy(self, checkpoint=checkpoint)
         if self.args.disable_dp:
             return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
@@ -170,14 +170,14 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
             run = running.enter_context(self._begun(checkpoint))
-            running.enter_context(self._told_of_events(run))
+            running.enter_context(self._events_passed_to(run))
             if self.args.report_train_loss == "raw":
                 callbacks = self.callback_handler.callbacks
-                running.enter_context(raw_loss_kept_here(callbacks, output_dir=self.args.output_dir))
+                running.enter_context(tensorboard_outside_output_dir(callbacks, output_dir=self.args.output_dir))
             running.enter_context(shown_with(self.args, run.shown))
-            running.enter_context(one_line_if_a_process_ends())
-            running.enter_context(told_of_removed_columns(self.args, self.train_dataset))
-            running.enter_context(told_of_gradients_in_a_loss())
+            running.enter_context(process_end_explained())
+            running.enter_context(explain_removed_columns(self.args, self.train_dataset))
+            running.enter_context(explain_gradients_in_a_loss())
             running.push(functools.partial(self._ended, run))
             running.enter_context(raised_if_terminated())
             running.enter_context(self.saved_if_interrupted())
@@ -205,7 +205,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         end_run(run, self.args, self.state, model=self.model, error=error)
 
     @contextlib.contextmanager
-    def _told_of_events(self, run: PrivateRun) -> Iterator[None]:
+    def _events_passed_to(self, run: PrivateRun) -> Iterator[None]:
         """Pass Transformers' events to the run in the block, after all other callbacks, since these may change things."""
         handler = self.callback_handler
         callback = self._privacy_callback = PrivacyCallback(run, handler=handler)
@@ -220,21 +220,21 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         values = super().set_initial_training_values(args, dataloader)
         if not args.disable_dp:
             run = self.privacy
-            preflight.of_the_loader(run, dataloader)
+            preflight.check_loader(run, dataloader)
             theirs = planned_steps(args, run.sampler)
             assert values[-1] == theirs, "Transformers plans a different number of steps than was accounted for"
             # The plan may have a few steps less: it leaves out final steps in which only some groups would take part.
             values = (*values[:-1], run.statement.steps_planned)
-            preflight.before_the_engine(run, self)
+            preflight.check_before_engine(run, self)
             run.attach(self.model, self._losses, rows_per_loss=self.rows_per_loss, sharding=self._sharding)
-            preflight.with_the_engine(run, self)
+            preflight.check_with_engine(run, self)
         return values
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # This is Transformers' last method before callbacks open the ledger: model, optimizer and schedule are final.
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
-            preflight.before_the_first_step(self.privacy, self)
+            preflight.check_before_first_step(self.privacy, self)
         return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        preflight.of_the_data(self.privacy, self, dataset=dataset, collator=collator)
+        preflight.check_data(self.privacy, self, dataset=dataset, collator=collator)
         return self.privacy.loader(dataset, collator, model=self.model)
 
     def _training_collator(self) -> Collator:
@@ -259,11 +259,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         while isinstance(inner, functools.partial):
             inner = inner.func
         if inner is default_data_collator or type(inner) is DefaultDataCollator:
-            return functools.partial(made_apart, collator=collator)
+            return functools.partial(collate_one_by_one, collator=collator)
         # Collators derived from Transformers' ones, and torch's, take the columns of the first row for those of all rows.
         by_first = any(kind.__module__ == default_data_collator.__module__ for kind in type(inner).__mro__)
         by_first |= inner is default_collate
-        return functools.partial(of_the_same_columns, collator=collator) if by_first else collator
+        return functools.partial(collate_uniform_columns, collator=collator) if by_first else collator
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -339,7 +339,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Transformers does, and warn if `eval_dataset` is the training set."""
         if not self.args.disable_dp and eval_dataset is not None:
-            preflight.before_an_evaluation(self, eval_dataset)
+            preflight.check_before_evaluation(self, eval_dataset)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     # --- right of the privacy boundary --------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = optimizer_of(self.args, trained, run=run, decayed=decayed)
-        preflight.of_an_optimizer(self.optimizer)
+        preflight.check_optimizer(self.optimizer)
         self.optimizer.noise_std = run.settled_noise_std
         made = f"DopplerOptimizer ({self.args.base_optimizer})"
         run.shown.update(terms_shown(run, self.optimizer), learning_rate=first_learning_rate(self.optimizer), optim=made)

@@ -155,7 +155,7 @@ def neighbour_distances(
         rows = fetch(loader.examples, ends, numbers=loader.numbers)
     refuse_known_numbers_in_collator(loader.collator, rows)
     refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
-    with tempfile.TemporaryDirectory() as folder, held_coins(tested, loader), contextlib.ExitStack() as moving:
+    with tempfile.TemporaryDirectory() as folder, without_model_randomness(tested, loader), contextlib.ExitStack() as moving:
         tested.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
         trained_losses = tested._losses
 
@@ -164,7 +164,7 @@ def neighbour_distances(
             script(run, draws, tested.args)
             if is_held:
                 hold(run)
-            witnesses.extend(witnesses_of(run))
+            witnesses.extend(replace_mechanisms(run))
             # The weights move between two pairs, so that the three batches of one pair meet the same model.
             witnesses[0].after[pairs // 2] = lambda: moving.enter_context(moved_weights(tested.model))
             return run
@@ -312,7 +312,7 @@ def hold(run: PrivateRun) -> None:
     run.loader = held_loader  # type: ignore[method-assign]
 
 
-def witnesses_of(run: PrivateRun) -> list[Witness]:
+def replace_mechanisms(run: PrivateRun) -> list[Witness]:
     """Replace the mechanisms of a run by witnesses (modified in place), and return the witnesses."""
     run.mechanism = of_gradient = Witness(run.mechanism)  # type: ignore[assignment]
     if run.private_loss is None:
@@ -338,7 +338,7 @@ def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> Dopp
 
 
 @contextlib.contextmanager
-def held_coins(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
+def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
     """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode."""
     model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
     with without_dropout(model):

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Final
 
-from doppler_hf.deprecated import words_of_today
+from doppler_hf.deprecated import without_deprecated_words
 from doppler_hf.extras import MissingExtraError
 from doppler_hf.version import VERSION
 
@@ -69,7 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
     # The words after --script belong to the user's script.
     ours = given.index("--script") if "--script" in given else len(given)
     try:
-        of_today, warned = words_of_today([*map(_hyphenated, given[:ours])])
+        of_today, warned = without_deprecated_words([*map(_hyphenated, given[:ours])])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

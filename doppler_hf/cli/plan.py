@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, taken_by_training
+from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, planned_terms
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
@@ -108,7 +108,7 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
     Noise and filter are those that a training run would choose: without a given σ, it also chooses the shape of the noise.
     """
     delta = request.target_delta
-    shape, low_pass_filter, planned = taken_by_training(request, planned, named)
+    shape, low_pass_filter, planned = planned_terms(request, planned, named)
     sigma = planned.noise_multiplier
     releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
     epsilon = get_total_epsilon([releases], delta=delta)

@@ -187,7 +187,7 @@ def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
     return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
 
 
-def taken_by_training(
+def planned_terms(
     request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None
 ) -> tuple[NoiseShape, LowPassFilter, PlannedRun]:
     """Return the noise shape and filter that a training run would choose, and the planned run with their σ and T.

@@ -22,7 +22,7 @@ from doppler_hf.trainer import DopplerTrainer
 PACKAGE: Final = Path(__file__).resolve().parents[1]
 CHOOSES_THE_SCRIPT: Final = Path("scripts/training/recipe.py")
 T = TypeVar("T")
-OF_MISTAKES: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
+ERROR_PREFIX: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) ->
     is without privacy, `use` gets it and may refuse it.
     """
     if args.script is None:
-        return first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
+        return use_first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
     if args.fields:
         raise Refusal(
             "unknown-options",
@@ -56,7 +56,7 @@ def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) ->
     words = args.script
     if not words or not Path(words[0]).is_file():
         raise Refusal("no-script", f"Expected the path of a script after --script; got {' '.join(words) or 'nothing'}.")
-    return first_trainer(words, use, is_baseline_run=True)
+    return use_first_trainer(words, use, is_baseline_run=True)
 
 
 class _Used(BaseException):
@@ -66,7 +66,7 @@ class _Used(BaseException):
         self.outcome, self.error = outcome, error
 
 
-def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool) -> T:
+def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool) -> T:
     """Run a script with its arguments, and call `use` with its trainer in place of the first training.
 
     With `is_baseline_run`, training runs without privacy are carried out, and `use` gets the first private trainer.
@@ -83,7 +83,7 @@ def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, i
                 outcome, error = None, raised
         raise _Used(outcome, error)
 
-    with _as_python_has_it(words), mock.patch.object(DopplerTrainer, "train", use_instead):
+    with script_environment(words), mock.patch.object(DopplerTrainer, "train", use_instead):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except _Used as used:
@@ -92,8 +92,8 @@ def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, i
             result: T = used.outcome
             return result
         except SystemExit as ended:
-            if isinstance(ended.code, str) and ended.code.startswith(OF_MISTAKES):
-                raise Refusal("script-failed", ended.code.removeprefix(OF_MISTAKES)) from ended
+            if isinstance(ended.code, str) and ended.code.startswith(ERROR_PREFIX):
+                raise Refusal("script-failed", ended.code.removeprefix(ERROR_PREFIX)) from ended
             raise
     raise Refusal(
         "script-without-training",
@@ -102,7 +102,8 @@ def first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], *, i
 
 
 @contextmanager
-def _as_python_has_it(words: Sequence[str]) -> Iterator[None]:
+def script_environment(words: Sequence[str]) -> Iterator[None]:
+    """Give a script the arguments and the import path that Python would give it."""
     folder = os.path.dirname(os.path.abspath(words[0]))
     with mock.patch.multiple(sys, argv=list(words), path=[folder, *sys.path]):
         yield

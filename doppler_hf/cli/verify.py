@@ -38,9 +38,9 @@ from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.terms import (
     attacks_in_words,
     earlier_in_words,
+    earlier_rule_in_words,
+    early_stop_in_words,
     meaning_in_words,
-    of_fixed_length_in_words,
-    older_rule_in_words,
     terms_in_words,
     unit_in_words,
 )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     mismatches = [
         *budget_mismatches(ledger),
         *epsilon_mismatches(ledger),
-        *relative_mismatches(ledger, path.parent),
+        *checkpoint_mismatches(ledger, path.parent),
         *weight_mismatches(ledger, path.parent),
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         if args.adapter is not None:
             said = f"The model in {args.path} is {args.base} with this adapter merged into it, except for rounding."
             console.print(said, markup=False, soft_wrap=True)
-    notes = filter(None, (older_rule_in_words(ledger), of_fixed_length_in_words(ledger), earlier_in_words(ledger)))
+    notes = filter(None, (earlier_rule_in_words(ledger), early_stop_in_words(ledger), earlier_in_words(ledger)))
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
@@ -151,7 +151,7 @@ def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
         recomputed = recompute(claim.account.epsilon, delta=ledger.statement.target_delta) if claim.private else math.inf
         # A looser bound of another version holds too. Before 0.3, an incomplete round counted for every group as it does for
         # the first.
-        is_looser = not is_of_now(claim.versions) and recomputed < claim.epsilon < math.inf
+        is_looser = not has_installed_versions(claim.versions) and recomputed < claim.epsilon < math.inf
         if not is_looser and not math.isclose(claim.epsilon, recomputed, rel_tol=tolerance(claim.versions)):
             found.append(
                 f"Entry {claim.entry} ({ledger.entries[claim.entry]['event']}) states ε = {claim.epsilon:.8g}, but "
@@ -170,10 +170,10 @@ def recompute(epsilon: Callable[..., float], *, delta: float) -> float:
 
 def tolerance(versions: Mapping[str, str]) -> float:
     """Return the allowed relative difference between an ε that was computed with these `versions` and one computed now."""
-    return _SAME_VERSIONS_TOLERANCE if is_of_now(versions) else _OTHER_VERSIONS_TOLERANCE
+    return _SAME_VERSIONS_TOLERANCE if has_installed_versions(versions) else _OTHER_VERSIONS_TOLERANCE
 
 
-def is_of_now(versions: Mapping[str, str]) -> bool:
+def has_installed_versions(versions: Mapping[str, str]) -> bool:
     """Return whether these `versions` are the installed ones, so that ε is computed in the same way."""
     own = package_versions()
     return all(versions[name] == own[name] for name in _ACCOUNTING_PACKAGES)
@@ -191,7 +191,7 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     return []
 
 
-def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
+def checkpoint_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
     """Return a line for each checkpoint in `folder` whose ledger is not an earlier state of this one or of one set aside."""
     family = [ledger, *ledgers_in(folder).values()]
     found = []

@@ -24,11 +24,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
-from doppler_hf.preflight.autograd_check.beside import Batches
+from doppler_hf.preflight.autograd_check.batch_dependence import Batches
 from doppler_hf.preflight.autograd_check.comparison import compare
-from doppler_hf.preflight.autograd_check.coupling import place_of_coupling, read_by_others
+from doppler_hf.preflight.autograd_check.coupling import coupling_refusal, place_of_coupling
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
-from doppler_hf.preflight.autograd_check.numbers_of_rows import draws_beside_torch, unusual_size
+from doppler_hf.preflight.autograd_check.row_randomness import draws_beside_torch, unusual_size
 from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
@@ -136,7 +136,7 @@ class _Comparison:
         )
         _, place = self._place_of_coupling()
         if place is not None:
-            raise read_by_others(place)
+            raise coupling_refusal(place)
         self._refuse_changes_beside_others(is_random=True)
         with self.clipped.unwatched():
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
@@ -172,7 +172,7 @@ class _Comparison:
         if place is not None:
             with self.clipped.unwatched():
                 together, each = probe.in_parts(probe.short)
-                raise read_by_others(place, why_gradients_change(Trial(model, losses_of, each, together)))
+                raise coupling_refusal(place, why_gradients_change(Trial(model, losses_of, each, together)))
         self._refuse_changes_beside_others()
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from doppler_hf.errors import Refusal, page
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.run.learning_rate import FAR, is_any_rate_allowed, told_of_another_rate
+from doppler_hf.run.learning_rate import FAR, check_given_learning_rate, is_any_rate_allowed
 from doppler_hf.run.optimizer import first_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 
@@ -48,7 +48,7 @@ def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
     """Refuse a learning rate that is very far from the automatic one, and note a rate that is far from it."""
     # A resumed optimizer has the learning rate of its checkpoint, which is not checked again.
     if first_learning_rate(trainer.optimizer.optimizer) == trainer.args.learning_rate:
-        note = told_of_another_rate(trainer.args, run.statement, model=trainer.model)
+        note = check_given_learning_rate(trainer.args, run.statement, model=trainer.model)
         run.notes += [note] if note else []
 
 

@@ -42,7 +42,7 @@ class Watched:
             return {}
 
 
-def on_all_labels(
+def metrics_on_all_labels(
     function: Callable[[EvalPrediction], Metrics],
     few: EvalPrediction,
     dataset: Any,

@@ -64,7 +64,7 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
             "so one record would change the gradients of the others. Change it: for module in model.modules(): "
             "module.init_option = 'exact'.",
         )
-    _refuse_shared_coins(model)
+    _refuse_shared_random_numbers(model)
 
 
 def refuse_torchao(model: nn.Module) -> None:
@@ -169,7 +169,7 @@ def _refuse_adapters(model: nn.Module) -> None:
             )
 
 
-def _refuse_shared_coins(model: nn.Module) -> None:
+def _refuse_shared_random_numbers(model: nn.Module) -> None:
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one more example moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
     shared: set[str] = set()

@@ -28,12 +28,12 @@ from doppler_hf.run.processes import refuse_processes_that_draw_alone
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-def of_a_class(cls: type) -> None:
+def check_class(cls: type) -> None:
     """Check a class of trainers when it is defined."""
     trainer.refuse_other_bases(cls)
 
 
-def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
+def check_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
     """Check the arguments, model and data of a trainer, before Transformers uses them."""
     trainer.refuse_changed_arguments(args)
     if not args.disable_dp:
@@ -41,90 +41,90 @@ def before_the_trainer(args: DopplerTrainingArguments, *, model: Any, train_data
         data.refuse_stream(train_dataset)
 
 
-def of_the_trainer(of: Any) -> None:
+def check_new_trainer(private_trainer: Any) -> None:
     """Check a trainer right after it was made."""
-    trainer.refuse_own_loss_of_batches(of)
-    trainer.refuse_own_optimizer(of)
-    trainer.refuse_model_in_parts(of)
-    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
-    trainer.refuse_methods_without_effect(of)
-    data.warn_of_training_data_in_evaluation(of)
+    trainer.refuse_own_loss_of_batches(private_trainer)
+    trainer.refuse_own_optimizer(private_trainer)
+    trainer.refuse_model_in_parts(private_trainer)
+    launcher.refuse_settings_of_the_launcher(private_trainer.args, private_trainer.accelerator)
+    trainer.refuse_methods_without_effect(private_trainer)
+    data.warn_of_training_data_in_evaluation(private_trainer)
 
 
-def before_a_training(of: Any) -> None:
+def check_before_training(private_trainer: Any) -> None:
     """Check, when `train` is called, what may have changed since the trainer was made, and what its loop will call."""
-    trainer.refuse_changed_arguments(of.args)
-    launcher.refuse_autocast_around_training(of.args)
-    launcher.refuse_settings_of_the_launcher(of.args, of.accelerator)
-    trainer.refuse_own_loss_of_batches(of)
-    trainer.refuse_attributes_without_effect(of)
-    trainer.refuse_methods_without_effect(of)
-    trainer.refuse_missing_callbacks(of)
-    signatures.refuse_other_signatures(of)
-    signatures.refuse_callbacks_of_other_signatures(of)
+    trainer.refuse_changed_arguments(private_trainer.args)
+    launcher.refuse_autocast_around_training(private_trainer.args)
+    launcher.refuse_settings_of_the_launcher(private_trainer.args, private_trainer.accelerator)
+    trainer.refuse_own_loss_of_batches(private_trainer)
+    trainer.refuse_attributes_without_effect(private_trainer)
+    trainer.refuse_methods_without_effect(private_trainer)
+    trainer.refuse_missing_callbacks(private_trainer)
+    signatures.refuse_other_signatures(private_trainer)
+    signatures.refuse_callbacks_of_other_signatures(private_trainer)
 
 
-def before_an_evaluation(of: Any, evaluated: Any) -> None:
+def check_before_evaluation(private_trainer: Any, evaluated: Any) -> None:
     """Check a data set that is given to `evaluate`."""
-    data.warn_if_evaluated(of.train_dataset, evaluated)
+    data.warn_if_evaluated(private_trainer.train_dataset, evaluated)
 
 
-def of_privacy_itself(of: Any, *, checkpoint: str | None) -> None:
+def check_same_privacy(private_trainer: Any, *, checkpoint: str | None) -> None:
     """Check, when `train` is called, that the run is private if, and only if, the trainer and the checkpoint are."""
-    trainer.refuse_another_privacy(of, checkpoint=checkpoint)
+    trainer.refuse_another_privacy(private_trainer, checkpoint=checkpoint)
 
 
-def before_a_run(of: Any) -> None:
+def check_before_run(private_trainer: Any) -> None:
     """Check the data set from which the numbers of a run are computed."""
-    data.refuse_a_run_without_data(of.args, of.train_dataset)
-    model.refuse_torchao(of.model)
+    data.refuse_a_run_without_data(private_trainer.args, private_trainer.train_dataset)
+    model.refuse_torchao(private_trainer.model)
 
 
-def of_the_data(run: PrivateRun, of: Any, *, dataset: Any, collator: Collator) -> None:
+def check_data(run: PrivateRun, private_trainer: Any, *, dataset: Any, collator: Collator) -> None:
     """Check the rows that the collator will get."""
-    data.refuse_own_generators(of.train_dataset, of.data_collator)
-    data.refuse_another_dataset(run, of)
-    values.refuse_out_of_range(of.model, dataset, collate=collator, has_own_loss=of.has_own_loss)
-    records.note_records(run, of, dataset=dataset)
+    data.refuse_own_generators(private_trainer.train_dataset, private_trainer.data_collator)
+    data.refuse_another_dataset(run, private_trainer)
+    values.refuse_out_of_range(private_trainer.model, dataset, collate=collator, has_own_loss=private_trainer.has_own_loss)
+    records.note_records(run, private_trainer, dataset=dataset)
 
 
-def of_the_loader(run: PrivateRun, loader: Any) -> None:
+def check_loader(run: PrivateRun, loader: Any) -> None:
     """Check the loader before Transformers counts its steps."""
     run.refuse_another_loader(loader)
 
 
-def before_the_engine(run: PrivateRun, of: Any) -> None:
+def check_before_engine(run: PrivateRun, private_trainer: Any) -> None:
     """Check processes and model, before the engine is attached to the model."""
-    refuse_processes_that_draw_alone(of.args.world_size)
-    run.bring_processes_together(of.model)
-    trainer.refuse_weights_of_a_loss(of)
-    trainer.note_methods_of_another_library(run, of)
-    loss.refuse_ignored_labels(run, of)
-    loss.refuse_truth_values(run, of)
-    model.refuse_model(run, of)
+    refuse_processes_that_draw_alone(private_trainer.args.world_size)
+    run.bring_processes_together(private_trainer.model)
+    trainer.refuse_weights_of_a_loss(private_trainer)
+    trainer.note_methods_of_another_library(run, private_trainer)
+    loss.refuse_ignored_labels(run, private_trainer)
+    loss.refuse_truth_values(run, private_trainer)
+    model.refuse_model(run, private_trainer)
 
 
-def with_the_engine(run: PrivateRun, of: Any) -> None:
+def check_with_engine(run: PrivateRun, private_trainer: Any) -> None:
     """Check the loss and the engine's gradients of a few examples."""
-    examples.check_examples(run, of)
-    loss.refuse_another_loss(run, of)
-    loss.note_factors_without_effect(run, of)
+    examples.check_examples(run, private_trainer)
+    loss.refuse_another_loss(run, private_trainer)
+    loss.note_factors_without_effect(run, private_trainer)
 
 
-def of_an_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Check the optimizer when it is made."""
     loop.refuse_another_optimizer(optimizer)
 
 
-def before_the_first_step(run: PrivateRun, of: Any) -> None:
+def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     """Check what the loop will do, now that model, optimizer and schedule are final."""
-    loop.refuse_another_optimizer(of.optimizer.optimizer)
-    loop.refuse_other_parameters(run, of)
-    loop.refuse_another_schedule(of)
-    loop.refuse_another_rate(run, of)
-    loop.refuse_a_rate_that_never_arrives(run, of)
-    own_step.refuse_another_step(run, of)
-    if of.args.rehearse:
-        saved_weights.refuse_unsaved_weights(run, of)
-        saved_weights.note_another_model_when_loaded(run, of)
-        rehearsal.rehearse(run, of)
+    loop.refuse_another_optimizer(private_trainer.optimizer.optimizer)
+    loop.refuse_other_parameters(run, private_trainer)
+    loop.refuse_another_schedule(private_trainer)
+    loop.refuse_another_rate(run, private_trainer)
+    loop.refuse_a_rate_that_never_arrives(run, private_trainer)
+    own_step.refuse_another_step(run, private_trainer)
+    if private_trainer.args.rehearse:
+        saved_weights.refuse_unsaved_weights(run, private_trainer)
+        saved_weights.note_another_model_when_loaded(run, private_trainer)
+        rehearsal.rehearse(run, private_trainer)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from doppler_hf.errors import Refusal, TypeRefusal
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
-from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.batching.sampling import Piece
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.own_code import definitions
 from doppler_hf.run.private_run import PrivateRun
@@ -26,7 +26,7 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
     if not own.is_own:
         return
     rows = run.probe.short[:2]
-    piece = OfStep([MicroBatch(run.probe.collated(rows), len(rows))], step=trainer.state.global_step)
+    piece = Piece([MicroBatch(run.probe.collated(rows), len(rows))], step=trainer.state.global_step)
     counted = _Counted(run)
     try:
         with _in_place_of_a_step(trainer, counted):

@@ -27,7 +27,7 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState, 
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
-from doppler_hf.preflight.metrics import Watched, on_all_labels
+from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
 from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.private_run import PrivateRun
@@ -74,7 +74,7 @@ def _try_events(trainer: Any) -> None:
             "Set args.eval_delay = 0.",
         )
     state, control = copy.deepcopy((trainer.state, trainer.control))
-    with _told_as_refusal("when to log, evaluate and save"):
+    with _errors_as_refusals("when to log, evaluate and save"):
         state.compute_steps(args, trainer.privacy.statement.steps_planned)
         state.global_step, state.epoch = 1, state.epoch or 0.0
         for event in (DefaultFlowCallback.on_step_end, DefaultFlowCallback.on_epoch_end):
@@ -153,7 +153,7 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
     """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known."""
     own = trainer.compute_metrics
     if own is None or trainer.args.batch_eval_metrics:
-        with _told_as_refusal("an evaluation"):
+        with _errors_as_refusals("an evaluation"):
             try:
                 return _evaluated(trainer, _ROWS, ignore_keys)
             except Exception:
@@ -163,10 +163,10 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
     first: Exception | None = None
     for count in (_ROWS, _ROWS_AGAIN):
         watched = Watched(own)
-        with _told_as_refusal("an evaluation"):
+        with _errors_as_refusals("an evaluation"):
             metrics = _evaluated(trainer, count, ignore_keys, compute_metrics=watched)
         # A metric may be undefined on a few rows but not on all, or the other way round. The whole set decides.
-        found, error = _of_all_labels(trainer, watched, count)
+        found, error = _metrics_of_whole_sets(trainer, watched, count)
         if error is None and (found is not None or not watched.errors):
             return metrics | (found or {})
         first = first or error
@@ -178,11 +178,11 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
             "called with these labels, and with the predictions for a few rows repeated for all rows. No ε is spent. Fix "
             "it, or set rehearse=False to skip this check.",
         ) from first
-    with _told_as_refusal(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
+    with _errors_as_refusals(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
         raise watched.errors[0]
 
 
-def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str, Any] | None, Exception | None]:
+def _metrics_of_whole_sets(trainer: Any, watched: Watched, count: int) -> tuple[dict[str, Any] | None, Exception | None]:
     """Return the metrics of whole evaluation sets, or None if some labels are unknown, and the error if one fails."""
     given, found = trainer.eval_dataset, dict[str, Any]()
     sets = given if isinstance(given, dict) else {"": given}
@@ -193,7 +193,7 @@ def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str
         rows = rows_of_few(len(dataset), count) if has_length(dataset) else []
         try:
             with warnings.catch_warnings(action="ignore"):
-                metrics = on_all_labels(watched.function, few, dataset, rows=rows, names=names)
+                metrics = metrics_on_all_labels(watched.function, few, dataset, rows=rows, names=names)
         except Exception as error:
             return None, error
         if metrics is None:
@@ -204,7 +204,7 @@ def _of_all_labels(trainer: Any, watched: Watched, count: int) -> tuple[dict[str
 
 
 @contextlib.contextmanager
-def _told_as_refusal(what: str) -> Iterator[None]:
+def _errors_as_refusals(what: str) -> Iterator[None]:
     """Turn an error of the block into a refusal that names the rehearsed part and says that no ε is spent."""
     try:
         yield
@@ -277,10 +277,10 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
             "Free some space, or set another output_dir.",
         )
     if saves:
-        with _told_as_refusal("a checkpoint with what compute_metrics returns"):
+        with _errors_as_refusals("a checkpoint with what compute_metrics returns"):
             json.dumps(metrics, sort_keys=True)  # the trainer's state is saved in this way
     what = "a checkpoint" if saves else "save_model()"
-    with _told_as_refusal(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
+    with _errors_as_refusals(what), tempfile.TemporaryDirectory(dir=args.output_dir, prefix="rehearsal-") as folder:
         if is_pretrained:
             model.config.save_pretrained(folder)
             if model.can_generate():

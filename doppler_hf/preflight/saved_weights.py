@@ -20,7 +20,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.renamed_weights import names_lost
+from doppler_hf.run.renamed_weights import colliding_names
 
 _HEADS: Final = ("classifier", "score")  # PEFT saves layers with these names if task_type is a classification
 _LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")
@@ -49,7 +49,7 @@ def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
         run.notes += [*_refuse_new_frozen(model, kept)]
         _refuse_unloadable_adapters(trainer, adapters)
         run.notes += [*_other_names_of_heads(model, adapters)]
-    elif isinstance(model, PreTrainedModel) and (collided := names_lost(model)):
+    elif isinstance(model, PreTrainedModel) and (collided := colliding_names(model)):
         raise Refusal(
             "weights-not-saved",
             f"{type(model).__name__} is saved under names of an older version of Transformers, and {collided[0]!r} would "
@@ -154,7 +154,7 @@ def _has_embeddings(model: Any, named: dict[str, Tensor]) -> bool:
 
 
 def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Refusal:
-    places = tops_of(model, {*lost})
+    places = outermost_modules(model, {*lost})
     first = _listed(places)
     if not adapters:
         return Refusal(
@@ -172,11 +172,11 @@ def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Ref
     return Refusal(
         "weights-not-saved",
         f"{first} would be trained but not saved: PEFT saves only adapters and modules_to_save, so the trained weights "
-        f"would be lost with all of ε spent. {mend_of(model, places)}, instead of calling requires_grad_(True).",
+        f"would be lost with all of ε spent. {adapter_fix(model, places)}, instead of calling requires_grad_(True).",
     )
 
 
-def tops_of(model: nn.Module, names: set[str]) -> list[str]:
+def outermost_modules(model: nn.Module, names: set[str]) -> list[str]:
     """Return the outermost modules whose parameters are all among `names`, and the remaining single parameters."""
     all_names, found = [name for name, _ in model.named_parameters()], []
     for name in names:
@@ -189,7 +189,7 @@ def tops_of(model: nn.Module, names: set[str]) -> list[str]:
     return [*dict.fromkeys(sorted(found))]
 
 
-def mend_of(model: nn.Module, places: list[str]) -> str:
+def adapter_fix(model: nn.Module, places: list[str]) -> str:
     """Return in words which option of an adapter's configuration trains and saves these modules and parameters."""
     parameters = dict(model.named_parameters())
     inner = [_without_prefix(model, place) for place in places]
@@ -250,11 +250,11 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
         if not was_read and not wrapped.search(name) and not any(re.search(key, name) for key in made)
     }
     if new:
-        places = tops_of(model, new)
+        places = outermost_modules(model, new)
         raise Refusal(
             "head-not-saved",
             f"{_listed(places)} is new, with random weights, and would be neither trained nor saved: a loaded adapter would "
-            f"get different random weights there. {mend_of(model, places)}" + _task_type(model, places),
+            f"get different random weights there. {adapter_fix(model, places)}" + _task_type(model, places),
         )
     return []
 
@@ -274,11 +274,11 @@ def _frozen_head(model: nn.Module, names: set[str]) -> list[str]:
     """Return a note on weights that are probably new and random, and neither trained nor saved."""
     if not names:
         return []
-    places = tops_of(model, names)
+    places = outermost_modules(model, names)
     return [
         f"{_listed(places)} seems to be new, with random weights, and is neither trained nor saved with the "
         "adapter. If it is "
-        f"new, stop here: {mend_of(model, places)}" + _task_type(model, places).removesuffix(".")
+        f"new, stop here: {adapter_fix(model, places)}" + _task_type(model, places).removesuffix(".")
     ]
 
 

@@ -18,7 +18,7 @@ _RENAMED: Final = ("label", "label_ids")
 
 
 @contextlib.contextmanager
-def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
+def explain_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
     """Explain which argument to set if a loss, a transform or a collator needs a column that Transformers removed."""
     try:
         yield
@@ -50,7 +50,7 @@ def told_of_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[N
 
 
 @contextlib.contextmanager
-def told_of_gradients_in_a_loss() -> Iterator[None]:
+def explain_gradients_in_a_loss() -> Iterator[None]:
     """Explain that a loss cannot contain gradients if it fails because torch cannot compute or differentiate them here."""
     try:
         yield

@@ -19,7 +19,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 
 @contextlib.contextmanager
-def ledger_beside(
+def ledger_saved_with_model(
     folder: Path,
     args: DopplerTrainingArguments,
     *,
@@ -35,7 +35,7 @@ def ledger_beside(
     model: nn.Module = trainer.model
     home = folder if checkpoint_step is None else folder.parent
     with lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
-        speaks, before, card = run is not None and run.speaks_for(model), stamps(folder), folder / CARD_NAME
+        speaks, before, card = run is not None and run.covers_weights_of(model), stamps(folder), folder / CARD_NAME
         yield
         ledger, weights = None if run is None else run.ledger, hashes(folder, unless_as=before)
         # Files that the ledger knows are covered, whatever became of parts of the model that are not in them.
@@ -99,11 +99,16 @@ def write_card(card: Path, run: PrivateRun | None, trainer: Any, *, before: str 
 
 
 @contextlib.contextmanager
-def spoken_for_when_converted(run: PrivateRun | None, args: DopplerTrainingArguments, *, model: nn.Module) -> Iterator[None]:
+def coverage_kept_when_converted(
+    run: PrivateRun | None, args: DopplerTrainingArguments, *, model: nn.Module
+) -> Iterator[None]:
     """Keep the model covered by the ledger after the block, even if Transformers converts its weights to evaluate it."""
     # During a run Transformers converts nothing.
     converts = (
-        (args.bf16_full_eval or args.fp16_full_eval) and run is not None and not run.is_running and run.speaks_for(model)
+        (args.bf16_full_eval or args.fp16_full_eval)
+        and run is not None
+        and not run.is_running
+        and run.covers_weights_of(model)
     )
     yield
     if converts and run is not None:

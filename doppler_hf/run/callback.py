@@ -126,7 +126,7 @@ class PrivacyCallback(TrainerCallback):
         """Close the ledger next to the model, and print what was spent."""
         run, model = self._run, kwargs["model"]
         note_shards(model.parameters())
-        run.leave(model, speaks=run.speaks_for(model), writes=state.is_world_process_zero)
+        run.leave(model, speaks=run.covers_weights_of(model), writes=state.is_world_process_zero)
         if run.ledger is not None and state.is_world_process_zero:
             run.ledger.close()
             run.ledger.save(args.output_dir)
@@ -139,7 +139,7 @@ def end_run(
     """Record, on disk too, the model as the run has left it, whether the run was completed or interrupted."""
     if not run.is_running or run.ledger is None:
         return
-    speaks, run.is_running = run.speaks_for(model), False
+    speaks, run.is_running = run.covers_weights_of(model), False
     # If there are several processes, only one may have failed, so nothing here waits for the others.
     if run.leave(model, speaks=speaks, writes=state.is_world_process_zero, together=False):
         run.ledger.save(args.output_dir)

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf.privacy.losses import as_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
-from doppler_hf.run.beside_model import spoken_for_when_converted
+from doppler_hf.run.beside_model import coverage_kept_when_converted
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import is_training_data
@@ -103,7 +103,7 @@ class EvaluatingTrainer(ShardedTrainer):
         if self._sharding.is_asked_for:  # before the first run the model is whole, and not on the device
             self._prepare_model()
         run = self._run
-        with spoken_for_when_converted(run, self.args, model=self.model):
+        with coverage_kept_when_converted(run, self.args, model=self.model):
             output = super().evaluation_loop(  # as Transformers calls it
                 dataloader,
                 description=description,

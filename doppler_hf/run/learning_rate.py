@@ -36,7 +36,7 @@ from doppler_hf.optim.optimizer import DEFAULT_FLOOR_FRACTION
 from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import without_rate_rule
+from doppler_hf.training_args.checks import setting_without_default_rate
 
 # These bound, in order: √d·δ; √f·δ, and √f·δ of a layer that reads the data; η/(u·s), and η/(u·s) with adapters; the path of
 # short runs, and their steps; and f times the change of a weight in a step if all gradients are the same.
@@ -59,14 +59,14 @@ FAR: Final = 10.0
 VERY_FAR: Final = 100.0
 
 
-def told_of_another_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
+def check_given_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
     """Return a warning if the given rate is far from the rule's; refuse it if it is very far, unless any rate is allowed."""
     given = args.learning_rate
-    if given is None or without_rate_rule(args.base_optimizer, args.optim_target_modules) is not None:
+    if given is None or setting_without_default_rate(args.base_optimizer, args.optim_target_modules) is not None:
         return ""
     if given == 0.0:
         return "learning_rate=0 trains nothing: leave it out to use the automatic value"
-    rule = rate_by_rule(args, statement, model=model)
+    rule = automatic_learning_rate(args, statement, model=model)
     if rule / FAR < given < FAR * rule:
         return ""
     far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
@@ -85,7 +85,7 @@ def is_any_rate_allowed(args: DopplerTrainingArguments) -> bool:
     return args.allow_any_learning_rate or not args.rehearse
 
 
-def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
+def automatic_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> float:
     """Return the rate of the rule, even if a rate is given; without noise, return the rule's limit for little noise.
 
     A private run of large ε uses that rate, so comparing it with a run without noise shows the effect of the noise.
@@ -96,9 +96,9 @@ def rate_by_rule(args: DopplerTrainingArguments, statement: PrivacyStatement, *,
         rates = [1.0] * steps
     size = shape.std(steps)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    of_adapters = list(walks_of_adapters(model))
+    of_adapters = list(lora_step_limits(model))
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
-    layers = list(layers_of_sums(model))
+    layers = list(linear_layers(model))
     of_layers = [
         (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs) for layer in layers
     ]
@@ -126,7 +126,7 @@ class LayerOfSums(NamedTuple):
     is_first: bool  # whether no other such layer comes before it
 
 
-def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
+def linear_layers(model: nn.Module) -> Iterator[LayerOfSums]:
     """Return the trained linear layers and convolutions, without LoRA's factors, which have their own bounds."""
     is_of_data = is_first = True
     factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
@@ -139,7 +139,7 @@ def layers_of_sums(model: nn.Module) -> Iterator[LayerOfSums]:
             is_of_data = False
 
 
-def walks_of_adapters(model: nn.Module) -> Iterator[float]:
+def lora_step_limits(model: nn.Module) -> Iterator[float]:
     """Return for each pair of LoRA factors the walk δ of a weight that adds as much to a layer as the size of its weights.
 
     The product of rank r of two matrices of independent weights of size δ has a size of about √r·δ², times the scaling.

@@ -33,7 +33,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings, is_continued_by
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
-from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, changes_a_layer, merged_in, sketched
+from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, has_trained_adapter, merged_in, sketched
 from doppler_hf.run.processes import on_process_0
 
 # A mark of fewer values could belong to another tensor by chance.
@@ -163,7 +163,7 @@ def adapters_trained_by_others(model: nn.Module) -> list[str]:
     found = []
     for name, config in getattr(model, "peft_config", {}).items():
         start = next((vars(config)[key] for key in _STARTS if key in vars(config)), False)
-        if start in (True, "gaussian", "eva", "orthogonal") and changes_a_layer(model, name):
+        if start in (True, "gaussian", "eva", "orthogonal") and has_trained_adapter(model, name):
             found.append(name)
     return found
 

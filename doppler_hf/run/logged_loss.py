@@ -40,7 +40,7 @@ _COPY_THE_CONSOLE: Final = (ClearMLCallback, CometCallback, NeptuneCallback, Swa
 _NEAR: Final = 0.75  # a mean above this share of the bound is reported; an untrained model's mean is at half of the bound
 
 
-def take_losses(logs: dict[str, float]) -> dict[str, float]:
+def pop_losses(logs: dict[str, float]) -> dict[str, float]:
     """Remove the training losses from a log (in place), and return them."""
     return {name: logs.pop(name) for name in LOSSES if name in logs}
 
@@ -48,7 +48,7 @@ def take_losses(logs: dict[str, float]) -> dict[str, float]:
 def forget_losses(history: list[dict[str, float]]) -> None:
     """Remove the training losses from the logs of a checkpoint (in place); before version 0.4 they were raw."""
     for logs in history:
-        take_losses(logs)
+        pop_losses(logs)
 
 
 def copies_of_console(callbacks: Sequence[object]) -> list[str]:
@@ -82,7 +82,7 @@ def _is_outside(folder: str | None, output_dir: str) -> bool:
 
 
 @contextlib.contextmanager
-def raw_loss_kept_here(callbacks: Sequence[Any], *, output_dir: str) -> Iterator[None]:
+def tensorboard_outside_output_dir(callbacks: Sequence[Any], *, output_dir: str) -> Iterator[None]:
     """Let TensorBoard write next to the model's folder during the block, unless it was given a folder.
 
     By default it writes into the model's folder, which people share and `push_to_hub` uploads.

@@ -325,7 +325,7 @@ def may_change(layer: nn.Module) -> bool:
     return not seconds or any(bool(value.detach().any()) for value in seconds)
 
 
-def changes_a_layer(model: nn.Module, adapter: str) -> bool:
+def has_trained_adapter(model: nn.Module, adapter: str) -> bool:
     """Return whether merging only the adapter of this name changes one of the recorded layers."""
     for layer in _noted_layers(model).values():
         with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters

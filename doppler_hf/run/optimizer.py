@@ -9,7 +9,7 @@ from torch import nn
 
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.filter_and_noise import chosen_filter
-from doppler_hf.run.learning_rate import rate_by_rule
+from doppler_hf.run.learning_rate import automatic_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters
@@ -59,7 +59,7 @@ def optimizer_of(
     )
     return DopplerOptimizer(
         [group for group in groups if group["params"]],
-        lr=rate_by_rule(args, run.statement, model=model) if rate is None else rate,
+        lr=automatic_learning_rate(args, run.statement, model=model) if rate is None else rate,
         low_pass_filter=low_pass_filter,
         base=args.base_optimizer,
         beta2=args.adam_beta2,

@@ -41,7 +41,7 @@ from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.cutting import Cut, grid_for, tokens_for
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
-from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.batching.sampling import Piece
 from doppler_hf.privacy.loss_bounds import LossBound
 from doppler_hf.privacy.losses import Losses, without_adapters
 from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, filled_generators
@@ -50,7 +50,7 @@ from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.precision import computes_in_bf16
-from doppler_hf.run.processes import compare_terms, give_all_the_weights_of_process_0, on_process_0
+from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
 from doppler_hf.run.rounds import Rounds
 from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.trained_model import TrainedModel
@@ -179,7 +179,7 @@ class PrivateRun:
         )
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._rounds = Rounds(args, train_dataset, self.sampler)
-        self._continues_rounds = self._rounds.take_up(previous, self.statement)
+        self._continues_rounds = self._rounds.continue_from(previous, self.statement)
         self.ledger: PrivacyLedger | None = None
         self.trained_model: TrainedModel | None = None
         self.is_running = False
@@ -195,7 +195,7 @@ class PrivateRun:
         # (on the device), and how many more passes another process makes.
         self.is_released = False
         self.num_non_finite: int | Tensor = 0
-        self.num_dummies = 0
+        self.num_empty_passes = 0
         self._pieces_left = 0
         self._may_compute = False  # whether the current step is reserved and not yet counted
         self._fillings = 0
@@ -270,7 +270,7 @@ class PrivateRun:
         """Compare the terms of several processes, and give all of them the weights of process 0."""
         if self._args.world_size > 1:
             compare_terms(self.statement, self._args, model, data=self._rounds.digest_of_data)
-            give_all_the_weights_of_process_0(model)
+            broadcast_weights(model)
 
     @functools.cached_property
     def probe(self) -> Probe:
@@ -389,12 +389,12 @@ class PrivateRun:
         dropped = step % self.sampler.steps_per_epoch if step == self._first_step else 0
         self.sampler.begin_at(step - dropped)
 
-    def draw(self, pieces: Iterator[OfStep], *, number: int, step: int) -> list[OfStep]:
+    def draw(self, pieces: Iterator[Piece], *, number: int, step: int) -> list[Piece]:
         """Take the pieces of a step's batch and start their sum. Steps count from 0; a spent budget gives no pieces."""
         self._fill_generators()
         # When a finished run is resumed within an epoch, Transformers would make one more step before it stops.
         taken = list(itertools.islice(pieces, number if self.affordable > 0 else 0))
-        self.begin_sum(taken, step=step)
+        self.start_batch(taken, step=step)
         return taken
 
     def _fill_generators(self) -> None:
@@ -402,7 +402,7 @@ class PrivateRun:
         self._fillings += 1
         fill_generators(self._args.noise_seed, rank=self._args.process_index, step=self._fillings)
 
-    def begin_sum(self, pieces: Sequence[OfStep], *, step: int) -> None:
+    def start_batch(self, pieces: Sequence[Piece], *, step: int) -> None:
         """Start the sum of a batch's pieces. The sum of an unfinished batch is dropped, never released.
 
         `pieces` is empty when the loader is exhausted.
@@ -425,7 +425,7 @@ class PrivateRun:
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
-        self.num_dummies = self._sharding.most_passes(passes) - passes if self._sharding.is_asked_for else 0
+        self.num_empty_passes = self._sharding.most_passes(passes) - passes if self._sharding.is_asked_for else 0
         self.engine.reset()
         self.is_released = False
         if self.private_loss is not None:
@@ -488,7 +488,9 @@ class PrivateRun:
 
     def release(self, optimizer: DopplerOptimizer, *, step: int) -> Float[Tensor, ""] | None:
         """Turn the sum of the batch into the private gradient in `p.grad`, and return the private loss, if there is one."""
-        for _ in range(self.num_dummies):  # all processes gather the weights as often as the process with the most passes
+        for _ in range(
+            self.num_empty_passes
+        ):  # all processes gather the weights as often as the process with the most passes
             # Sensitivity: with weight 0, each term of a sum is 0·v of a finite v, or left out. So neither sums nor loss
             # change, and what is released is the same, in every bit, whether the pass is made or not.
             self._add_clipped(self._dummy)
@@ -540,7 +542,7 @@ class PrivateRun:
         """Return the ε of the whole plan, which holds wherever the run ends, or 0 before the first step."""
         return 0.0 if self.ledger is None else self.ledger.epsilon()
 
-    def speaks_for(self, model: nn.Module) -> bool:
+    def covers_weights_of(self, model: nn.Module) -> bool:
         """Return whether the ledger covers this model.
 
         It does if the run has finished with or saved this model, or is still running and nothing else has changed the model.

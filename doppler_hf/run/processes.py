@@ -53,7 +53,7 @@ def another_has_ended() -> SharedError:
 
 
 @contextlib.contextmanager
-def one_line_if_a_process_ends() -> Iterator[None]:
+def process_end_explained() -> Iterator[None]:
     """Replace torch's message about a socket by a line that says that another process has ended."""
     try:
         yield
@@ -75,7 +75,7 @@ def on_process_0(action: Callable[[], _Outcome]) -> _Outcome:
             # The other processes wait for an outcome, and would otherwise wait until they time out.
             broadcast_object_list([another_has_ended()])
             raise
-    with one_line_if_a_process_ends():
+    with process_end_explained():
         (outcome,) = broadcast_object_list(found)
     if isinstance(outcome, ValueError | SharedError):
         raise outcome
@@ -138,7 +138,7 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
             )
 
 
-def give_all_the_weights_of_process_0(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_weights(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
     """Give every process the weights and buffers of process 0, as DDP would, except for shards (in place)."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not isinstance(tensor, DTensor):

@@ -35,7 +35,7 @@ def load_renamed(model: PreTrainedModel, folder: str | Path) -> None:
         )
 
 
-def names_lost(model: PreTrainedModel) -> list[str]:
+def colliding_names(model: PreTrainedModel) -> list[str]:
     """Return the weights of a model that could not be loaded again after `save_pretrained`."""
     # Tensors on the meta device have no content, so only names and shapes are mapped.
     state = {name: torch.empty_like(value, device="meta") for name, value in model.state_dict().items()}

@@ -63,7 +63,7 @@ class RoundSecret(NamedTuple):
         kept = self._kept()
         return kept is not None and not kept[1].is_of_same_rows(self.data)
 
-    def under_another_number(self) -> Self | None:
+    def secret_for_other_world_size(self) -> Self | None:
         """Return the place of the run's secret for another number of processes, or None if there is no such file here."""
         with contextlib.suppress(OSError):
             for path in sorted(self.path.parent.glob(f"{self.run_id}-*-of-*")):

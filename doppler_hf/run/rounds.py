@@ -34,7 +34,7 @@ class Rounds:
         with filled_generators(self._args.noise_seed, rank=self._args.process_index):
             return digest_of_data(self._train_dataset, self._sampler)
 
-    def take_up(self, previous: Previous, statement: PrivacyStatement) -> bool:
+    def continue_from(self, previous: Previous, statement: PrivacyStatement) -> bool:
         """Continue the rounds of the earlier run, if all processes know their turns, and return whether they do."""
         ledger = previous.ledger
         # With Poisson sampling each step is a round of its own.
@@ -44,7 +44,7 @@ class Rounds:
         if not allowed_to(keeps_rounds=True):
             return False
         kept = self.secret_of(ledger)
-        elsewhere = kept.under_another_number()
+        elsewhere = kept.secret_for_other_world_size()
         is_of_other_data = kept.is_of_other_data() or (elsewhere is not None and elsewhere.is_of_other_data())
         if is_of_other_data:
             warnings.warn(

@@ -14,9 +14,9 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
-from doppler_hf.run.beside_model import ledger_beside, write_card
+from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
-from doppler_hf.run.logged_loss import only_local, show_beside_evaluations, take_losses
+from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
 from doppler_hf.run.model_card import CARD_NAME
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
@@ -26,7 +26,7 @@ from doppler_hf.run.summary import spent_in_words
 from doppler_hf.run.training_curve import draw_training
 
 
-def as_safetensors_takes_it(state: dict[str, Any]) -> dict[str, Any]:
+def to_safetensors_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state that safetensors accepts: contiguous values, and a copy of a tied weight for each of its names."""
     seen: set[int] = set()
     taken: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
             self.state.log_history = history
         if self.is_world_process_zero() and not self.args.disable_dp:
             run = self._run
-            speaks = run is not None and run.ledger is not None and run.speaks_for(self.model)
+            speaks = run is not None and run.ledger is not None and run.covers_weights_of(self.model)
             write_card(card, run if speaks else None, self, before=before)
 
     return create_model_card
@@ -68,12 +68,12 @@ def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -
     """Add ε to a log (in place), and remove a loss that is not reported."""
     # For a model that the ledger does not cover, ε is unknown: the model may have been loaded.
     is_evaluation = any(name.startswith("eval_") for name in logs)
-    if run.speaks_for(model) if is_evaluation else run.is_running:
+    if run.covers_weights_of(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
         if run.is_running and "train_runtime" not in logs:  # the plan counts as a whole, from its first step on
             logs["epsilon_planned"] = logs["epsilon"]
     if run.ledger is not None and run.ledger.statement.train_loss == "none":  # the logged losses are all 0
-        take_losses(logs)
+        pop_losses(logs)
 
 
 class SavingTrainer(ShardedTrainer):
@@ -98,7 +98,7 @@ class SavingTrainer(ShardedTrainer):
                 saving.enter_context(self._run.unwatched())
             if is_first:
                 terms: dict[str, Any] = {"trainer": self, "checkpoint_step": step, "lock": self._lock_of}
-                saving.enter_context(ledger_beside(folder, self.args, run=self._run, **terms))
+                saving.enter_context(ledger_saved_with_model(folder, self.args, run=self._run, **terms))
             note_shards(self.model.parameters())  # all processes do this together
             if step is not None and is_first:  # an old checkpoint there must not count until it is replaced completely
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -119,7 +119,7 @@ class SavingTrainer(ShardedTrainer):
         if self._sharding.is_cut:
             state_dict = whole_state(self.model)
         if state_dict is None and not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
-            state_dict = as_safetensors_takes_it(self.model.state_dict())
+            state_dict = to_safetensors_state(self.model.state_dict())
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -169,7 +169,7 @@ class SavingTrainer(ShardedTrainer):
                 done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
                 # In the middle of an update, weights and states belong to two different steps. And a checkpoint that no
                 # ledger covers, such as after a callback has frozen or replaced a layer, would only hide an earlier one.
-                if 0 < done == self.state.global_step - run.previous.step and run.speaks_for(self.model):
+                if 0 < done == self.state.global_step - run.previous.step and run.covers_weights_of(self.model):
                     with contextlib.suppress(Exception):
                         run.engine.refuse_other_parameters()
                         self._save_checkpoint(self.model, None)
@@ -211,7 +211,7 @@ class SavingTrainer(ShardedTrainer):
         if run is not None:
             complete_log(run, logs, model=self.model)
         # Privacy: the logs that Transformers keeps, saves and sends never hold a raw loss.
-        losses = take_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
+        losses = pop_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:
             super().log(logs, start_time)
             return
@@ -225,4 +225,4 @@ class SavingTrainer(ShardedTrainer):
             try:
                 self.control = handler.on_log(self.args, self.state, self.control, logs)
             finally:
-                take_losses(logs)
+                pop_losses(logs)

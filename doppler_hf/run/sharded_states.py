@@ -30,14 +30,14 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
             if base is not model and not parameter.requires_grad and name.rpartition(".")[0] not in embeddings:
                 continue
             if parameter not in gathered:
-                gathered[parameter] = of_process_0(value.full_tensor())
+                gathered[parameter] = on_cpu_of_process_0(value.full_tensor())
             state[name] = gathered[parameter]
         else:
-            state[name] = of_process_0(value)
+            state[name] = on_cpu_of_process_0(value)
     return state
 
 
-def of_process_0(value: Tensor) -> Tensor:
+def on_cpu_of_process_0(value: Tensor) -> Tensor:
     """Return a tensor in CPU memory on process 0, and an empty tensor on the other processes."""
     return value.cpu() if dist.get_rank() == 0 else value.new_empty(0)
 
@@ -62,10 +62,10 @@ def whole_state_of(value: Any, parameter: Tensor) -> Any:
         return [whole_state_of(each, parameter) for each in value]
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value
-    return of_process_0(whole_of(value, like=parameter))
+    return on_cpu_of_process_0(whole_of(value, like=parameter))
 
 
-def cut_what_is_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def shard_loaded_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole weights in a loaded state by this process's part of them (modified in place)."""
     for name, own in module.state_dict().items():
         value = state_dict.get(prefix + name)

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel, Trainer
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
-from doppler_hf.run.processes import give_all_the_weights_of_process_0
-from doppler_hf.run.sharded_states import cut_what_is_loaded, embeddings_of
+from doppler_hf.run.processes import broadcast_weights
+from doppler_hf.run.sharded_states import embeddings_of, shard_loaded_state
 from doppler_hf.shards import remember_keeper
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -137,7 +137,7 @@ class Sharding:
         self._trained = {*trained}
         # The model is still in CPU memory, where it fits as a whole.
         self._group = dist.new_group(backend="gloo")
-        give_all_the_weights_of_process_0(model, group=self._group)
+        broadcast_weights(model, group=self._group)
         uncut = {*shared_by_layers(model), *(value for value in model.parameters() if value.ndim == 0)}
         of_all = sum(value.numel() for value in model.parameters())
         if sum(value.numel() for value in trained.values()) <= LARGEST_WHOLE * of_all:
@@ -167,7 +167,7 @@ class Sharding:
             for keeper in group.fsdp_params:
                 remember_keeper(keeper.sharded_param, keeper)
         note_shards(model.parameters())
-        model.register_load_state_dict_pre_hook(cut_what_is_loaded)
+        model.register_load_state_dict_pre_hook(shard_loaded_state)
         if hasattr(model, "generate"):  # a PEFT model has its own `generate`, which calls the model inside it
             register_fsdp_forward_method(model, "generate")
         for module in model.modules():

@@ -13,7 +13,7 @@ from transformers.integrations import TensorBoardCallback
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
-from doppler_hf.privacy.ledger.terms import earlier_in_words, of_fixed_length_in_words, terms_in_words
+from doppler_hf.privacy.ledger.terms import earlier_in_words, early_stop_in_words, terms_in_words
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.interruptions import reason_in_words
 from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
@@ -63,7 +63,7 @@ def print_start(
     noise_shape, steps = NoiseShape.parse(statement.noise_shape), statement.steps_planned
     batch, sigma = statement.expected_batch_size, statement.effective_noise_multiplier
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
-    watched = [*drowned(noise, num_trained=trained), *notes]
+    watched = [*low_signal_note(noise, num_trained=trained), *notes]
     whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
     if args.max_steps > 0 and whole < steps:
         watched.append(
@@ -96,9 +96,9 @@ def print_start(
             "an attribute pad_to_multiple_of that it follows, pad all rows to one length, or use float32"
         )
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
-        watched += noisy_loss(statement, logging_steps=args.logging_steps)
+        watched += loss_noise_notes(statement, logging_steps=args.logging_steps)
     if statement.train_loss == "raw":
-        watched = [*where_raw_loss_goes(callbacks, output_dir=args.output_dir), *watched]
+        watched = [*raw_loss_notes(callbacks, output_dir=args.output_dir), *watched]
     lines = (
         ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}{processes}"),
@@ -135,7 +135,7 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
                 None,
                 (
                     f"Privacy spent: {spent} in {ledger.steps_run:,} steps.",
-                    of_fixed_length_in_words(ledger),
+                    early_stop_in_words(ledger),
                     earlier_in_words(ledger),
                 ),
             )
@@ -199,7 +199,7 @@ def first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
     return {"epoch": run.sampler.steps_per_epoch, "best": every}.get(args.save_strategy, math.inf)
 
 
-def noisy_loss(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:
+def loss_noise_notes(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:
     """Return a note on the noise of the logged loss, if a single value says little about the loss."""
     steps = logging_steps if logging_steps >= 1 else math.ceil(logging_steps * statement.steps_planned)
     noise = noise_of_loss(statement, steps=min(int(steps), statement.steps_planned))
@@ -209,7 +209,7 @@ def noisy_loss(statement: PrivacyStatement, *, logging_steps: float) -> list[str
     return [f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or use larger batches"]
 
 
-def where_raw_loss_goes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:
+def raw_loss_notes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:
     """Return notes on who sees the raw loss, which has no noise, and who does not."""
     words = [
         "the training loss shown here is NOT PRIVATE, so it is not saved: report_train_loss='private' adds noise, and "
@@ -231,7 +231,7 @@ def where_raw_loss_goes(callbacks: Sequence[Any], *, output_dir: str) -> list[st
     return words
 
 
-def drowned(noise: float, *, num_trained: int) -> list[str]:
+def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
     """Return a note if the noise of the average of all gradients, in units of C, is larger than the average can be.
 
     With that much noise a classifier of images learnt little. The noise vector must also be longer than the average itself

@@ -49,7 +49,7 @@ def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
         _SHOWN.reset(token)
 
 
-class LeftOut(float):
+class UnsetValue(float):
     """The default of an argument that was left out. A copy of the arguments (`dataclasses.replace`) chooses it again."""
 
 
@@ -234,7 +234,7 @@ class DopplerTrainingArguments(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments; during a run, also its terms and the learning rate that it chose, for trackers."""
         shown, terms = _SHOWN.get()
-        given = {name: float(value) if type(value) is LeftOut else value for name, value in super().to_dict().items()}
+        given = {name: float(value) if type(value) is UnsetValue else value for name, value in super().to_dict().items()}
         if shown is not self:
             return given
         used = {name: value for name, value in given.items() if name not in checks.unused(self)}
@@ -251,11 +251,11 @@ class DopplerTrainingArguments(TrainingArguments):
 
     def _fill_in(self) -> None:
         """Choose values for arguments that were left out, and write filter and noise shape in their standard form."""
-        if self.max_grad_norm is None or type(self.max_grad_norm) is LeftOut:
+        if self.max_grad_norm is None or type(self.max_grad_norm) is UnsetValue:
             # Trainer would clip the whole private gradient, and so rescale it together with its noise.
-            self.max_grad_norm = LeftOut(1.0 if self.disable_dp else 0.0)
-        if self.learning_rate is None or type(self.learning_rate) is LeftOut:
-            self.learning_rate = LeftOut(self.non_private_learning_rate) if self.disable_dp else None
+            self.max_grad_norm = UnsetValue(1.0 if self.disable_dp else 0.0)
+        if self.learning_rate is None or type(self.learning_rate) is UnsetValue:
+            self.learning_rate = UnsetValue(self.non_private_learning_rate) if self.disable_dp else None
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         if self.low_pass_filter != AUTO:

@@ -187,7 +187,7 @@ def check_ranges(args: TrainingArguments) -> None:
         )
 
 
-def without_rate_rule(base_optimizer: str, optim_target_modules: object) -> str | None:
+def setting_without_default_rate(base_optimizer: str, optim_target_modules: object) -> str | None:
     """Return the name of the setting that has no default learning rate, or None if there is a default."""
     if base_optimizer == "sgd":
         return "base_optimizer='sgd'"
@@ -196,7 +196,7 @@ def without_rate_rule(base_optimizer: str, optim_target_modules: object) -> str 
 
 def refuse_no_learning_rate(args: TrainingArguments) -> None:
     """Refuse arguments without a learning rate if there is no default."""
-    what = without_rate_rule(args.base_optimizer, args.optim_target_modules)
+    what = setting_without_default_rate(args.base_optimizer, args.optim_target_modules)
     if args.learning_rate is None and what is not None:
         raise Refusal(
             "no-learning-rate",

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import without_rate_rule
+from doppler_hf.training_args.checks import setting_without_default_rate
 from scripts.studies.data import Sources
 from scripts.studies.runs import Log, Run, say, train
 from scripts.studies.studies import Study, fits
@@ -71,7 +71,7 @@ def run_study(study: Study, path: Path, tasks: Mapping[str, Task], sources: Sour
                 begun, held = time.perf_counter(), len(log)
                 run_of = functools.partial(Run.of, name, task, data, method, epsilon)
                 base = method.arguments.get("base_optimizer", DEFAULT_BASE)
-                has_rule = without_rate_rule(base, method.arguments.get("optim_target_modules")) is None
+                has_rule = setting_without_default_rate(base, method.arguments.get("optim_target_modules")) is None
                 line = line_of(log, label, run_of, centre=centres[base], seeds=seeds, has_rule=has_rule)
                 centres[base] = line.learning_rate  # where the next search begins
                 lines.append(line)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from doppler_hf.cli import planned_runs as planning
-from doppler_hf.cli.planned_runs import PlanRequest, alternatives, taken_by_training
+from doppler_hf.cli.planned_runs import PlanRequest, alternatives, planned_terms
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
@@ -93,7 +93,7 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     statement = planned_statement(args, sampler=sampler, noise_shape=shape)
     request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
     run = request.solve()
-    choice = taken_by_training(request, run, None)
+    choice = planned_terms(request, run, None)
     assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
     assert choice[:2] == (shape, chosen_filter(args, statement))
     assert choice[2].steps == statement.steps_planned

@@ -14,7 +14,7 @@ from doppler_hf.privacy import AllocationSampler, ClippedGradients, PrivacyLedge
 from doppler_hf.privacy.batching.columns import lengths_of
 from doppler_hf.privacy.batching.cutting import Cut
 from doppler_hf.privacy.batching.micro_batches import DrawnExamples, PrivateLoader, collate_piece
-from doppler_hf.privacy.batching.sampling import OfStep, share_of
+from doppler_hf.privacy.batching.sampling import Piece, example_weight
 from tests.support.refusals import refused
 from tests.support.tiny import pad, pad_numbered, text_data, tiny_bert
 from tests.support.tolerances import RAISED
@@ -101,14 +101,14 @@ def test_shares_stay_with_their_examples(max_tokens):
     passes = cut.passes(10, lengths=lengths_of(data)[order], counts=counts[order])
     for examples in (data, data.to_list()):
         drawn = DrawnExamples(examples, counts, numbers=None)
-        batches = collate_piece(drawn.__getitems__(OfStep(order, step=5, passes=passes)), collator=pad, cut=cut)
+        batches = collate_piece(drawn.__getitems__(Piece(order, step=5, passes=passes)), collator=pad, cut=cut)
         assert batches.step == 5
-        shares = [share_of(count) for count in counts[order].tolist()]
+        shares = [example_weight(count) for count in counts[order].tolist()]
         assert [batch.weight for batch in batches for _ in range(batch.size)] == shares
         assert {batch.rows_each for batch in batches} == {1}
         assert torch.cat([batch.inputs["labels"] for batch in batches]).tolist() == [data[i]["labels"] for i in order]
         assert len(batches) == 3 if max_tokens is None else len(batches) > 3
-    assert collate_piece(OfStep([], step=0), collator=pad, cut=cut) == []
+    assert collate_piece(Piece([], step=0), collator=pad, cut=cut) == []
 
 
 @pytest.mark.parametrize(("max_tokens", "views"), [(None, 1), (80, 2)])
@@ -160,7 +160,7 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(data):
                 if clip_unit_mean:
                     clipped.backward(losses, views=count)
                 else:
-                    clipped.backward(losses, weights=torch.full((len(some),), share_of(count)))
+                    clipped.backward(losses, weights=torch.full((len(some),), example_weight(count)))
             return torch.cat([value.flatten() for value in clipped.sums.values()]).double()
 
     chosen = sampler._examples_of(np.arange(sampler.num_units), step=0)

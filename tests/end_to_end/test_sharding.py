@@ -83,7 +83,7 @@ def outcome(trainer):
     return {
         "gradients": torch.stack(recorder.gradients), "trained": trained(trainer.model), "steps": ledger.steps_run,
         "norms": torch.tensor(norms, dtype=torch.float64), "statement": ledger.statement, "models": ledger.models,
-        "epsilon": trainer.privacy.epsilon(), "speaks": trainer.privacy.speaks_for(trainer.model),
+        "epsilon": trainer.privacy.epsilon(), "speaks": trainer.privacy.covers_weights_of(trainer.model),
         "shards": sorted(shards(trainer.model)),
     }  # fmt: skip
 
@@ -98,13 +98,13 @@ def small_draws(folder, world, **options):
 
     def watch(**_):
         run = trainer.privacy
-        begin_sum = run.begin_sum
+        start_batch = run.start_batch
 
         def counted(*args, **more):
-            begin_sum(*args, **more)
-            counts["idle"] += run.num_dummies
+            start_batch(*args, **more)
+            counts["idle"] += run.num_empty_passes
 
-        run.begin_sum = counted
+        run.start_batch = counted
         trainer.model.register_forward_pre_hook(lambda *_: counts.update(["passes"]))
 
     trainer.add_callback(On(train_begin=watch))

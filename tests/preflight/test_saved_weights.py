@@ -28,7 +28,7 @@ from transformers import (
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
-from doppler_hf.preflight.saved_weights import mend_of, tops_of, why_not_loaded
+from doppler_hf.preflight.saved_weights import adapter_fix, outermost_modules, why_not_loaded
 from doppler_hf.privacy import LEDGER_NAME
 from tests.support.adapters import add_adapter
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -260,9 +260,9 @@ def test_the_outermost_modules_are_named_and_the_shortest_names_that_take_no_mor
     model = nn.ModuleDict(
         dict(a=nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), b=nn.ModuleDict(dict(norm=nn.Linear(1, 1))))
     )
-    assert tops_of(model, {"a.0.weight", "a.0.bias", "a.1.weight", "a.1.bias"}) == ["a"]
-    assert tops_of(model, {"a.0.weight", "b.norm.weight", "b.norm.bias"}) == ["a.0.weight", "b"]
-    assert mend_of(model, ["a.0"]) == "Set modules_to_save=['a.0'] in the adapter's configuration"
+    assert outermost_modules(model, {"a.0.weight", "a.0.bias", "a.1.weight", "a.1.bias"}) == ["a"]
+    assert outermost_modules(model, {"a.0.weight", "b.norm.weight", "b.norm.bias"}) == ["a.0.weight", "b"]
+    assert adapter_fix(model, ["a.0"]) == "Set modules_to_save=['a.0'] in the adapter's configuration"
 
 
 # --- models that from_pretrained does not give back -----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
-from doppler_hf.privacy.batching.sampling import OfStep
+from doppler_hf.privacy.batching.sampling import Piece
 from tests.support.devices import FAR, Asked, far_away
 from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters
 from tests.support.optimizers import doppler_optimizer
@@ -114,7 +114,7 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
         run._may_compute = True  # as once a step is reserved
         trainer.optimizer = types.SimpleNamespace(optimizer=trainer.create_optimizer())
         with Asked() as asked:
-            run.begin_sum(pieces := [OfStep(batches, step=0), OfStep([], step=0)], step=0)
+            run.start_batch(pieces := [Piece(batches, step=0), Piece([], step=0)], step=0)
             losses = [trainer.training_step(model, piece) for piece in pieces]
             trainer.optimizer.optimizer.step()
     assert {loss.device.type for loss in losses} == {parameter.grad.device.type for parameter in clipped.parameters.values()}

@@ -24,9 +24,9 @@ from doppler_hf.run.learning_rate import (
     LARGEST_STEP_OF_ADAPTERS,
     LONGEST_WALK,
     SHORTEST_PATH,
-    layers_of_sums,
-    rate_by_rule,
-    walks_of_adapters,
+    automatic_learning_rate,
+    linear_layers,
+    lora_step_limits,
 )
 from doppler_hf.run.plan import planned_statement
 from tests.support.refusals import refused
@@ -42,7 +42,7 @@ def rate_of(tmp_path, *, model=None, num_trained=0, shape=WHITE, **overrides):
     args = arguments(tmp_path, **(dict(max_steps=400, learning_rate=None) | overrides))
     statement = planned_statement(args, sampler=SAMPLER, noise_shape=shape)
     model = nn.Linear(1, num_trained, bias=False, device="meta") if model is None else model
-    return rate_by_rule(args, statement, model=model)
+    return automatic_learning_rate(args, statement, model=model)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     config = LoraConfig(r=4, lora_alpha=24, target_modules=["query", "dense"])
     model = get_peft_model(tiny_bert(), config)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    walks = list(walks_of_adapters(model))
+    walks = list(lora_step_limits(model))
     assert len(walks) == len(layers) > 2
     for layer, walk in zip(layers, walks, strict=True):
         torch.manual_seed(0)
@@ -142,9 +142,9 @@ def test_lora_is_walked_as_far_as_its_layers_own_weights_are_large(tmp_path):
     short = rate_of(tmp_path, model=model, lr_scheduler_type="constant", max_steps=1)
     assert short == pytest.approx(math.sqrt(0.3) * LARGEST_STEP_OF_ADAPTERS)
     assert short < math.sqrt(0.3) * walk
-    assert not list(layers_of_sums(model))
+    assert not list(linear_layers(model))
     model.requires_grad_(False).classifier.requires_grad_(True)
-    assert not list(walks_of_adapters(model))
+    assert not list(lora_step_limits(model))
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.plan import Previous, averaged_noise, planned_statement
-from doppler_hf.run.summary import drowned
+from doppler_hf.run.summary import low_signal_note
 from tests.support.ledgers import after
 from tests.support.refusals import refused
 from tests.support.tiny import text_data
@@ -115,9 +115,9 @@ def test_the_noise_of_the_average_of_all_gradients():
 
 
 def test_noise_that_drowns_everything_is_told_before_it_is_spent():
-    assert drowned(0.004, num_trained=100_000) == []
-    assert drowned(0.006, num_trained=62) == []  # at most half as long as the average can be
-    (note,) = drowned(0.006, num_trained=100_000)
+    assert low_signal_note(0.004, num_trained=100_000) == []
+    assert low_signal_note(0.006, num_trained=62) == []  # at most half as long as the average can be
+    (note,) = low_signal_note(0.006, num_trained=100_000)
     assert note == (
         "the run may learn little, because the noise of its average gradient is 0.006 C per coordinate: use larger batches, "
         "more epochs, more data or a larger ε"

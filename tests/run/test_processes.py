@@ -7,7 +7,7 @@ from torch import nn
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run import processes
-from doppler_hf.run.processes import SharedError, one_line_if_a_process_ends
+from doppler_hf.run.processes import SharedError, process_end_explained
 from tests.support.ledgers import statement
 from tests.support.refusals import refused
 from tests.support.trainers import arguments
@@ -46,11 +46,11 @@ def test_what_process_0_does_is_sent_to_the_others_whatever_comes_of_it(monkeypa
 
 
 def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_are():
-    with refused("another-process-ended"), one_line_if_a_process_ends():
+    with refused("another-process-ended"), process_end_explained():
         raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="shapes differ"), one_line_if_a_process_ends():
+    with pytest.raises(RuntimeError, match="shapes differ"), process_end_explained():
         raise RuntimeError("shapes differ")
-    with refused("another-process-ended", match="in the same order"), one_line_if_a_process_ends():
+    with refused("another-process-ended", match="in the same order"), process_end_explained():
         raise SharedError("another-process-ended", "gloo: in the same order")
 
 

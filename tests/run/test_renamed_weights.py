@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, ViTConfig, ViTForImageClassification
 
-from doppler_hf.run.renamed_weights import load_renamed, names_lost
+from doppler_hf.run.renamed_weights import colliding_names, load_renamed
 from tests.support.tiny import tiny_bert
 
 SIZES = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
@@ -38,7 +38,7 @@ def test_a_saved_model_is_loaded_into_the_tensors_of_another(tmp_path, make):
     load_renamed(second, tmp_path)
     torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
     assert all(own[name] is parameter and parameter.requires_grad for name, parameter in second.named_parameters())
-    assert names_lost(second) == []
+    assert colliding_names(second) == []
     second.save_pretrained(tmp_path / "again")
     load_renamed(third := make(3), tmp_path / "again")
     torch.testing.assert_close(third.state_dict(), first.state_dict(), rtol=0, atol=0)
@@ -54,5 +54,5 @@ def test_a_file_without_a_weight_changes_nothing(tmp_path):
 
 
 def test_names_that_collide_in_a_file_are_found():
-    assert names_lost(tiny_bert()) == []
-    assert names_lost(with_two_names_for_one())
+    assert colliding_names(tiny_bert()) == []
+    assert colliding_names(with_two_names_for_one())

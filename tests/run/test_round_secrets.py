@@ -43,13 +43,13 @@ def test_it_is_read_back_for_the_same_rows_alone():
 
 
 def test_a_secret_of_the_same_run_under_another_number_of_processes_is_found(states):
-    assert secret().under_another_number() is None
+    assert secret().secret_for_other_world_size() is None
     secret().keep(SECRET)
     secret(2, rank=1, world_size=12).keep(SECRET)
     (states / f"{1:016x}-0-of-3-89abcdef").write_bytes(SECRET)  # as version 0.3 named it
-    assert secret().under_another_number() is None
-    assert secret(world_size=2).under_another_number() == secret()
-    assert secret(2).under_another_number() == secret(2, rank=1, world_size=12)
+    assert secret().secret_for_other_world_size() is None
+    assert secret(world_size=2).secret_for_other_world_size() == secret()
+    assert secret(2).secret_for_other_world_size() == secret(2, rank=1, world_size=12)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such permissions")

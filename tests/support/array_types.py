@@ -22,7 +22,7 @@ CHECKED = (
     "doppler_hf.optim.fused_update",
     "doppler_hf.optim.galore",
     "doppler_hf.optim.muon",
-    "doppler_hf.preflight.autograd_check.beside",
+    "doppler_hf.preflight.autograd_check.batch_dependence",
     "doppler_hf.preflight.autograd_check.coupling",
     "doppler_hf.privacy.batching",
     "doppler_hf.privacy.randomness",

@@ -28,9 +28,9 @@ from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 
 # When gradients are compared, this share of the largest norm is added to the size of a parameter's gradient: some
 # gradients, such as that of the bias of attention's keys, consist of rounding only.
-OF_THE_WHOLE: Final = 1e-2
+LARGEST_NORM_SHARE: Final = 1e-2
 # A norm below this is far below any clip norm, and its squares vanish in float32.
-NEXT_TO_NOTHING: Final = 1e-12
+LEAST_NORM: Final = 1e-12
 
 
 def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
@@ -77,8 +77,10 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
         refuse_changed_losses(trial, losses.detach(), losses_alone, tolerance=tolerance)
         of_batch = clipped.backward(losses, weights=torch.tensor(weights, device=losses.device)).tolist()
         difference = {name: norm_of([total]) for name, total in clipped.sums.items()}
-    largest = max([NEXT_TO_NOTHING, *filter(math.isfinite, norms_alone)])
-    wrong = {name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + OF_THE_WHOLE * largest)}
+    largest = max([LEAST_NORM, *filter(math.isfinite, norms_alone)])
+    wrong = {
+        name: off for name, off in difference.items() if not off <= tolerance * (sizes[name] + LARGEST_NORM_SHARE * largest)
+    }
     # Sensitivity: with a norm that is too small, an example would contribute more than the bound. Where terms cancel, norms
     # are too large by design.
     of_norms = max(

@@ -55,7 +55,7 @@ def place_of_coupling(
     return losses.detach(), repr(coupled[-1]) if coupled else "the model's inputs" if is_read else None
 
 
-def read_by_others(place: str, reason: str | None = None) -> Refusal:
+def coupling_refusal(place: str, reason: str | None = None) -> Refusal:
     """Return the refusal of losses that have a gradient in the rows of others, with the known reason or else the place."""
     return Refusal(
         "depends-on-others",

@@ -13,7 +13,7 @@ from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
 
 
-def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
+def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate examples, and refuse those that differ in their columns or their number of choices.
 
     Sensitivity. Transformers' collators read columns and number of choices from the first example. A first example without
@@ -35,7 +35,7 @@ def of_the_same_columns(examples: Sequence[Any], *, collator: Collator) -> dict[
         raise _unequal() from None
 
 
-def made_apart(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
+def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate each example by itself, then join the rows.
 
     Sensitivity. Transformers' default collator also reads from the first example whether labels are whole numbers: a first

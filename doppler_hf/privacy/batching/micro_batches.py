@@ -22,7 +22,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, columns_of_numbers, other_lengths_of
 from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, neighbours_in, padding_to
-from doppler_hf.privacy.batching.sampling import AllocationSampler, OfStep, share_of
+from doppler_hf.privacy.batching.sampling import AllocationSampler, Piece, example_weight
 from doppler_hf.privacy.randomness import filled_generators
 
 
@@ -84,14 +84,14 @@ class DrawnExamples(Dataset[Any]):
         """Return the number of examples."""
         return len(self._examples)
 
-    def __getitems__(self, indices: OfStep) -> OfStep:
+    def __getitems__(self, indices: Piece) -> Piece:
         """Return all views of several examples, each with the number of examples that are drawn with its unit."""
         # Sensitivity: all views of an example are made here, and are neighbours, so that they are averaged.
         rows = [index for index in indices for _ in range(self._views)]
         examples = fetch(self._examples, rows, numbers=self._numbers)
         counts = [1] * len(rows) if self._counts is None else self._counts[rows].tolist()
         passes = [each._replace(stop=each.stop * self._views) for each in indices.passes]
-        return OfStep(zip(examples, counts, strict=True), step=indices.step, passes=passes)
+        return Piece(zip(examples, counts, strict=True), step=indices.step, passes=passes)
 
 
 class MicroBatch(NamedTuple):
@@ -105,7 +105,7 @@ class MicroBatch(NamedTuple):
     rows_each: int = 1
 
 
-def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
+def collate_piece(examples: Piece, *, collator: Collator, cut: Cut) -> Piece:
     """Return the micro-batches of a piece of `DrawnExamples`; an empty piece has none, as collators need an example."""
     micro_batches, start = [], 0
     for stop, multiple in examples.passes:
@@ -113,11 +113,11 @@ def collate_piece(examples: OfStep, *, collator: Collator, cut: Cut) -> OfStep:
         # Sensitivity: all units of a pass have `count` examples. A unit contributes the mean of `count` clipped gradients.
         # With clip_unit_mean it is whole in one pass, and contributes one clipped gradient: that of all its rows, each once.
         assert all(other == count for _, other in examples[start:stop])
-        weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (share_of(count), cut.views)
+        weight, rows_each = (1.0, cut.views * count) if cut.clip_unit_mean else (example_weight(count), cut.views)
         padding = None if multiple is None else padding_to(collator, multiple)
         micro_batches.append(MicroBatch((padding or collator)(rows), len(rows), weight, rows_each))
         start = stop
-    return OfStep(micro_batches, step=examples.step)
+    return Piece(micro_batches, step=examples.step)
 
 
 class PrivateLoader(DataLoader[Any]):

@@ -62,7 +62,7 @@ class Probe:
             found.sort(
                 key=lambda row: sum(value.numel() for value in self.collated([row]).values() if isinstance(value, Tensor))
             )
-        self.longest, self.short = found[-1], of_two_labels(found[:-1] or found)
+        self.longest, self.short = found[-1], rows_with_two_labels(found[:-1] or found)
         shapes = [
             {name: value.shape for name, value in self.collated([row]).items() if isinstance(value, Tensor)}
             for row in (found[0], found[-1])
@@ -191,7 +191,7 @@ def evenly(values: np.ndarray, *, count: int) -> list[int]:
     return values[np.unique(np.linspace(0, len(values) - 1, min(count, len(values)), dtype=int))].tolist()
 
 
-def of_two_labels(rows: Sequence[Any]) -> list[Any]:
+def rows_with_two_labels(rows: Sequence[Any]) -> list[Any]:
     """Return eight rows, beginning with one of the rarest label; rows are repeated if there are fewer than eight."""
     labels = [label_of(row) for row in rows]
     first = min(range(len(rows)), key=lambda place: labels.count(labels[place]))

@@ -33,7 +33,7 @@ from doppler_hf.privacy.randomness import WordsByNumber, bit_stream
 _AT_ONCE = 1 << 20  # The random words of so many units are in memory at the same time.
 
 
-class OfStep(list[Any]):
+class Piece(list[Any]):
     """A list of indices, examples or micro-batches that knows its optimizer step, counted from 0.
 
     Indices and examples also know the passes into which they are cut.
@@ -44,7 +44,7 @@ class OfStep(list[Any]):
         self.step, self.passes = step, passes
 
 
-def share_of(count: int) -> float:
+def example_weight(count: int) -> float:
     """Return the weight of one of `count` examples in the contribution of their unit, which is the mean."""
     # Sensitivity: a unit is drawn with `count` examples. Each of their clipped gradients, of norm at most C, has the weight
     # 1/count, rounded towards 0, so that the weights of a unit add up to at most 1 in float32 too, and its contribution has
@@ -313,7 +313,7 @@ class AllocationSampler(Sampler[list[int]]):
         return (self._stream.bits(count, step=step) >> np.uint64(11)) * 2.0**-53
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the pieces of one epoch, each an `OfStep`; some may be empty.
+        """Yield the pieces of one epoch, each an `Piece`; some may be empty.
 
         Raises:
             Refusal: If the draws are reserved for a training run, and something else asks for them.
@@ -331,7 +331,7 @@ class AllocationSampler(Sampler[list[int]]):
         for step in range(first, first + self.steps_per_epoch):
             yield from self._pieces_of(self.draw(step), step=step)
 
-    def _pieces_of(self, drawn: np.ndarray, *, step: int) -> Iterator[OfStep]:
+    def _pieces_of(self, drawn: np.ndarray, *, step: int) -> Iterator[Piece]:
         """Yield the pieces of a draw, each of as many passes as the others, or of one more."""
         lengths, counts, others = self._sizes_of(drawn)
         passes = self.cut.passes(len(drawn), lengths=lengths, counts=counts, others=others)
@@ -340,7 +340,7 @@ class AllocationSampler(Sampler[list[int]]):
             start = passes[first - 1].stop if first else 0
             own = [each._replace(stop=each.stop - start) for each in passes[first:end]]
             rows = drawn[start : start + own[-1].stop] if own else drawn[:0]
-            yield OfStep(rows.tolist(), step=step, passes=own)
+            yield Piece(rows.tolist(), step=step, passes=own)
 
     def __len__(self) -> int:
         """Return the number of pieces per epoch on this process."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from doppler_hf.errors import Refusal, page
-from doppler_hf.privacy.clipping import transformers_layers as of_transformers
+from doppler_hf.privacy.clipping import transformers_layers
 from doppler_hf.privacy.clipping.attention import attention, has_rule
 from doppler_hf.privacy.clipping.experts import ExpertBlock, expert_blocks
 from doppler_hf.privacy.clipping.gradients import Gradient, Notes
@@ -56,15 +56,17 @@ class BookKeepingEngine:
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
         self._has_choices = task_of(without_adapters(model)) == "multiple_choice"
-        rules = opacus_rules() if by_opacus else RULES | of_transformers.transformers_rules()
+        rules = opacus_rules() if by_opacus else RULES | transformers_layers.transformers_rules()
         rules |= {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}  # Opacus has no sampler for these.
         for name, module in model.named_modules():
-            if (method := of_transformers.relative_bias_method(module)) is not None:
+            if (method := transformers_layers.relative_bias_method(module)) is not None:
                 compute = getattr(module, method)
-                bias = functools.partial(of_transformers.relative_bias, self.notes, name, module, compute)
+                bias = functools.partial(transformers_layers.relative_bias, self.notes, name, module, compute)
                 self._replace(module, method, bias)
             if has_prompt(module):
-                self._replace(module, "get_prompt", functools.partial(of_transformers.prompt, self.notes, module.get_prompt))
+                self._replace(
+                    module, "get_prompt", functools.partial(transformers_layers.prompt, self.notes, module.get_prompt)
+                )
             if has_rule(module):
                 rule: Rule | None = attention
             elif trainable_of(module):
@@ -72,10 +74,10 @@ class BookKeepingEngine:
             else:
                 continue
             if rule is None:
-                forward = of_transformers.without_checkpointing(module)
+                forward = transformers_layers.without_checkpointing(module)
                 other = LayerWithoutRule(name, module, self.notes, forward=forward or module.forward)
                 self.without_rule[name] = other
-                watched = other if forward is None else functools.partial(of_transformers.checkpointing, module, other)
+                watched = other if forward is None else functools.partial(transformers_layers.checkpointing, module, other)
             else:
                 watched = functools.partial(self._apply, rule, name, module)
             self._replace(module, "forward", self._unless_unwatched(module.forward, watched, name=name))
@@ -83,8 +85,8 @@ class BookKeepingEngine:
             block = self.without_rule[name] = ExpertBlock(module, self.notes, forward=module.forward)
             self._replace(module, "forward", self._unless_unwatched(module.forward, block, name=name))
         # These wrap the replaced forward passes of these layers, or of their adapters.
-        for layer in itertools.chain.from_iterable(map(of_transformers.parts_in_rows, model.modules())):
-            self._replace(layer, "forward", functools.partial(of_transformers.in_rows, self.notes, layer.forward))
+        for layer in itertools.chain.from_iterable(map(transformers_layers.parts_in_rows, model.modules())):
+            self._replace(layer, "forward", functools.partial(transformers_layers.in_rows, self.notes, layer.forward))
         self._replace(model, "forward", functools.partial(self._forward, model.forward))
 
     def detach(self) -> None:

@@ -50,11 +50,11 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
         f"{unit_in_words(ledger)}, by the {statement.accountant} accountant. "
-        + " ".join(filter(None, (of_fixed_length_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
+        + " ".join(filter(None, (early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
     )
 
 
-def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
+def early_stop_in_words(ledger: PrivacyLedger) -> str:
     """Return why a run that stopped early costs the ε of its whole plan, and what it would have cost otherwise.
 
     The text is empty if the run did not stop early.
@@ -69,7 +69,7 @@ def of_fixed_length_in_words(ledger: PrivacyLedger) -> str:
     )
 
 
-def older_rule_in_words(ledger: PrivacyLedger) -> str:
+def earlier_rule_in_words(ledger: PrivacyLedger) -> str:
     """Return why ε is larger than a ledger of version 0.3.0 states, or an empty text if it is not."""
     stated = ledger.stated_epsilon
     if stated is None or not stated < (1.0 - _NEARLY) * ledger.epsilon():

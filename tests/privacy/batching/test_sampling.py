@@ -9,7 +9,7 @@ import scipy.stats
 
 from doppler_hf.privacy.batching import sampling
 from doppler_hf.privacy.batching.columns import lengths_of
-from doppler_hf.privacy.batching.sampling import AllocationSampler, digest_of_data, share_of
+from doppler_hf.privacy.batching.sampling import AllocationSampler, digest_of_data, example_weight
 from tests.support.refusals import refused
 from tests.support.tiny import text_data
 
@@ -221,7 +221,7 @@ def test_units_and_groups_go_together():
 def test_the_shares_of_a_unit_add_up_to_at_most_one_in_float32():
     """Of some numbers 1/count is rounded up, as of 3 · 2ⁿ: then the unit's contribution would be longer than C."""
     for count in range(1, 3000):
-        share = share_of(count)
+        share = example_weight(count)
         assert share == np.float32(share)
         assert Fraction(share) * count <= 1
         assert Fraction(share) * count > Fraction(999_999, 1_000_000)

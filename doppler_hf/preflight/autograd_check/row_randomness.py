@@ -35,7 +35,7 @@ def unusual_size(most: int, *, usual: Collection[int], is_least: bool = False) -
 
 
 @contextlib.contextmanager
-def numbers_of_rows(examples: Sequence[int]) -> Iterator[None]:
+def row_randomness(examples: Sequence[int]) -> Iterator[None]:
     """Give each row of a batch random numbers that depend only on its example, for the duration of the block."""
     with filled_generators(0), _OfRows(examples):
         yield

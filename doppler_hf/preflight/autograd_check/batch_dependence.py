@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from doppler_hf.preflight.autograd_check.coupling import random_half
-from doppler_hf.preflight.autograd_check.numbers_of_rows import numbers_of_rows
 from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
+from doppler_hf.preflight.autograd_check.row_randomness import row_randomness
 from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
@@ -64,7 +64,7 @@ class Batches(NamedTuple):
         is_thorough: Whether to make more batches than are needed to show ranks and counts of losses.
         norms_by: The engine, if norms of gradients are compared too.
         chance: How to handle random numbers that cannot be turned off in model or loss. If torch draws them, they can belong
-            to the examples (`numbers_of_rows`). If rows draw from NumPy's or Python's generator, a row has the same
+            to the examples (`row_randomness`). If rows draw from NumPy's or Python's generator, a row has the same
             numbers only in the same place of a batch of the same size, with the generators filled in the same way.
         least: The fewest rows of a batch, if random numbers belong to the examples.
     """
@@ -180,7 +180,7 @@ class Batches(NamedTuple):
     def _outcome(self, batch: Inputs, places: Sequence[int]) -> Outcome:
         with contextlib.ExitStack() as numbers:
             if self.chance == "of the examples":
-                numbers.enter_context(numbers_of_rows(places))
+                numbers.enter_context(row_randomness(places))
             elif self.chance == "of places":
                 numbers.enter_context(filled_generators(0))
             return self._computed(batch, len(places))
