@@ -73,7 +73,7 @@ def test_the_core_trains_without_the_extras(tmp_path):
 def test_a_trainer_without_its_extra_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     for name in ("DopplerSFTTrainer", "DopplerSFTConfig", "DopplerDPOTrainer", "DopplerDPOConfig"):
-        with refused("missing-extra", match=r'^trl .*pip install "doppler_hf\[trl\]"'):
+        with refused("missing-extra", match=r'trl.*pip install "doppler_hf\[trl\]"'):
             getattr(doppler_hf, name)
 
 
@@ -81,7 +81,7 @@ def test_require_names_all_that_is_missing(monkeypatch):
     require("recipes")
     for module in ("PIL", "peft"):
         monkeypatch.setitem(sys.modules, module, None)
-    with refused("missing-extra", match=r'^peft, PIL .*pip install "doppler_hf\[recipes\]"'):
+    with refused("missing-extra", match=r'peft, PIL.*pip install "doppler_hf\[recipes\]"'):
         require("recipes")
 
 

@@ -229,7 +229,18 @@ def test_figures_of_training_batches_are_not_logged(tmp_path, kind):
     assert "own" in trainer.state.log_history[-1]
     assert "mean_token_accuracy" not in trainer.state.log_history[-1]
     trainer.train()
-    public = {"loss", "grad_norm", "learning_rate", "epsilon", "epoch", "step", "own", "train_loss", "total_flos"}
+    public = {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epsilon",
+        "epsilon_planned",
+        "epoch",
+        "step",
+        "own",
+        "train_loss",
+        "total_flos",
+    }
     clocks = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
     assert set().union(*trainer.state.log_history) <= public | clocks
 

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from tests.support.source import parts
+from tests.support.source import ERRORS, parts
 
 ROOT = Path(__file__).parents[1]
 FILES = [path for folder in ("doppler_hf", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
-ERRORS = ("Refusal", "TypeRefusal", "Failure", "MissingExtraError", "SharedError", "RowError")
 # Words that send a reader to a dictionary, or back to the start of the sentence.
 UNPLAIN = re.compile(r"\b(hosts?|mended|(is|are) had|of which none|the same of|one's own)\b", re.IGNORECASE)
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -241,8 +241,8 @@ def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
     raise Refusal(
         "mask-without-effect",
         f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
-        "its scores "
-        "as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), 0.0, "
+        "its scores as numbers, so it would read padding and all that the mask should hide. Return "
+        "torch.where(mask.bool(), 0.0, "
         f"torch.finfo(torch.float32).min) as attention_mask{other}.",
     )
 

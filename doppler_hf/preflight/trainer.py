@@ -32,7 +32,7 @@ _OF_TRL: Final = {
     "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
     "KTOTrainer": "Its loss compares the records of a batch. Use DopplerDPOTrainer with pairs of answers",
     "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 "
-    "({page('guides/own-loss')})",
+    f"({page('guides/own-loss')})",
 }
 
 

@@ -121,8 +121,8 @@ def test_what_follows_is_marked(given, row, capsys):
 def test_noise_is_in_units_of_the_clip_norm_with_two_digits_everywhere(tmp_path, capsys):
     words = ["plan", "--num-examples=200", "--batch-size=16", "--max-steps=40", "--noise-multiplier=1"]
     ones, halves = (printed([*words, f"--max-grad-norm={norm}"], capsys) for norm in (1, 0.5))
-    assert rows(ones)["noise"] == rows(halves)["noise"] == "0.0099 C"
-    assert alternatives(ones)[0][-2] == alternatives(halves)[0][-2] == "0.0099"
+    assert rows(ones)["noise per coordinate"] == rows(halves)["noise per coordinate"] == "0.0099 C"
+    assert alternatives(ones)[0][-3:-1] == alternatives(halves)[0][-3:-1] == ["0.0099", "C"]
     terms = dict(noise_multiplier=1.005, per_device_train_batch_size=8, max_steps=40, per_sample_max_grad_norm=0.5)
     trained(trainer_of(tmp_path, data=text_data(200), **terms, log_level="info"))
     assert "noise per coordinate of the average gradient: 0.0099 C\n" in capsys.readouterr().out

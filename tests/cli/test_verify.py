@@ -69,7 +69,7 @@ def test_a_phone_shows_whole_words_and_a_wide_screen_two_columns(written, capsys
     if columns == 40:
         assert "noise source:" in terms
         assert terms[terms.index("noise source:") + 1].rstrip() == "  a test"
-        assert [line.strip() for line in terms if len(line.strip()) < 3 and not line.strip().isdigit()] == ["δ:"]
+        assert {line.strip() for line in terms if len(line.strip()) < 3 and not line.strip().isdigit()} <= {"δ:", "%."}
 
 
 @pytest.mark.parametrize("target_delta", [1e-3, 0.1])

@@ -265,7 +265,7 @@ REFUSED = {
     "ld_alpha": ("breaks-privacy", dict(ld_alpha=0.5)),
     "precompute_ref_log_probs": ("reference-in-batches", dict(precompute_ref_log_probs=False)),
     "sigmoid, sigmoid_norm, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, "
-    "apo_zero, apo_down, discopop, sft, cpo, simpo, orpo .* aot, aot_unpaired": (
+    "apo_zero, apo_down, discopop, sft, cpo, simpo, orpo; .* aot, aot_unpaired": (
         "loss-of-the-batch",
         dict(loss_type=["aot", "sigmoid", "aot_unpaired"]),
     ),

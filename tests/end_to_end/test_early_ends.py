@@ -87,11 +87,12 @@ def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
     again.train(resume_from_checkpoint=True)
     plans = again.privacy.ledger.plans
     assert [[each.steps for each in plan] for plan in plans] == [[9], [5]]
-    assert again.privacy.epsilon() == get_epsilon_of_plans(plans, delta=24**-1.1) <= 7.0
+    assert again.privacy.epsilon() == pytest.approx(get_epsilon_of_plans(plans, delta=24**-1.1), rel=1e-12)
+    assert again.privacy.epsilon() <= 7.0
     # The first costs more at half of δ.
     assert again.privacy.epsilon() > 6.9
     assert first.privacy.epsilon() < get_epsilon_of_plans(plans[:1], delta=24**-1.1 / 2)
-    assert "and all terms been fixed beforehand" in said(capsys)
+    assert "been fixed beforehand" in said(capsys)
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 

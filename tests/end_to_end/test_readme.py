@@ -36,9 +36,9 @@ from scripts.training.lora import LoraArguments
 from scripts.training.recipe import KINDS
 from tests.support.chat import chat_tokenizer, conversations, preferences, tiny_llama
 from tests.support.models import MODELS
+from tests.support.source import ERRORS
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.test_voice import ERRORS
 
 ROOT = Path(__file__).parents[2]
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "results"

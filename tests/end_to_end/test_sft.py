@@ -132,7 +132,7 @@ REFUSED = {
 def test_what_would_break_the_guarantee_is_refused(tmp_path, argument):
     code, value = REFUSED[argument]
     options = {argument: value}
-    with refused(code, match=f"^{argument}"):
+    with refused(code, match=argument):
         arguments(tmp_path, **options)
     assert arguments(tmp_path, disable_dp=True, **options)
 

@@ -27,7 +27,7 @@ IN_STATE = {
     "num_input_tokens_seen", "num_train_epochs", "save_steps", "stateful_callbacks", "total_flos", "train_batch_size",
     "trial_name", "trial_params",
 }  # fmt: skip
-IN_LOGS = {"grad_norm", "learning_rate", "epoch", "eval_loss", "epsilon", "total_flos", *CLOCKS}
+IN_LOGS = {"grad_norm", "learning_rate", "epoch", "eval_loss", "epsilon", "epsilon_planned", "total_flos", *CLOCKS}
 IN_CHECKPOINT = {"config.json", "privacy_ledger.json", "trainer_state.json", "training_args.bin"}
 FOR_RESUMING = {"optimizer.pt", "scheduler.pt"}
 

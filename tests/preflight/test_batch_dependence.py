@@ -80,7 +80,7 @@ def test_a_layer_that_reads_ranks_or_shares_a_capacity_is_refused_by_name(tmp_pa
     refusal = refused_training(
         tmp_path, "depends-on-others", model=model, data=data, per_device_train_batch_size=16, gradient_accumulation_steps=1
     )
-    assert "the layer 'bert.embeddings' (BertEmbeddings) depends on the other examples" in refusal
+    assert "the layer 'bert.embeddings' (BertEmbeddings) depends on the other records" in refusal
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-6])

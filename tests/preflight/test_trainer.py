@@ -56,7 +56,7 @@ def test_a_method_of_transformers_class_that_ours_hides_is_refused(tmp_path, mon
 
 
 def test_a_method_of_a_stock_trainer_behind_ours_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"OfStock\.training_step has no effect on a private training"):
+    with pytest.raises(ValueError, match=r"OfStock\.training_step has no effect in a private run"):
         trainer_of(tmp_path, cls=Mixed)
     without = dict(noise_multiplier=None, disable_dp=True)
     assert trained(trainer_of(tmp_path, cls=Mixed, max_steps=1, **without)).state.global_step == 1

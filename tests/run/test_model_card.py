@@ -90,7 +90,7 @@ def test_what_is_not_private_is_not_called_so(terms, why):
     section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))
     assert f"**Not differentially private**: {why}" in section
     assert "Trained with" not in section
-    assert "ε covers" not in section
+    assert "ε covers the weights" not in section
     assert "attack" not in section
     assert (items(section)["ε by pld"] == "inf") == (terms == dict(private=False))
 

@@ -22,6 +22,7 @@ from tests.support.trainers import ON_CPU, weights
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
 SPECIAL = ["[PAD]", "<|end|>", "<|user|>", "<|assistant|>"]
+STEP_LOGS = {"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "epsilon_planned", "step"}
 VOCABULARY = [*map(chr, range(32, 127)), *SPECIAL]
 PAD, END = len(VOCABULARY) - 4, len(VOCABULARY) - 3
 TEMPLATE = """
@@ -93,7 +94,7 @@ def assert_trains_privately(trainer, *, evaluated):
     trainer.train()
     assert not torch.equal(weights(trainer), before)
     steps = [logs for logs in trainer.state.log_history if "grad_norm" in logs]
-    assert [logs.keys() for logs in steps] == [{"loss", "grad_norm", "learning_rate", "epoch", "epsilon", "step"}] * 2
+    assert [logs.keys() for logs in steps] == [STEP_LOGS] * 2
     evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
     assert [evaluated | {"epsilon"} <= logs.keys() for logs in evaluations] == [True, True]
     assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}

@@ -3,6 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+# The functions that make an error from a code and a message.
+ERRORS = ("Refusal", "TypeRefusal", "Failure", "MissingExtraError", "SharedError", "RowError")
+
 
 def parts(node: ast.expr) -> Iterator[str | None]:
     """Yield the pieces of a message, X for a placeholder and None for what is no text."""

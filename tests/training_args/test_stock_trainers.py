@@ -91,8 +91,8 @@ def test_a_trainer_of_ours_that_was_not_made_lets_no_other_one_through(tmp_path)
 
 
 def test_the_mend_of_the_message_trains_without_privacy(tmp_path):
-    """As `Trainer` does with its own arguments."""
-    args = arguments(tmp_path, disable_dp=True, noise_multiplier=None, max_steps=2)
+    """As `Trainer` does with its own arguments; of several micro-batches `test_baseline_accumulation` speaks."""
+    args = arguments(tmp_path, disable_dp=True, noise_multiplier=None, max_steps=2, gradient_accumulation_steps=1)
     trainers = [made(cls, args) for cls in (Trainer, DopplerTrainer)]
     for trainer in trainers:
         trainer.train()

@@ -4,6 +4,7 @@
 - columns: lengths, units of privacy and labels of all examples, read from their table
 - data_digest: a digest of the rows in their order, by which a resumed run recognises its data
 - repeats: whether the data set contains a row more than once
+- cutting: how a batch is cut into the passes of the model
 - probe: a few examples for the checks before the first step
 - collators: collators in which no example decides for the others
 - micro_batches: the loader that fetches a random batch, cuts it into micro-batches and collates them

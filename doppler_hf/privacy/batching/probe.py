@@ -209,7 +209,7 @@ def label_of(row: Any) -> Any:
 
 def cut_out(batch: Inputs, start: int, like: Inputs, *, number: int) -> Inputs:
     """Return rows of a batch of `number` rows in the shapes of `like`; padding is removed on its side of the mask."""
-    found, is_left = dict(batch), _is_padded_on_the_left(batch, start, like)
+    found, is_left = dict(batch), _is_padded_on_the_left(batch, start, like, number=number)
     for name, value in batch.items():
         if has_rows(value, number):
             found[name] = _cut(value, start, like[name], is_left=is_left)
@@ -222,9 +222,9 @@ def _cut(value: Tensor, start: int, like: Tensor, *, is_left: bool) -> Tensor:
     return value[(slice(start, start + like.shape[0]), *cuts)]
 
 
-def _is_padded_on_the_left(batch: Inputs, start: int, like: Inputs) -> bool:
+def _is_padded_on_the_left(batch: Inputs, start: int, like: Inputs, *, number: int) -> bool:
     mask, alone = batch.get("attention_mask"), like.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim < 2:
+    if not isinstance(mask, Tensor) or mask.ndim < 2 or not has_rows(mask, number):
         return False
     if mask.ndim == 2:
         return not mask[start].flatten()[0]

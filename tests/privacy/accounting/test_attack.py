@@ -137,5 +137,5 @@ def test_the_sentence_rounds_up():
     history = [Releases(0.746384, 1000 / 67349, 204)]
     assert attack_in_words(trade_off(history), epsilon=2.9978) == (
         "In this run (ε = 3), an attack on the model with 1 % false positives recognises a training record with a "
-        "probability of at most 3.5 %; guessing does with 1 %."
+        "probability of at most 3.5 %; guessing recognises it with a probability of 1 %."
     )
