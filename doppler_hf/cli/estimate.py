@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         base=args.base_optimizer,
         low_pass_filter=LowPassFilter.parse(args.low_pass_filter),
         noise_shape=NoiseShape.parse(args.noise_shape),
+        may_exceed=args.length is None,
     )
     seconds, proposed = {}, None
     if args.memory is None:
@@ -107,6 +108,8 @@ def _bytes(args: argparse.Namespace, setting: Setting) -> dict[str, float]:
 def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Setting) -> Table:
     """Return the estimate as a table."""
     title = f"One step with micro-batches of {setting.micro_batch}"
+    if setting.may_exceed:
+        title += f" (up to {setting.most_rows} images, for which memory is counted)"
     if setting.processes > 1:
         title += f", in each of {setting.processes} processes that exchange {setting.bandwidth:g} bytes per second (assumed)"
     caption = "Not included: libraries, data loading, padding, waiting for other processes."

@@ -25,6 +25,7 @@ from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.update import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
+from doppler_hf.privacy.batching.cutting import Cut
 from doppler_hf.run.memory import move_in, without_memory
 
 _TIMES: Final = 3
@@ -34,7 +35,10 @@ _FLOAT: Final = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """The batch, processes and optimizer of a step; `bandwidth`, in bytes per second, is needed for several processes."""
+    """The batch, processes and optimizer of a step; `bandwidth`, in bytes per second, is needed for several processes.
+
+    A run on images `may_exceed` the micro-batch by a quarter (`privacy.batching.cutting`), which takes memory.
+    """
 
     batch_size: int
     micro_batch: int
@@ -43,6 +47,7 @@ class Setting:
     base: Base
     low_pass_filter: LowPassFilter
     noise_shape: NoiseShape
+    may_exceed: bool = False
 
     def __post_init__(self) -> None:
         if min(self.batch_size, self.micro_batch, self.processes) < 1:
@@ -57,6 +62,13 @@ class Setting:
                 f"--bandwidth must be a positive number for {self.processes} processes, got {self.bandwidth}: the transfer "
                 "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
             )
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a pass, at its peak of memory."""
+        most = Cut(self.micro_batch, may_exceed=self.may_exceed).most_rows(None)
+        assert most is not None
+        return most
 
     @property
     def passes(self) -> int:
@@ -131,7 +143,7 @@ def bytes_of_step(
         with clipped:
             sums = sum(total.nbytes for total in clipped.sums.values())
             peak.forget()
-            clipped.backward(losses_of(batch(setting.micro_batch)))
+            clipped.backward(losses_of(batch(setting.most_rows)))
         # For weights in half precision, the gradient is a copy that exists when the pass is over.
         copied = sum(weight.nbytes for weight in clipped.parameters.values() if weight.itemsize < 4)
     return {
