@@ -323,8 +323,8 @@ def test_the_page_for_beginners_has_the_figures_of_the_plan_that_it_prints(epsil
             for other in plan["alternatives"]
         }
         own = noise[3, 1000]
-        assert f"twice the batch has {own / noise[3, 2000]:.2f} times less noise" in text
-        assert f"twice the epochs have {own / noise[6, 1000]:.2f} times less noise" in text
+        assert f"twice the batch has {100 * (1 - noise[3, 2000] / own):.0f} % less noise" in text
+        assert f"twice the epochs have {100 * (1 - noise[6, 1000] / own):.0f} % less noise" in text
 
 
 def codes_of_errors():
