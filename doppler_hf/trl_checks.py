@@ -82,8 +82,7 @@ def refuse_new_tokens_of_tied_embeddings(model: Any) -> None:
                 "embeddings and its output layer share. Shared rows have no per-sample gradients. Add the tokens before the "
                 "trainer is made: model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, PATH). Then leave "
                 "chat_template_path out, and add 'embed_tokens' to the target_modules of LoraConfig. A template in "
-                "a file of "
-                "type jinja adds no tokens, and trains as it is.",
+                "a file of type jinja adds no tokens, and trains as it is.",
             )
 
 

@@ -124,8 +124,7 @@ def _limit_of_boxes(embeddings: nn.Module, end: int) -> Limit:
     is_clipped = "h_position_embeddings(torch.clip(" in source or not hasattr(embeddings, "h_position_embeddings")
     put_right = (
         f"train_dataset.map(lambda row: {{'bbox': [[min(max(each, 0), {end - 1}) for each in (min(a, c), min(b, d), "
-        "max(a, c), "
-        "max(b, d))] for a, b, c, d in row['bbox']]})"
+        "max(a, c), max(b, d))] for a, b, c, d in row['bbox']]})"
     )
     return Limit(
         "bbox", "boxes" if is_clipped else "boxes in order", end, f"Put the corners in order and cut them: {put_right}"

@@ -43,8 +43,7 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     if scaled:
         run.notes.append(
             f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each "
-            "record, and not "
-            "by that in the batch, whose counts would let one record change what others contribute"
+            "record, and not by that in the batch, whose counts would let one record change what others contribute"
         )
     _refuse_quantized(model)
     # Sensitivity: each expert of NLLB's mixture takes so many tokens of the whole micro-batch, and leaves out the rest.

@@ -111,8 +111,7 @@ def refuse_methods_without_effect(trainer: Any) -> None:
             "method-without-effect",
             f"{own.place} has no effect in a private run, which needs one loss per record. Override "
             "compute_per_sample_loss, or if it adds a penalty on the weights, such as L2, set weight_decay. Keep "
-            "compute_loss "
-            "only if evaluations need it.",
+            "compute_loss only if evaluations need it.",
         )
     for name in _REPLACED:
         own = _own_definition(trainer, name, behind_ours=True)

@@ -294,8 +294,7 @@ class PrivateRun:
         self._loader.learn_padding()
         lengths = self.sampler.lengths
         if lengths is not None and computes_in_bf16(model, self.mixed_precision):
-            longest, on_cpu = int(lengths.max()), args.device.type == "cpu"
-            grid = grid_for(on_cpu=on_cpu, longest=longest, pieces=args.gradient_accumulation_steps)
+            grid = grid_for(on_cpu=args.device.type == "cpu", pieces=args.gradient_accumulation_steps)
             self.pads_each_row_alone = self._loader.pad_each_row_alone(grid)
         base = without_adapters(model)
         if isinstance(base, PreTrainedModel):

@@ -89,12 +89,15 @@ def print_start(
         )
     lengths = run.sampler.lengths
     is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
-    if is_rounded and lengths is not None and lengths.min() < lengths.max():
-        watched.append(
-            "ε does not cover rounding in bf16: the data_collator pads each row to the longest row of its micro-batch. "
-            "Give it "
-            "an attribute pad_to_multiple_of that it follows, pad all rows to one length, or use float32"
+    may_differ = not run.probe.are_of_one_length if lengths is None else lengths.min() < lengths.max()
+    if is_rounded and may_differ:
+        how = (
+            "rows have unknown lengths and are padded to the longest row of their micro-batch. Pad"
+            if lengths is None
+            else "the data_collator pads each row to the longest row of its micro-batch. Give it an attribute "
+            "pad_to_multiple_of that it follows, pad"
         )
+        watched.append(f"ε does not cover rounding in bf16: {how} all rows to one length, or use float32")
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
         watched += loss_noise_notes(statement, logging_steps=args.logging_steps)
     if statement.train_loss == "raw":

@@ -140,7 +140,8 @@ class DopplerTrainingArguments(TrainingArguments):
     max_tokens_per_micro_batch: int | None = HfArg(
         default=None,
         help="Largest number of padded tokens (rows × longest length) in one micro-batch, before the collator rounds "
-        "lengths up (pad_to_multiple_of). Default: no limit.",
+        "lengths up (pad_to_multiple_of). Default, where lengths are known: on a GPU what an ordinary step of "
+        "per_device_train_batch_size rows needs, on a CPU at most what fits its cache.",
     )
     sampling: Sampling = HfArg(
         default="allocation",

@@ -52,7 +52,7 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
         "Leave it out to have it chosen automatically.",
     ),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each record."),
-    "max_tokens_per_micro_batch": (_COUNT, "Leave it out for no limit."),
+    "max_tokens_per_micro_batch": (_COUNT, "Leave it out for the default, which fits the device."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
     "per_sample_max_loss": (_POSITIVE, "Leave it out for twice the loss of an untrained model."),
     "train_loss_budget": (("be in (0, 1)", lambda value: 0.0 < value < 1.0), "A usual value is 0.01."),

@@ -44,8 +44,7 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
             (
                 "a single number",
                 "Set reduction='none': a mean would couple the records. A loss that compares the records of a batch, "
-                "such as "
-                "MultipleNegativesRankingLoss, has no loss per record, and cannot be trained with privacy."
+                "such as MultipleNegativesRankingLoss, has no loss per record, and cannot be trained with privacy."
                 + (" If it is set, squeeze() has removed the batch dimension: use squeeze(-1)." if number == 1 else ""),
             ),
             ("more or fewer", "Make the collator return one row for each record (no packing)."),

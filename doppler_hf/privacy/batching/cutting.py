@@ -217,14 +217,16 @@ def tokens_for(*, on_cpu: bool, rows: int, longest: int, width: int | None) -> i
     return max(longest, min(ordinary, max(_FEWEST_TOKENS, min(in_cache, _MOST_TOKENS))))
 
 
-def grid_for(*, on_cpu: bool, longest: int, pieces: int) -> PaddedLengths:
-    """Return the grid of padded lengths: fine on a CPU, where a small pass costs little, coarse on a GPU."""
+def grid_for(*, on_cpu: bool, pieces: int) -> PaddedLengths:
+    """Return the grid of padded lengths: fine on a CPU, where a small pass costs little, coarse on a GPU.
+
+    Sensitivity: it follows from the device and from arguments, so that no record changes how others are padded.
+    """
     if on_cpu:
         return PaddedLengths(16, 4)
-    lengths = np.arange(1, longest + 1)
-    grids = [PaddedLengths(parts, 8) for parts in (8, 4, 2, 1)]
-    # Each padded length takes a pass of its own. A small batch should not need many more than it has pieces.
-    return next((grid for grid in grids if len(np.unique(grid.rounded(lengths))) <= max(8, pieces)), grids[-1])
+    # Each padded length takes a pass of its own. A small batch should not need many more than it has pieces: up to 512
+    # tokens there are 7, 10, 14 and 20 lengths.
+    return PaddedLengths(next(parts for parts in (8, 4, 2, 1) if pieces >= 2 * parts or parts == 1), 8)
 
 
 def padding_to(collator: Collator, multiple: int) -> Collator | None:

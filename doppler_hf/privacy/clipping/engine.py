@@ -185,8 +185,7 @@ class BookKeepingEngine:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             return (
                 f"The loss uses the weights {first!r}{more} outside of the forward of their layers too, and that part "
-                "belongs "
-                "to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
+                "belongs to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
                 "weight_decay, "
                 f"which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), or train LoRA: "
                 f"{page('start/troubleshooting', 'model')}."

@@ -52,8 +52,7 @@ def refuse_layers(model: nn.Module) -> None:
             "layer-mixes-examples",
             f"The {named(mixing, 'mixes', 'mix')} the records of a batch, so clipping cannot bound what one record "
             f"contributes. Keep the statistics of pretraining fixed ({page('guides/images', 'batchnorm')}), or use "
-            "GroupNorm or "
-            "LayerNorm, for example with `model = opacus.validators.ModuleValidator.fix(model)`.",
+            "GroupNorm or LayerNorm, for example with `model = opacus.validators.ModuleValidator.fix(model)`.",
         )
     if rewriting:
         raise Refusal(

@@ -112,16 +112,16 @@ def test_the_budget_without_a_users_own_is_what_an_ordinary_step_holds_and_on_a_
     assert tokens_for(on_cpu=True, rows=10**6, longest=54, width=None) == 4096
 
 
-@pytest.mark.parametrize(("pieces", "most"), [(1, 8), (32, 32)])
-def test_a_grid_for_a_gpu_has_not_many_more_lengths_than_a_batch_has_pieces(pieces, most):
-    grid = grid_for(on_cpu=False, longest=512, pieces=pieces)
-    assert len(np.unique(grid.rounded(np.arange(1, 513)))) <= most
+@pytest.mark.parametrize(("pieces", "lengths"), [(1, 7), (4, 10), (8, 14), (16, 20), (64, 20)])
+def test_a_grid_for_a_gpu_has_few_lengths_for_a_batch_of_few_pieces(pieces, lengths):
+    grid = grid_for(on_cpu=False, pieces=pieces)
+    assert len(np.unique(grid.rounded(np.arange(1, 513)))) == lengths
 
 
 def test_a_batch_of_sst2_texts_needs_few_passes_on_a_gpu():
     # Mean 13.5, longest 54, as SST-2's.
     lengths = np.clip(np.random.default_rng(0).gamma(2.0, 6.75, size=1024).astype(int), 3, 54)
-    for padded in (None, grid_for(on_cpu=False, longest=54, pieces=32)):
+    for padded in (None, grid_for(on_cpu=False, pieces=32)):
         cut = Cut(None, tokens_for(on_cpu=False, rows=32, longest=54, width=768), padded=padded)
         order = cut.order(lengths, None, None)
         passes = cut.passes(1024, lengths=lengths[order])
