@@ -204,7 +204,7 @@ def relative_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
         if not any(checkpoint.is_prefix_of(other) for other in family):
             found.append(
                 f"{path} is not an earlier state of the ledger in {folder}: the two come from different runs, or entries at "
-                "the end of the latter were cut off."
+                "the end of the ledger in that folder were cut off."
             )
     return found
 
@@ -250,7 +250,7 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
         if later
         else "this is a different ledger, or entries at its end were cut off"
     )
-    return [f"The head is {ledger.head}, not {head.lower()}: {what}."]
+    return [f"The head (last hash) of the ledger is {ledger.head}, not {head.lower()}: {what}."]
 
 
 def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -42,7 +42,7 @@ def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:
     if is_of_truth and not trainer.has_own_loss and rules.has_one_label(without_adapters(trainer.model), labels):
         raise Refusal(
             "labels-of-truth-values",
-            "data_collator must return class numbers as labels, got torch.bool. Return labels.long(), or override "
+            "data_collator must return class numbers as labels; got torch.bool. Return labels.long(), or override "
             "compute_per_sample_loss.",
         )
 

@@ -52,8 +52,8 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
         raise Refusal(
             "expert-capacity",
-            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
-            "otherwise experts drop tokens of one record depending on the other records. Load the model with "
+            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run; got {small[0].expert_capacity}. "
+            "Otherwise, experts drop tokens of one record depending on the other records. Load the model with "
             f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS}).",
         )
     # Sensitivity: the inverse in Nyströmformer's attention begins with the largest sum of columns in the whole micro-batch.
@@ -210,8 +210,8 @@ def _refuse_quantized(model: nn.Module) -> None:
     if mixing:
         raise Refusal(
             "int8-outliers",
-            f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
-            "record changes how the activations of the others are rounded. Load the model with "
+            f"The llm_int8_threshold must be 0 in a private run; got {mixing[0].state.threshold}. Otherwise, a large "
+            "activation of one record changes how the activations of the others are rounded. Load the model with "
             "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0).",
         )
     # On some CPUs an evaluation stores such weights again, with different scales. Then no gradient can pass through them.

@@ -133,7 +133,9 @@ def note_methods_of_another_library(run: Any, trainer: Any) -> None:
     hidden = [_own_definition(trainer, name) for name in _NOT_CALLED]
     hidden += [_own_definition(trainer, name, behind_ours=True) for name in _REPLACED]
     if places := [each.place for each in hidden if each is not None and each.is_installed]:
-        run.notes.append(f"not used, since DopplerTrainer draws the batches and makes the optimizer: {', '.join(places)}")
+        run.notes.append(
+            f"these methods are not used, because DopplerTrainer makes the batches and the optimizer: {', '.join(places)}"
+        )
 
 
 def refuse_weights_of_a_loss(trainer: Any) -> None:
@@ -149,7 +151,7 @@ def refuse_weights_of_a_loss(trainer: Any) -> None:
             raise Refusal(
                 "weights-of-the-loss",
                 f"trainer.loss ({type(loss).__name__}) has weights that are not in the model: {', '.join(outside[:3])}. A "
-                "private training trains the model alone. Put the layer into the model, and call it in its forward.",
+                "private run trains the model alone. Put the layer into the model, and call it in its forward.",
             )
 
 

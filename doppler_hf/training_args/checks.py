@@ -94,7 +94,7 @@ IMPRECISE: Final = {
     "fp8": "its scales come from the whole batch, so the gradient of one record depends on the other records",
 }
 _FIXES: Final = {
-    "fp16": "Use bf16, or leave it out",
+    "fp16": "Use bf16=True instead, or leave fp16 out",
     "deepspeed": "To shard the weights, use FSDP (recipes/accelerate/fsdp2.yaml)",
 }
 # Transformers' argument, or an argument of its `accelerator_config` → the reason why it has no effect.
@@ -173,7 +173,8 @@ def check_ranges(args: TrainingArguments) -> None:
         raise Refusal(
             "one-of-two",
             "Set either target_epsilon or noise_multiplier, for example target_epsilon=3; got "
-            f"{args.target_epsilon} and {args.noise_multiplier}. To train without privacy, set disable_dp=True.",
+            f"target_epsilon={args.target_epsilon} and noise_multiplier={args.noise_multiplier}. To train without privacy, "
+            "set disable_dp=True.",
         )
     for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)
@@ -182,8 +183,8 @@ def check_ranges(args: TrainingArguments) -> None:
     if args.max_grad_norm:
         raise Refusal(
             "gradient-rescaled",
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave it out; "
-            "a private run clips per-sample gradients, to per_sample_max_grad_norm.",
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave it out. "
+            "A private run clips the gradient of each record instead; its clip norm is per_sample_max_grad_norm.",
         )
 
 
@@ -305,15 +306,16 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             raise Refusal(
                 "breaks-privacy",
                 f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}). Clipping needs "
-                "each record whole in one process, and unmodified layers. Start the script with a configuration without it.",
+                "each record whole in one process, and unmodified layers. Turn it off in accelerate's configuration, or "
+                f"unset {name}.",
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision in IMPRECISE and not (args.fp16 or args.bf16):  # Arguments have priority over the launcher.
         raise Refusal(
             "mixed-precision",
-            f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
-            "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file or "
-            "ACCELERATE_MIXED_PRECISION. Set bf16 or no there.",
+            f"The launcher's mixed precision {precision!r} cannot be used with differential privacy: "
+            f"{IMPRECISE[precision]}. It comes from `accelerate launch --mixed_precision`, accelerate's configuration file "
+            "or ACCELERATE_MIXED_PRECISION. Set it to 'bf16' or 'no' there.",
         )
     if args.world_size == 1 != int(launched):
         # Transformers starts such processes if it finds no accelerator.

@@ -105,18 +105,18 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "Begin with --batch-size 80 --epochs 3 --epsilon 8."),
-        ({"batch_size": 50}, "Begin with --epochs 3 --epsilon 8."),
-        ({"batch_size": 50, "epochs": 2.0}, "Begin with --epsilon 8."),
-        ({"batch_size": 50, "noise_multiplier": 1.0}, "Begin with --epochs 3."),
-        ({"num_examples": 1000, "epsilon": 1.0}, "Begin with --batch-size 40 --epochs 20."),
+        ({}, "Start with --batch-size 80 --epochs 3 --epsilon 8."),
+        ({"batch_size": 50}, "Start with --epochs 3 --epsilon 8."),
+        ({"batch_size": 50, "epochs": 2.0}, "Start with --epsilon 8."),
+        ({"batch_size": 50, "noise_multiplier": 1.0}, "Start with --epochs 3."),
+        ({"num_examples": 1000, "epsilon": 1.0}, "Start with --batch-size 40 --epochs 20."),
     ],
 )
 def test_what_is_missing_is_proposed_at_once_and_makes_a_plan(given, said):
     with pytest.raises(Refusal) as refusal:
         PlanRequest(**{"num_examples": 2000} | given)
     assert str(refusal.value).endswith(said)
-    words = said.removeprefix("Begin with ").removesuffix(".").split()
+    words = said.removeprefix("Start with ").removesuffix(".").split()
     proposed = {name[2:].replace("-", "_"): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     if "batch_size" in proposed:
         proposed["batch_size"] = int(proposed["batch_size"])

@@ -209,10 +209,11 @@ def check_token_budget(
         # The message names neither the example nor its length, because messages end up in logs and examples are private.
         raise Refusal(
             "micro-batch-too-small",
-            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single record"
-            + (f" times augmentation_multiplicity={views}" if views > 1 else "")
-            + (" times the records of its user, because of clip_unit_mean=True" if counts is not None else "")
-            + ". Truncate the records to that length when they are tokenized, "
-            + ("lower max_examples_per_unit, " if counts is not None else "")
-            + "or raise max_tokens_per_micro_batch.",
+            f"max_tokens_per_micro_batch={max_tokens} is too small for "
+            + (f"the views (augmentation_multiplicity={views}) of " if views > 1 else "")
+            + ("all records of a user" if counts is not None else "the longest record")
+            + ", which must be in one micro-batch"
+            + (" because of clip_unit_mean=True" if counts is not None else "")
+            + ". Raise max_tokens_per_micro_batch, or truncate the records when they are tokenized."
+            + (" A lower max_examples_per_unit helps, too." if counts is not None else ""),
         )

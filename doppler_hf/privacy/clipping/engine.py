@@ -125,10 +125,9 @@ class BookKeepingEngine:
             # The message has no numbers, because the size of a random batch is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                "Expected one loss per input row of the model"
-                + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
-                + ". The number of losses differs from that. Call the model once with the whole micro-batch, and return one "
-                "loss per record.",
+                f"Expected one loss for {f'every {self._rows_per_loss} rows' if self._rows_per_loss > 1 else 'each row'}"
+                " of the model's input; got more or fewer losses. Call the model once with the whole micro-batch, and "
+                "return one loss per record.",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)

@@ -115,7 +115,7 @@ def noun_in_words(ledger: PrivacyLedger) -> str:
 def unit_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε covers: one record, or one user and how users are told apart."""
     unit = ledger.statement.unit_of_privacy
-    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('examples', 'records')})"
+    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('all examples', 'all records')})"
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:

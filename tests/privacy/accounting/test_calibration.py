@@ -75,7 +75,7 @@ def test_the_most_steps_against_counting(at_most):
         (
             dict(strategy=FOUR, sample_rate=0.3),
             "strategy-too-long",
-            "0.25, .*0.3",
+            "at most 0.25; got 0.3",
         ),
     ],
 )
