@@ -39,6 +39,7 @@ from doppler_hf.privacy.ledger.terms import (
     attacks_in_words,
     earlier_in_words,
     meaning_in_words,
+    not_covered_in_words,
     of_fixed_length_in_words,
     older_rule_in_words,
     terms_in_words,
@@ -131,7 +132,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print(terms_table(rows))
     console.print(
-        "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
+        "Not covered by ε:",
+        *(f"  - {line}" for line in not_covered_in_words(ledger)),
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(f"Head (last hash) of the ledger: {ledger.head}", soft_wrap=True)
     if args.head is None:

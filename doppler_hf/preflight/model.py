@@ -163,8 +163,8 @@ def _refuse_adapters(model: nn.Module) -> None:
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
             raise Refusal(
                 "adapters-of-data",
-                f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does not "
-                "cover. Leave it out. If these data were public, say so before train(): "
+                f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does "
+                "not cover. Leave init_lora_weights out. If these data were public, say so before train(): "
                 f"model.peft_config[{name!r}].init_lora_weights = True.",
             )
 
@@ -240,10 +240,9 @@ def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
     other = ", or load the model with attn_implementation='sdpa'" if mask.dtype == torch.bool else ""
     raise Refusal(
         "mask-without-effect",
-        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
-        "its scores "
-        "as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), 0.0, "
-        f"torch.finfo(torch.float32).min) as attention_mask{other}.",
+        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to its "
+        "scores as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), "
+        f"0.0, torch.finfo(torch.float32).min) as attention_mask{other}.",
     )
 
 

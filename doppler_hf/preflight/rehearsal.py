@@ -267,7 +267,7 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
         raise Refusal(
             "adapters-not-loadable",
             "load_best_model_at_end=True does not work with adapters of model.add_adapter, because Transformers cannot load "
-            "them again. Leave it out, or attach the adapter with peft.get_peft_model(model, config).",
+            "them again. Leave load_best_model_at_end out, or attach the adapter with peft.get_peft_model(model, config).",
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if saves and (free := shutil.disk_usage(args.output_dir).free) < size:

@@ -32,7 +32,7 @@ _OF_TRL: Final = {
     "ORPOTrainer": "Use DopplerDPOTrainer with loss_type=['orpo', 'sft']",
     "KTOTrainer": "Its loss compares the records of a batch. Use DopplerDPOTrainer with pairs of answers",
     "RewardTrainer": "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 "
-    "({page('guides/own-loss')})",
+    f"({page('guides/own-loss')})",
 }
 
 
@@ -84,7 +84,7 @@ def refuse_own_optimizer(trainer: Any) -> None:
         raise Refusal(
             "another-scheduler",
             f"The {type(trainer.lr_scheduler).__name__} in `optimizers` would have no effect, because it controls the "
-            "optimizer that it was made for. Leave it out, and override create_scheduler.",
+            "optimizer that it was made for. Leave `optimizers` out, and override create_scheduler.",
         )
 
 
@@ -119,9 +119,8 @@ def refuse_methods_without_effect(trainer: Any) -> None:
         if own and not own.is_installed:
             raise Refusal(
                 "method-without-effect",
-                f"{own.place} has no effect in a private run, because DopplerTrainer.{name} comes first and does not call "
-                "it. Remove it, or override it in a subclass of DopplerTrainer that calls "
-                f"super().{name}.",
+                f"{own.place} has no effect in a private run, because DopplerTrainer.{name} is called in its place. Remove "
+                f"your method, or move it to a subclass of DopplerTrainer, where it calls super().{name}.",
             )
 
 

@@ -101,8 +101,8 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         if getattr(args, name):
             raise Refusal(
                 "fsdp-option",
-                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave it out, or load "
-                "the model with dtype=torch.bfloat16.",
+                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave {name} out, or "
+                "load the model with dtype=torch.bfloat16.",
             )
 
 

@@ -183,8 +183,9 @@ def check_ranges(args: TrainingArguments) -> None:
     if args.max_grad_norm:
         raise Refusal(
             "gradient-rescaled",
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave it out. "
-            "A private run clips the gradient of each record instead; its clip norm is per_sample_max_grad_norm.",
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave "
+            "max_grad_norm out. A private run clips the gradient of each record instead; its clip norm is "
+            "per_sample_max_grad_norm.",
         )
 
 
@@ -263,14 +264,14 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         if value != default_of(owner, name) and not has_effect:
             raise Refusal(
                 "no-effect",
-                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}.",
+                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave {name} out' if fix else f'Leave {name} out'}.",
             )
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
         raise Refusal(
             "poisson-with-shaped-noise",
-            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}. Shaped noise protects a record only "
-            "if some steps pass before it joins another batch, and Poisson sampling may draw it at every step. Leave one of "
-            "them out.",
+            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}. Such noise protects a record only if "
+            "some steps pass before the record is in another batch, but Poisson sampling may choose a record at every step. "
+            "Leave out noise_shape, or sampling.",
         )
 
 
@@ -328,7 +329,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         raise Refusal(
             "memory-is-logged",
             "skip_memory_metrics=False cannot be used with differential privacy: the memory of a step depends on its batch, "
-            "and would be logged and saved without noise. Leave it out.",
+            "and would be logged and saved without noise. Leave skip_memory_metrics out.",
         )
     refuse_each(args, _BREAKS_PRIVACY)
 
@@ -339,5 +340,5 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
         value = getattr(args, name)
         # An empty value or False means "not set" in Transformers too.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
-            fix = _FIXES.get(name, "Leave it out")
+            fix = _FIXES.get(name, f"Leave {name} out")
             raise Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

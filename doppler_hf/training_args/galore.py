@@ -83,7 +83,7 @@ def check_galore(args: TrainingArguments) -> None:
         raise Refusal(
             "no-effect",
             "optim_target_modules (GaLore) has no effect with base_optimizer='muon', which updates whole matrices. Leave "
-            "one of them out.",
+            "out one of these two arguments.",
         )
     GaloreArguments.parse(args.optim_args)
 

@@ -81,7 +81,7 @@ def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsy
     ledger.save(tmp_path)
     assert check(tmp_path) == 1
     output = said(capsys)
-    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 units could be published." in output
+    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 records (or users) could be published in full." in output
     assert not re.search(r"(?<!NOT )VERIFIED|LEDGER ONLY|differential privacy", output)
 
 

@@ -202,8 +202,8 @@ def check_token_budget(
         raise Refusal(
             "no-lengths",
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}, whose "
-            "lengths it counts. For other data leave it out, and set the average size of a micro-batch with "
-            "per_device_train_batch_size.",
+            "lengths it counts. For other data leave max_tokens_per_micro_batch out, and set the average size of a "
+            "micro-batch with per_device_train_batch_size.",
         )
     if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
         # The message names neither the example nor its length, because messages end up in logs and examples are private.

@@ -109,7 +109,7 @@ class ClippedGradients:
                     f"The argument {name} of ClippedGradients must be one of {', '.join(choices)}; got {value!r}.",
                 )
         if engine == "opacus" and norm_rule != "auto":
-            raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
+            raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave norm_rule out.")
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping

@@ -182,11 +182,9 @@ class BookKeepingEngine:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             return (
                 f"The loss uses the weights {first!r}{more} outside of the forward of their layers too, and that part "
-                "belongs "
-                "to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
-                "weight_decay, "
-                f"which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), or train LoRA: "
-                f"{page('start/troubleshooting', 'model')}."
+                "belongs to no record. If it is a penalty on the weights, such as L2, leave the penalty out of the loss "
+                f"and set weight_decay, which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), "
+                f"or train LoRA: {page('start/troubleshooting', 'model')}."
             )
         return (
             f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
@@ -215,7 +213,7 @@ class BookKeepingEngine:
             layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
             raise Refusal(
                 "output-repeated",
-                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each example, so "
+                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each record, so "
                 "that it has more rows than the batch. Freeze these layers with requires_grad_(False), or train adapters "
                 f"of another kind, such as LoRA: {page('start/troubleshooting', 'model')}.",
             ) from error

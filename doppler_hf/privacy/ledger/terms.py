@@ -118,6 +118,12 @@ def unit_in_words(ledger: PrivacyLedger) -> str:
     return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('all examples', 'all records')})"
 
 
+def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:
+    """Return what ε does not cover; a ledger says "units" and "examples" in its file, whose format is fixed."""
+    lines = (line.replace("number of units", "number of records (or users)") for line in ledger.not_covered)
+    return [line.replace("training examples", "training records") for line in lines]
+
+
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return bounds on the success of any membership attack, each with its label; none if the run was not private."""
     if ledger.why_not_private is not None:
