@@ -240,9 +240,10 @@ def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
     other = ", or load the model with attn_implementation='sdpa'" if mask.dtype == torch.bool else ""
     raise Refusal(
         "mask-without-effect",
-        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to its "
-        "scores as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), "
-        f"0.0, torch.finfo(torch.float32).min) as attention_mask{other}.",
+        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
+        "its scores "
+        "as numbers, so it would read padding and all that the mask should hide. Return torch.where(mask.bool(), 0.0, "
+        f"torch.finfo(torch.float32).min) as attention_mask{other}.",
     )
 
 

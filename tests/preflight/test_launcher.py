@@ -40,7 +40,7 @@ def test_fp16_that_the_arguments_cannot_know_is_refused_of_the_accelerator(tmp_p
         monkeypatch.setattr(trainer.accelerator, "scaler", torch.amp.GradScaler("cpu"))
     else:
         monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
-    assert "Mixed precision fp16" in refusal_unspent(trainer, "launcher-precision")
+    assert "Mixed precision 'fp16'" in refusal_unspent(trainer, "launcher-precision")
 
 
 @pytest.mark.parametrize("how", ["launcher", "argument"])
