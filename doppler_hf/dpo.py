@@ -94,7 +94,7 @@ class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
             raise Refusal(
                 "reference-in-batches",
                 "precompute_ref_log_probs=False cannot be used with differential privacy: the log-probabilities under the "
-                "reference model are computed before training, for one pair at a time. Leave it out.",
+                "reference model are computed before training, for one pair at a time. Leave precompute_ref_log_probs out.",
             )
         others = [kind for kind in self.loss_type if kind not in PAIR_LOSSES]
         if others or not self.loss_type:

@@ -58,9 +58,8 @@ class Failure(CodedError, RuntimeError):
 
 
 NO_KTO: Final = (
-    "KTO has no private trainer: its loss compares each answer with an estimate over the whole batch (of a KL "
-    "divergence), so "
-    "no record has a loss of its own. Use DopplerDPOTrainer on pairs of answers, or DopplerSFTTrainer on the good answers."
+    "KTO has no private trainer: its loss compares each answer with an estimate over the whole batch, so no "
+    "record has a loss of its own. Use DopplerDPOTrainer on pairs of answers, or DopplerSFTTrainer on the good answers."
 )
 
 

@@ -93,7 +93,11 @@ class GradientRecorder(TrainerCallback):
 
     def __init__(self, *, dimensions: int = 256, seed: int = 0) -> None:
         if not 1 <= dimensions <= TABLE_WIDTH:
-            raise Refusal("out-of-range", f"dimensions must be from 1 to {TABLE_WIDTH}; got {dimensions}.")
+            raise Refusal(
+                "out-of-range",
+                f"GradientRecorder needs dimensions from 1 to {TABLE_WIDTH}; got {dimensions}. Leave dimensions out for "
+                "256.",
+            )
         self.dimensions = dimensions
         self.seed = seed
         self.noise_std = 0.0
@@ -114,7 +118,8 @@ class GradientRecorder(TrainerCallback):
         if args.disable_dp:
             raise Refusal(
                 "no-private-gradients",
-                "GradientRecorder records private gradients, and a run with disable_dp=True has none. Leave one out.",
+                "GradientRecorder records private gradients, and a run with disable_dp=True has none. Leave the callback "
+                "or disable_dp out.",
             )
         # With noise_shape="auto", the chosen shape is among the terms of the run that trackers get.
         shape = args.to_dict().get("privacy/noise_shape", args.noise_shape)
@@ -137,7 +142,8 @@ class GradientRecorder(TrainerCallback):
         if self.dimensions > number:
             raise Refusal(
                 "more-dimensions-than-parameters",
-                f"dimensions must be at most the number of trained parameters, {number}; got {self.dimensions}.",
+                f"GradientRecorder has dimensions={self.dimensions}, but the model has only {number} trained parameters. "
+                f"Make it with GradientRecorder(dimensions={number}) or a smaller number.",
             )
         self._sketch = CountSketch(number, dimensions=self.dimensions, seed=self.seed)
         self.noise_std = optimizer.noise_std * (number / self.dimensions) ** 0.5

@@ -96,7 +96,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if not isinstance(args, DopplerTrainingArguments):
             raise Refusal(
                 "not-our-arguments",
-                f"args must be DopplerTrainingArguments, got {type(args).__name__}. Use that class, or a class that "
+                f"args must be DopplerTrainingArguments; got {type(args).__name__}. Use that class, or a class that "
                 "combines it with another, such as Seq2SeqTrainingArguments.",
             )
         self._was_disabled = args.disable_dp
@@ -133,7 +133,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     @property
     def private_run(self) -> PrivateRun:
         """The former name of `privacy`."""
-        warnings.warn("trainer.private_run is now called trainer.privacy.", FutureWarning, stacklevel=2)
+        warnings.warn("trainer.private_run is now called trainer.privacy. Use the new name.", FutureWarning, stacklevel=2)
         return self.privacy
 
     def _new_run(self, *, previous: Previous = NOTHING) -> PrivateRun:

@@ -32,7 +32,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
         raise Refusal(
             "selective-checkpointing",
             f"{_SELECTIVE!r} in gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs} cannot be used with "
-            "differential privacy, because per-sample gradients need the recomputed tensors twice. Leave it out.",
+            "differential privacy, because per-sample gradients need the recomputed tensors twice. Leave this setting out.",
         )
 
 

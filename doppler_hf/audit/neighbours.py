@@ -134,7 +134,8 @@ def neighbour_distances(
     if not 1 <= size < number_of_units:
         raise Refusal(
             "out-of-range",
-            f"draw_size must be from 1 to {number_of_units - 1}, less than the number of records (or users); got {size}.",
+            f"draw_size, the number of records (or users) in a tested batch, must be from 1 to {number_of_units - 1}; got "
+            f"{size}.",
         )
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]

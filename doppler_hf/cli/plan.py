@@ -28,10 +28,10 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise: per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, image "
-    "classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs no "
-    "longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × steps, "
-    f"the cost in time. See {page('guides/choosing')}."
+    "noise: noise per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, "
+    "image classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs "
+    "no longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × "
+    f"steps, the cost in time. See {page('guides/choosing')}."
 )
 MOST_PRINTED: Final = 8  # The coefficients of a longer strategy are not printed.
 
@@ -149,7 +149,7 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
 def facts_table(facts: dict[str, Any]) -> Table:
     """Return a table of what `describe` returns."""
     bands = NoiseShape.parse(facts["noise_shape"]).bands
-    shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"a strategy of {bands} bands (--json prints it)"
+    shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"{bands} bands (--json prints their coefficients)"
     delay = f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T"
     noise = f"{facts['average_noise_std'] / facts['max_grad_norm']:.2g} C"
     rows = {

@@ -91,8 +91,8 @@ class PlanRequest:
             # A mechanism that publishes one of the N records at random satisfies DP with a larger δ.
             raise Refusal(
                 "delta-too-large",
-                f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}; got {self.delta:g}. Leave it "
-                "out to use N^-1.1.",
+                f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}; got {self.delta:g}. A δ of 1/N "
+                "or more would allow one record to be published in full. Leave --delta out to use N^-1.1.",
             )
         if self.batch_size is None:
             raise Refusal("no-batch-size", f"--batch-size is missing. Start with {self._proposed()}.")
@@ -100,14 +100,14 @@ class PlanRequest:
             raise Refusal(
                 "batch-too-large",
                 f"--batch-size must be at most the {self.num_examples} records of the training set; got {self.batch_size}. "
-                "Lower it.",
+                "Give a smaller --batch-size.",
             )
         for one, other in (("epochs", "max_steps"), ("epsilon", "noise_multiplier")):
             given = [vars(self)[name] for name in (one, other) if vars(self)[name] is not None]
             if len(given) != 1:
                 flags = f"--{one} and --{other.replace('_', '-')}"
                 fact = (
-                    "are both given; leave one of them out" if given else f"are both missing; start with {self._proposed()}"
+                    "are both given. Leave one of them out" if given else f"are both missing. Start with {self._proposed()}"
                 )
                 raise Refusal("one-of-two", f"Exactly one of two flags is needed. {flags} {fact}.")
 

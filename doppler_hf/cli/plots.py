@@ -30,7 +30,7 @@ DROWNED: Final = 0.005  # as `run.summary` has it, which imports torch
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything else is done."""
     if path.suffix not in PICTURE_ENDINGS:
-        raise Refusal("unknown-value", f"The file of --plot must end in {' or '.join(PICTURE_ENDINGS)}; got {path}.")
+        raise Refusal("unknown-value", f"--plot must name a file that ends in {' or '.join(PICTURE_ENDINGS)}; got {path}.")
     require("plot")
 
 

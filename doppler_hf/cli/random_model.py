@@ -59,7 +59,7 @@ class RandomModel:
         if self._is_image == (length is not None):
             raise Refusal(
                 "length-of-images",
-                f"--length {length} has no effect on images, whose size is in the configuration. Leave it out."
+                f"--length {length} has no effect on images, whose size is in the configuration. Leave --length out."
                 if self._is_image
                 else "--length is missing. Give the number of tokens of a text, for example --length 128.",
             )

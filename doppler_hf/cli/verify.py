@@ -41,6 +41,7 @@ from doppler_hf.privacy.ledger.terms import (
     earlier_rule_in_words,
     early_stop_in_words,
     meaning_in_words,
+    not_covered_in_words,
     terms_in_words,
     unit_in_words,
 )
@@ -131,7 +132,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print(terms_table(rows))
     console.print(
-        "Not covered by ε:", *(f"  - {line}" for line in ledger.not_covered), sep="\n", markup=False, soft_wrap=True
+        "Not covered by ε:",
+        *(f"  - {line}" for line in not_covered_in_words(ledger)),
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(f"Head (last hash) of the ledger: {ledger.head}", soft_wrap=True)
     if args.head is None:
@@ -204,7 +209,7 @@ def checkpoint_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
         if not any(checkpoint.is_prefix_of(other) for other in family):
             found.append(
                 f"{path} is not an earlier state of the ledger in {folder}: the two come from different runs, or entries at "
-                "the end of the latter were cut off."
+                "the end of the ledger in that folder were cut off."
             )
     return found
 
@@ -250,7 +255,7 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
         if later
         else "this is a different ledger, or entries at its end were cut off"
     )
-    return [f"The head is {ledger.head}, not {head.lower()}: {what}."]
+    return [f"The head (last hash) of the ledger is {ledger.head}, not {head.lower()}: {what}."]
 
 
 def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

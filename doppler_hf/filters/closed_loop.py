@@ -57,7 +57,11 @@ class ClosedLoop:
         self, x: Float64[np.ndarray, " directions"], weights: Float64[np.ndarray, " directions"] | None = None
     ) -> None:
         if not len(x) or not x.min() > 0:
-            raise Refusal("out-of-range", f"Each x (ηλ of a direction) must be above 0; got {x}. Leave flat directions out.")
+            raise Refusal(
+                "out-of-range",
+                f"Each x of ClosedLoop (learning rate times curvature of a direction) must be above 0; got {x}. Leave "
+                "flat directions out.",
+            )
         self._x = x
         self._weights = np.full(len(x), 1 / len(x)) if weights is None else weights
         # The measure of ∫ dω/2π over both signs of ω, on a logarithmic scale that starts where nothing changes any more.
@@ -181,11 +185,12 @@ def _relative_rates(steps: int, learning_rates: Sequence[float] | None) -> Float
     if len(learning_rates) != steps:
         raise Refusal(
             "other-lengths",
-            f"learning_rates must have one entry for each of the {steps} steps; got {len(learning_rates)} entries.",
+            f"The argument learning_rates must have one entry for each of the {steps} steps; got {len(learning_rates)} "
+            "entries.",
         )
     if not max(learning_rates):
         raise Refusal(
             "all-rates-zero",
-            "All learning_rates are 0, so the weights would not move. Give at least one above 0.",
+            "All entries of the argument learning_rates are 0, so the weights would not move. Pass at least one above 0.",
         )
     return np.array(learning_rates) / max(learning_rates)

@@ -38,7 +38,11 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     """
     order = positive_integer("order", order)
     if not (isinstance(cutoff, Real) and 0 < cutoff < 1):
-        raise Refusal("out-of-range", f"cutoff must be a fraction of Nyquist inside (0, 1); got {cutoff}.")
+        raise Refusal(
+            "out-of-range",
+            "The cutoff of a Butterworth filter must be above 0 and below 1, where 1 is half a cycle per step "
+            f"(Nyquist); got {cutoff}. An example is low_pass_filter='butterworth:order=2,cutoff=0.1'.",
+        )
     name = f"butterworth:order={order},cutoff={float(cutoff)!r}"
     b, a = scipy.signal.butter(order, float(cutoff))
     # At a low cutoff, the gain at frequency zero of SciPy's filter is not exactly 1.
@@ -67,7 +71,11 @@ def momentum(beta: float) -> LowPassFilter:
         ValueError: If beta is outside [0, 1).
     """
     if not (isinstance(beta, Real) and 0 <= beta < 1):
-        raise Refusal("out-of-range", f"beta must be a decay in [0, 1); got {beta}.")
+        raise Refusal(
+            "out-of-range",
+            f"The beta of a momentum filter must be at least 0 and below 1; got {beta}. An example is "
+            "low_pass_filter='momentum:beta=0.9'.",
+        )
     beta = float(beta)
     return _named(f"momentum:beta={beta!r}", LowPassFilter(b=(1 - beta,), a=(1.0, -beta)))
 
@@ -103,7 +111,7 @@ def hann(length: int) -> LowPassFilter:
 def positive_integer(name: str, value: int) -> int:
     """Return a number as an int, and refuse anything but a positive integer."""
     if not isinstance(value, Integral) or value < 1:
-        raise Refusal("out-of-range", f"{name} must be an integer of at least 1; got {value}.")
+        raise Refusal("out-of-range", f"The {name} in low_pass_filter must be a whole number of at least 1; got {value}.")
     return int(value)
 
 

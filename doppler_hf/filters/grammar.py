@@ -75,7 +75,7 @@ def numbers_of(
             numbers[key] = kinds[key](value)
         except ValueError:
             wanted = "a whole number" if kinds[key] is int else "a number"
-            raise Refusal("filter-syntax", f"{key} must be {wanted}; got {value!r} in {text!r}.") from None
+            raise Refusal("filter-syntax", f"Expected {wanted} as {key} in {text!r}; got {value!r}.") from None
     return numbers
 
 

@@ -58,7 +58,11 @@ class LowPassFilter:
         object.__setattr__(self, "b", _real_coefficients("b", self.b))
         object.__setattr__(self, "a", _real_coefficients("a", self.a))
         if self.a[0] != 1.0:
-            raise Refusal("not-normalized", f"a[0] must be 1; got {self.a[0]!r}. Divide b and a by it.")
+            raise Refusal(
+                "not-normalized",
+                f"The coefficients a of low_pass_filter must begin with 1; got a[0] = {self.a[0]!r}. Divide all "
+                "coefficients b and a by a[0].",
+            )
         # The order matters. Only a stable filter has a gain at frequency zero, and only with that gain of 1 does its step
         # response settle.
         _check_poles(self.a)
@@ -108,17 +112,24 @@ def filtered(b: Sequence[float], a: Sequence[float], values: Sequence[float] | N
 def number_of_steps(steps: int) -> int:
     """Return a number of steps as an int, and refuse a negative one."""
     if not isinstance(steps, Integral) or steps < 0:
-        raise Refusal("out-of-range", f"steps must be an integer of at least 0; got {steps}.")
+        raise Refusal("out-of-range", f"The argument steps must be a whole number of at least 0; got {steps}.")
     return int(steps)
 
 
 def _real_coefficients(name: str, coefficients: Sequence[float]) -> tuple[float, ...]:
     values = tuple(coefficients)
     if not values:
-        raise Refusal("no-coefficients", f"{name} must have at least one coefficient; got none.")
+        raise Refusal(
+            "no-coefficients",
+            f"A low-pass filter needs at least one coefficient {name}; got none. Write it as in "
+            "low_pass_filter='b=0.1,0.1;a=1,-0.8'.",
+        )
     for index, value in enumerate(values):
         if np.iscomplexobj(value) or not math.isfinite(value):
-            raise Refusal("not-finite", f"{name}[{index}] must be a finite real number; got {value}.")
+            raise Refusal(
+                "not-finite",
+                f"The coefficient {name}[{index}] of low_pass_filter must be a finite real number; got {value}.",
+            )
     return tuple(map(float, values))
 
 
@@ -128,7 +139,8 @@ def _check_poles(a: Sequence[float]) -> None:
         raise Refusal(
             "unstable-filter",
             f"The filter with a={tuple(a)} is unstable: its largest pole has modulus {modulus:.9g}, and at most "
-            f"{MAX_POLE_MODULUS} is allowed. Shrink a[1:], lower the order or raise the cutoff.",
+            f"{MAX_POLE_MODULUS} is allowed. Make the coefficients a after the first one smaller, lower the order or raise "
+            "the cutoff.",
         )
 
 
@@ -136,7 +148,11 @@ def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if abs(gain - 1) > DC_GAIN_RTOL:
         fix = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
-        raise Refusal("wrong-gain", f"The gain at frequency zero, sum(b)/sum(a), must be 1; got {gain:.9g}. {fix}.")
+        raise Refusal(
+            "wrong-gain",
+            f"The gain of low_pass_filter at frequency zero, sum(b)/sum(a), must be 1; got {gain:.9g}. Another gain "
+            f"would change the learning rate. {fix}.",
+        )
 
 
 def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
@@ -147,7 +163,8 @@ def _check_step_response(b: Sequence[float], a: Sequence[float]) -> None:
             index = int(np.argmax(responses <= 0))
             raise Refusal(
                 "step-response-not-positive",
-                f"The step response is {responses[index]:.9g} at step {first_step + index} (counted from 0), and the bias "
-                "correction divides by it, so it must be positive. Choose b and a with a positive step response.",
+                f"The step response of low_pass_filter is {responses[index]:.9g} at step {first_step + index} (counted "
+                "from 0), and the bias correction divides by it, so it must be positive. Choose b and a with a positive "
+                "step response.",
             )
         response, first_step = float(responses[-1]), first_step + len(kappa)

@@ -45,12 +45,13 @@ class NoiseShape:
         if not self.c or self.c[0] != 1.0:
             raise Refusal(
                 "not-normalized",
-                f"The strategy c of a noise shape must begin with 1; got {self.c}. Divide it by its first entry.",
+                "The coefficients c of a noise shape must begin with 1, as in noise_shape='banded:c=1,0.5,0.375'; got "
+                f"{self.c}.",
             )
         if not all(map(math.isfinite, self.c)):
             raise Refusal(
                 "not-finite",
-                f"The coefficients of a noise shape must be finite numbers; got {self.c}. Replace the others.",
+                f"The coefficients c of a noise shape must be finite numbers; got {self.c}. Replace NaN and infinity.",
             )
         if self.c[-1] == 0.0:
             raise Refusal(
@@ -69,7 +70,11 @@ class NoiseShape:
     def banded(cls, bands: int) -> "NoiseShape":
         """Return the strategy of b bands from the series of (1 - x)^(-1/2): 1, 1/2, 3/8, 5/16, ..."""
         if bands < 1:
-            raise Refusal("out-of-range", f"bands must be at least 1 (white noise); got {bands}.")
+            raise Refusal(
+                "out-of-range",
+                f"A noise shape needs at least 1 band, which is white noise; got {bands} bands. Leave noise_shape out to "
+                "have it chosen automatically.",
+            )
         # c_k = (2k choose k) / 4^k
         return cls(tuple(itertools.accumulate(((2 * k - 1) / (2 * k) for k in range(1, bands)), operator.mul, initial=1.0)))
 

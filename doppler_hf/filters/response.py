@@ -64,7 +64,9 @@ def frequency_response(
     outside = frequencies[~((frequencies >= 0) & (frequencies <= 1))]
     if len(outside):
         raise Refusal(
-            "out-of-range", f"frequencies must be fractions of Nyquist (half a cycle per step) in [0, 1]; got {outside[0]}."
+            "out-of-range",
+            "The argument frequencies must have fractions of Nyquist (half a cycle per step) from 0 to 1; got "
+            f"{outside[0]}.",
         )
     return values_on_circle(filter.b, frequencies) / values_on_circle(filter.a, frequencies)
 

@@ -77,7 +77,10 @@ def estimate_power(series: Float[np.ndarray, "steps dimension"], *, noise_std: f
         ValueError: If noise_std is negative or infinite, or the series is empty or not finite.
     """
     if not 0 <= noise_std < math.inf:
-        raise Refusal("out-of-range", f"noise_std must be finite and at least 0; got {noise_std}. Give 0 for no noise.")
+        raise Refusal(
+            "out-of-range",
+            f"The argument noise_std must be finite and at least 0; got {noise_std}. Pass 0 if there is no noise.",
+        )
     steps, dimension = _checked(series).shape
     noise = dimension * noise_std**2
     signal = float(np.sum(series**2)) / steps - noise
@@ -102,7 +105,8 @@ def optimal_fir(autocorrelation: Float64[np.ndarray, " taps"]) -> LowPassFilter:
     if not autocorrelation.sum() > 0:  # This form refuses NaN too.
         raise Refusal(
             "sum-not-positive",
-            f"The sum of autocorrelation must be positive, because b is divided by it; got {autocorrelation.sum():.6g}.",
+            f"The argument autocorrelation must have a positive sum, because the coefficients b are divided by it; got "
+            f"{autocorrelation.sum():.6g}.",
         )
     return LowPassFilter(b=tuple(autocorrelation / autocorrelation.sum()))
 
@@ -111,9 +115,12 @@ def _checked(series: Float[np.ndarray, "steps dimension"]) -> Float64[np.ndarray
     """Return a series in float64, and refuse an empty one or one with NaN or infinity."""
     series = np.asarray(series, dtype=np.float64)
     if series.ndim != 2 or not series.size:
-        raise Refusal("wrong-shape", f"series must have shape (steps, dimension) and not be empty; got {series.shape}.")
+        raise Refusal(
+            "wrong-shape", f"The argument series must have shape (steps, dimension) and not be empty; got {series.shape}."
+        )
     if not np.isfinite(series).all():
         raise Refusal(
-            "not-finite", f"series must be finite; got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}."
+            "not-finite",
+            f"The argument series must be finite; got NaN or infinity at step {np.argmin(np.isfinite(series).all(axis=1))}.",
         )
     return series

@@ -45,10 +45,12 @@ def refuse_other_optimizer(
         if "rank" not in saved_group:
             raise Refusal(
                 "foreign-optimizer-state",
-                "The optimizer state in this checkpoint was not written by DopplerOptimizer (its options are "
-                f"{', '.join(sorted(saved_group))}). Load a checkpoint of a run with DopplerOptimizer.",
+                "The optimizer state in this checkpoint was not written by DopplerOptimizer, so a private run cannot "
+                "continue from it. Resume a checkpoint of a private run, or load the weights with from_pretrained and "
+                "start a new run.",
             )
-        _refuse_other("rank", saved_group["rank"], group["rank"])
+        galore = "leave out optim_target_modules" if saved_group["rank"] is None else "optim_args, with optim_target_modules"
+        _refuse_other("rank", saved_group["rank"], group["rank"], of_trainer=f" (in training arguments: {galore})")
         was_muon = saved_group.get("orthogonal", False)  # Older checkpoints do not have this option.
         words = f" (in training arguments, {'set' if was_muon else 'leave out'} base_optimizer='muon')"
         _refuse_other("orthogonal", was_muon, group["orthogonal"], of_trainer=words)

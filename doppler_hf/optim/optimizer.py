@@ -48,6 +48,14 @@ from doppler_hf.shards import part_here, parts_here
 # give the same result, and smaller ones a worse one.
 DEFAULT_FLOOR_FRACTION: Final = 0.3
 GROUP_OPTIONS: Final = ("lr", "weight_decay", "rank", "update_proj_gap", "scale", "orthogonal")
+# Option → the training argument from which DopplerTrainer takes it, for messages.
+_ARGUMENTS: Final = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "eps": "adam_epsilon",
+    "floor": "adam_bc_floor",
+    "scale": "optim_args (GaLore)",
+}
 
 
 @final
@@ -122,16 +130,25 @@ class DopplerOptimizer(Optimizer):
 
     def _check_constants(self) -> None:
         if self.base not in BASES:
-            raise Refusal("unknown-value", f"base must be one of {', '.join(BASES)}; got {self.base!r}.")
+            raise Refusal(
+                "unknown-value",
+                f"The base of DopplerOptimizer must be one of {', '.join(BASES)}; got {self.base!r}. DopplerTrainer "
+                "takes it from base_optimizer.",
+            )
         if not 0 <= self.beta2 < 1:
-            raise Refusal("out-of-range", f"beta2 must be in [0, 1); got {self.beta2}.")
+            raise Refusal(
+                "out-of-range",
+                f"The beta2 of DopplerOptimizer must be at least 0 and below 1; got {self.beta2}. DopplerTrainer takes "
+                "it from adam_beta2, which you can leave out.",
+            )
         _check_finite("eps", self.eps, above_0=True)
         _check_finite("noise_std", self.noise_std)
         if self._floor is None:
             return
         if self.base not in CORRECTED:
             raise Refusal(
-                "no-effect", f"floor={self._floor} has no effect with base={self.base!r}, which has no floor. Leave it out."
+                "no-effect",
+                f"DopplerOptimizer has floor={self._floor}, which has no effect with base={self.base!r}. Leave floor out.",
             )
         _check_finite("floor", self._floor, above_0=True)
 
@@ -275,19 +292,28 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
     rank = group["rank"]
     if rank is not None and not (isinstance(rank, int) and rank >= 1):
         raise Refusal(
-            "out-of-range", f"rank must be a whole number of at least 1; got {rank}. Leave it out for no projection."
+            "out-of-range",
+            f"GaLore's rank must be a whole number of at least 1; got rank={rank} in a parameter group of "
+            "DopplerOptimizer. Leave rank out of the group to train it without GaLore.",
         )
     if not (isinstance(group["update_proj_gap"], int) and group["update_proj_gap"] >= 1):
         raise Refusal(
-            "out-of-range", f"update_proj_gap must be a whole number of at least 1; got {group['update_proj_gap']}."
+            "out-of-range",
+            "GaLore's update_proj_gap must be a whole number of at least 1; got "
+            f"update_proj_gap={group['update_proj_gap']} in a parameter group of DopplerOptimizer. Leave it out for the "
+            "default, 200 steps.",
         )
     # A learning rate scheduler adds "initial_lr" to groups, so it is allowed.
     for name in sorted(own - {*GROUP_OPTIONS, "params", "param_names", "initial_lr"}):
-        raise Refusal("no-effect", f"{name}={group[name]!r} has no effect in a parameter group. Leave it out.")
+        raise Refusal(
+            "no-effect",
+            f"{name}={group[name]!r} has no effect in a parameter group of DopplerOptimizer. Leave it out of the group.",
+        )
     if group["orthogonal"] and rank is not None:
         raise Refusal(
             "projected-and-orthogonal",
-            f"A parameter group has both rank={rank} and orthogonal=True, which cannot be combined. Leave one of them out.",
+            f"A parameter group has both rank={rank} (GaLore) and orthogonal=True (Muon), which cannot be combined. Leave "
+            "one of them out of the group.",
         )
     if group["orthogonal"] and any(isinstance(p, DTensor) for p in group["params"]):
         raise Refusal(
@@ -297,10 +323,17 @@ def _check_group(group: dict[str, Any], *, own: set[str]) -> None:
         )
     if rank is not None and not any(is_projected(p, group) for p in group["params"]):
         raise Refusal(
-            "rank-too-large", f"rank={rank} projects no matrix, since no matrix has a shorter side above {rank}. Lower it."
+            "rank-too-large",
+            f"GaLore with rank={rank} has no effect, since no matrix of the parameter group has more than {rank} rows "
+            "and columns. Set a smaller rank (DopplerTrainer takes it from optim_args), or leave GaLore out.",
         )
 
 
 def _check_finite(name: str, value: float, *, above_0: bool = False) -> None:
     if not (value > 0 if above_0 else value >= 0) or value == math.inf:
-        raise Refusal("out-of-range", f"{name} must be finite and {'above 0' if above_0 else 'at least 0'}; got {value}.")
+        argument = _ARGUMENTS.get(name)
+        raise Refusal(
+            "out-of-range",
+            f"The option {name} of DopplerOptimizer must be finite and {'above 0' if above_0 else 'at least 0'}; got "
+            f"{value}." + (f" DopplerTrainer takes it from {argument}." if argument else ""),
+        )

@@ -32,8 +32,8 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
             raise Refusal(
                 "generator-of-its-own",
                 f"{name} has a random generator of its own ({type(found).__name__}), so the random numbers of one record "
-                "would depend on which other records are in the batch. Delete it, and draw from the global generators of "
-                "torch, NumPy or Python, which a private run seeds secretly.",
+                "would depend on which other records are in the batch. Delete that generator, and draw from the global "
+                "generators of torch, NumPy or Python, which a private run seeds secretly.",
             )
     if getattr(collator, "seed", None) is not None:
         raise Refusal(

@@ -36,14 +36,14 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
         precision = precision if precision in IMPRECISE else "fp16"
         raise Refusal(
             "launcher-precision",
-            f"Mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
-            "It was set by `accelerate launch --mixed_precision`, accelerate's configuration file, "
-            "ACCELERATE_MIXED_PRECISION, or an Accelerator that the script made. Set it to bf16 or no there.",
+            f"Mixed precision {precision!r} cannot be used with differential privacy: {IMPRECISE[precision]}. It was set "
+            "by `accelerate launch --mixed_precision`, accelerate's configuration file, ACCELERATE_MIXED_PRECISION, or an "
+            "Accelerator that the script made. Set it to 'bf16' or 'no' there.",
         )
     if args.bf16 and precision != "bf16":
         raise Refusal(
             "launcher-precision",
-            f"bf16=True has no effect, because the accelerator was made with mixed precision {precision}. Set bf16 before "
+            f"bf16=True has no effect, because the accelerator was made with mixed precision {precision!r}. Set bf16 before "
             "the trainer is made, or set it where the accelerator gets its precision.",
         )
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -69,7 +69,8 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
         raise Refusal(
             "launcher-precision",
             "The launcher's downcast_bf16 cannot be used with differential privacy: the noise would be rounded to bfloat16. "
-            "Leave it out.",
+            "Turn it off in accelerate's configuration (run `accelerate config` again), leave --downcast_bf16 out of "
+            "`accelerate launch`, and unset ACCELERATE_DOWNCAST_BF16.",
         )
     steps = os.environ.get(_ACCUMULATION, "1")
     if steps not in ("1", "auto", str(args.gradient_accumulation_steps)):
@@ -77,5 +78,5 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
             "launcher-accumulation",
             f"The launcher sets gradient_accumulation_steps={steps}, but a private run uses the value of the arguments "
             f"({args.gradient_accumulation_steps}), so the batch would be smaller than you expect. Set "
-            f"gradient_accumulation_steps={steps} in the arguments, or remove it from the launcher.",
+            f"gradient_accumulation_steps={steps} in the arguments, or remove it from the launcher's configuration.",
         )

@@ -42,7 +42,7 @@ def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:
     if is_of_truth and not trainer.has_own_loss and rules.has_one_label(without_adapters(trainer.model), labels):
         raise Refusal(
             "labels-of-truth-values",
-            "data_collator must return class numbers as labels, got torch.bool. Return labels.long(), or override "
+            "data_collator must return class numbers as labels; got torch.bool. Return labels.long(), or override "
             "compute_per_sample_loss.",
         )
 
@@ -143,7 +143,7 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
             "another-loss",
             f"{name}.forward computes a different loss than the built-in per-sample loss for this model class, which a "
             "private run would train. Override compute_per_sample_loss to return the forward's loss for each row. If the "
-            "forward adds a penalty on the weights, such as L2, leave it out and set weight_decay.",
+            "forward adds a penalty on the weights, such as L2, remove the penalty and set weight_decay.",
         )
 
 

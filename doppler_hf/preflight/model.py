@@ -51,8 +51,8 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     if any(module.expert_capacity is None or module.expert_capacity < ENOUGH_TOKENS for module in small):
         raise Refusal(
             "expert-capacity",
-            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run, got {small[0].expert_capacity}: "
-            "otherwise experts drop tokens of one record depending on the other records. Load the model with "
+            f"The expert_capacity must be at least {ENOUGH_TOKENS} in a private run; got {small[0].expert_capacity}. "
+            "Otherwise, experts drop tokens of one record depending on the other records. Load the model with "
             f"from_pretrained(..., expert_capacity={ENOUGH_TOKENS}).",
         )
     # Sensitivity: the inverse in Nyströmformer's attention begins with the largest sum of columns in the whole micro-batch.
@@ -162,8 +162,8 @@ def _refuse_adapters(model: nn.Module) -> None:
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
             raise Refusal(
                 "adapters-of-data",
-                f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does not "
-                "cover. Leave it out. If these data were public, say so before train(): "
+                f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does "
+                "not cover. Leave init_lora_weights out. If these data were public, say so before train(): "
                 f"model.peft_config[{name!r}].init_lora_weights = True.",
             )
 
@@ -209,8 +209,8 @@ def _refuse_quantized(model: nn.Module) -> None:
     if mixing:
         raise Refusal(
             "int8-outliers",
-            f"The llm_int8_threshold must be 0 in a private run, got {mixing[0].state.threshold}: a large activation of one "
-            "record changes how the activations of the others are rounded. Load the model with "
+            f"The llm_int8_threshold must be 0 in a private run; got {mixing[0].state.threshold}. Otherwise, a large "
+            "activation of one record changes how the activations of the others are rounded. Load the model with "
             "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0).",
         )
     # On some CPUs an evaluation stores such weights again, with different scales. Then no gradient can pass through them.

@@ -46,13 +46,13 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
         raise Refusal(
             "own-training-step",
             f"{own.place} does not call DopplerTrainer.training_step, so its gradient would have no noise. Call "
-            "super().training_step once in it, or override compute_per_sample_loss instead.",
+            "super().training_step once in your method, or override compute_per_sample_loss instead.",
         )
     if counted.pieces > 1:
         raise Refusal(
             "own-training-step",
             f"{own.place} calls DopplerTrainer.training_step {counted.pieces} times, which would add each record's gradient "
-            "as often. Call super().training_step once in it.",
+            "as often. Call super().training_step once in your method.",
         )
 
 

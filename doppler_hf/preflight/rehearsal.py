@@ -70,8 +70,8 @@ def _try_events(trainer: Any) -> None:
     if args.eval_delay is None:
         raise Refusal(
             "no-eval-delay",
-            "args.eval_delay is None (args.set_evaluate leaves it so), and the first evaluation would fail because of it. "
-            "Set args.eval_delay = 0.",
+            "args.eval_delay is None, probably because of args.set_evaluate, which removes its value. The first "
+            "evaluation would fail. Set args.eval_delay = 0 before train().",
         )
     state, control = copy.deepcopy((trainer.state, trainer.control))
     with _errors_as_refusals("when to log, evaluate and save"):
@@ -129,7 +129,7 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
     if key in metrics and not isinstance(best, int | float | np.number):
         raise Refusal(
             "metric-not-a-number",
-            f"metric_for_best_model={name!r} must be a number, got {type(best).__name__} on the first rows. Return a number "
+            f"metric_for_best_model={name!r} must be a number; got {type(best).__name__} on the first rows. Return a number "
             "for it from compute_metrics, or set another metric.",
         )
     if best is None:
@@ -267,7 +267,7 @@ def _save_small(trainer: Any, metrics: dict[str, Any]) -> None:
         raise Refusal(
             "adapters-not-loadable",
             "load_best_model_at_end=True does not work with adapters of model.add_adapter, because Transformers cannot load "
-            "them again. Leave it out, or attach the adapter with peft.get_peft_model(model, config).",
+            "them again. Leave load_best_model_at_end out, or attach the adapter with peft.get_peft_model(model, config).",
         )
     size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if saves and (free := shutil.disk_usage(args.output_dir).free) < size:

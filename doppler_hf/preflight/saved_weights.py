@@ -159,20 +159,21 @@ def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Ref
     if not adapters:
         return Refusal(
             "weights-not-saved",
-            f"{first} would be trained but not saved, because {type(model).__name__} leaves it out of its saved state. "
-            "Remove it from _keys_to_ignore_on_save, or freeze it with requires_grad_(False).",
+            f"The weights {first} would be trained but not saved, because {type(model).__name__} leaves them out of its "
+            "saved state. Remove them from _keys_to_ignore_on_save, or freeze them with requires_grad_(False).",
         )
     others = [name for name in getattr(model, "peft_config", {}) if name not in adapters]
     if others and all(any(f".{name}" in place for name in others) for place in places):
         return Refusal(
             "weights-not-saved",
-            f"{first} would be trained but not saved, because Transformers saves only the adapter {adapters[0]!r}. Train "
-            "one adapter at a time, or attach the adapters with peft.get_peft_model, which saves all of them.",
+            f"The weights {first} would be trained but not saved, because Transformers saves only the adapter "
+            f"{adapters[0]!r}. Train one adapter at a time, or attach the adapters with peft.get_peft_model, which saves "
+            "all of them.",
         )
     return Refusal(
         "weights-not-saved",
-        f"{first} would be trained but not saved: PEFT saves only adapters and modules_to_save, so the trained weights "
-        f"would be lost with all of ε spent. {adapter_fix(model, places)}, instead of calling requires_grad_(True).",
+        f"The weights {first} would be trained but not saved: PEFT saves only adapters and modules_to_save, so the trained "
+        f"weights would be lost with all of ε spent. {adapter_fix(model, places)}, instead of calling requires_grad_(True).",
     )
 
 
@@ -253,8 +254,8 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
         places = outermost_modules(model, new)
         raise Refusal(
             "head-not-saved",
-            f"{_listed(places)} is new, with random weights, and would be neither trained nor saved: a loaded adapter would "
-            f"get different random weights there. {adapter_fix(model, places)}" + _task_type(model, places),
+            f"The weights {_listed(places)} are new and random, and would be neither trained nor saved: a loaded adapter "
+            f"would get different random weights there. {adapter_fix(model, places)}" + _task_type(model, places),
         )
     return []
 
@@ -276,9 +277,8 @@ def _frozen_head(model: nn.Module, names: set[str]) -> list[str]:
         return []
     places = outermost_modules(model, names)
     return [
-        f"{_listed(places)} seems to be new, with random weights, and is neither trained nor saved with the "
-        "adapter. If it is "
-        f"new, stop here: {adapter_fix(model, places)}" + _task_type(model, places).removesuffix(".")
+        f"The weights {_listed(places)} seem to be new and random, and are neither trained nor saved with the "
+        f"adapter. If they are new, stop here: {adapter_fix(model, places)}" + _task_type(model, places).removesuffix(".")
     ]
 
 
@@ -311,8 +311,9 @@ def _refuse_unloadable_adapters(trainer: Any, adapters: list[str]) -> None:
         if trained != ["default"]:
             raise Refusal(
                 "best-adapter-not-loaded",
-                f"load_best_model_at_end can only load an adapter named 'default'; this run trains {', '.join(trained)}. "
-                "Call get_peft_model without adapter_name, or leave load_best_model_at_end out.",
+                f"load_best_model_at_end can only load an adapter named 'default'; this run trains the adapter "
+                f"{', '.join(map(repr, trained)) or 'of another name'}. Call get_peft_model without adapter_name, or leave "
+                "load_best_model_at_end out.",
             )
 
 

@@ -84,7 +84,7 @@ def refuse_own_optimizer(trainer: Any) -> None:
         raise Refusal(
             "another-scheduler",
             f"The {type(trainer.lr_scheduler).__name__} in `optimizers` would have no effect, because it controls the "
-            "optimizer that it was made for. Leave it out, and override create_scheduler.",
+            "optimizer that it was made for. Leave `optimizers` out, and override create_scheduler.",
         )
 
 
@@ -118,9 +118,8 @@ def refuse_methods_without_effect(trainer: Any) -> None:
         if own and not own.is_installed:
             raise Refusal(
                 "method-without-effect",
-                f"{own.place} has no effect in a private run, because DopplerTrainer.{name} comes first and does not call "
-                "it. Remove it, or override it in a subclass of DopplerTrainer that calls "
-                f"super().{name}.",
+                f"{own.place} has no effect in a private run, because DopplerTrainer.{name} is called in its place. Remove "
+                f"your method, or move it to a subclass of DopplerTrainer, where it calls super().{name}.",
             )
 
 
@@ -132,7 +131,9 @@ def note_methods_of_another_library(run: Any, trainer: Any) -> None:
     hidden = [_own_definition(trainer, name) for name in _NOT_CALLED]
     hidden += [_own_definition(trainer, name, behind_ours=True) for name in _REPLACED]
     if places := [each.place for each in hidden if each is not None and each.is_installed]:
-        run.notes.append(f"not used, since DopplerTrainer draws the batches and makes the optimizer: {', '.join(places)}")
+        run.notes.append(
+            f"these methods are not used, because DopplerTrainer makes the batches and the optimizer: {', '.join(places)}"
+        )
 
 
 def refuse_weights_of_a_loss(trainer: Any) -> None:
@@ -148,7 +149,7 @@ def refuse_weights_of_a_loss(trainer: Any) -> None:
             raise Refusal(
                 "weights-of-the-loss",
                 f"trainer.loss ({type(loss).__name__}) has weights that are not in the model: {', '.join(outside[:3])}. A "
-                "private training trains the model alone. Put the layer into the model, and call it in its forward.",
+                "private run trains the model alone. Put the layer into the model, and call it in its forward.",
             )
 
 

@@ -241,8 +241,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
         raise Refusal(
             "forward-without-labels",
             f"The per-sample loss is computed from the outputs of {type(base_model).__name__} without labels, and its "
-            f"forward failed without them with {type(error).__name__}. (With labels, it would return one loss for the "
-            f"whole batch.) {OWN_LOSS}.",
+            f"forward needs labels and failed without them ({type(error).__name__}). {OWN_LOSS}.",
         ) from error
     names = ("start_logits", "end_logits") if answer else ("logits",)
     outputs = named_outputs(returned, has_loss="labels" in inputs, names=names)
@@ -259,7 +258,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if labels is None:
         raise _without_labels(base_model, outputs)
     if logits is None:
-        raise _no_rule(base_model)
+        raise _no_rule(base_model, None)
     if any(name.endswith("router_logits") for name in outputs):
         raise Refusal(
             "loss-of-the-batch",
@@ -279,7 +278,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
             )
         return pixel_losses(logits, labels, ignored=ignored_pixel(base_model))
     if logits.ndim != 2 or logits.shape[-1] != getattr(base_model.config, "num_labels", None):
-        raise _no_rule(base_model)
+        raise _no_rule(base_model, logits)
     return classification_losses(logits, labels, problem_type=base_model.config.problem_type)
 
 
@@ -315,11 +314,15 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
     )
 
 
-def _no_rule(model: PreTrainedModel) -> Refusal:
+def _no_rule(model: PreTrainedModel, logits: Tensor | None) -> Refusal:
+    # The message has no sizes, because they are private (of a batch or a record), and messages end up in logs.
+    found = "no logits" if logits is None else f"logits of {logits.ndim} dimensions"
+    if logits is not None and logits.ndim == 2:
+        found += ", the second of which is not num_labels"
     return Refusal(
         "no-loss-rule",
-        f"There is no known per-sample loss for {type(model).__name__} with these outputs. Supported are logits of shape "
-        "(batch, num_labels) for classes, (batch, length, classes) for tokens, and (batch, classes, height, width) for "
+        f"The per-sample loss of {type(model).__name__} is not known: its outputs have {found}. Expected logits of shape "
+        "(batch, num_labels) for classes, (batch, length, classes) for tokens, or (batch, classes, height, width) for "
         "pixels. For another task override compute_per_sample_loss.",
     )
 

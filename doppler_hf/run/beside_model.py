@@ -43,7 +43,7 @@ def ledger_saved_with_model(
             if ledger is None and not args.disable_dp:
                 print(
                     f"The model was saved in {folder} without a privacy ledger, because this trainer has not trained it. To "
-                    "keep its ledger, copy the folder in which the trainer that trained it saved it."
+                    "keep the ledger of an earlier run, copy the folder in which that run saved the model."
                 )
             if ledger is not None:
                 print(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING, extract_hyperparameters_from_trainer
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words
+from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words, not_covered_in_words
 from doppler_hf.run.model_card import HEADING, is_hub_id
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.private_run import PrivateRun
@@ -61,7 +61,7 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         ),
         "Not covered by ε:",
         "",
-        *(f"- {line}" for line in ledger.not_covered),
+        *(f"- {line}" for line in not_covered_in_words(ledger)),
         "",
         "### How to verify it",
         "",

@@ -54,12 +54,12 @@ class Setting:
             numbers = f"{self.batch_size}, {self.micro_batch} and {self.processes}"
             raise Refusal(
                 "out-of-range",
-                f"Batch size, micro-batch and processes must be at least 1, got {numbers}. Use larger numbers.",
+                f"Batch size, micro-batch and processes must be at least 1; got {numbers}. Use larger numbers.",
             )
         if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
             raise Refusal(
                 "no-bandwidth",
-                f"--bandwidth must be a positive number for {self.processes} processes, got {self.bandwidth}: the transfer "
+                f"--bandwidth must be a positive number for {self.processes} processes; got {self.bandwidth}. The transfer "
                 "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
             )
 

@@ -45,8 +45,8 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
     if getattr(config, "quantization_config", None) is not None:
         raise Refusal(
             "quantized-merge",
-            f"The model in {merged} is quantized, so its values cannot be compared with a merge. Verify the merged model "
-            "before you quantize it.",
+            f"The model in {merged} is quantized, which changes its weights, so this check cannot recognise the "
+            "adapter in them. Verify the merged model before you quantize it.",
         )
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None:

@@ -54,7 +54,7 @@ def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *,
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
     if steps < 1:
         raise Refusal(
-            "out-of-range", f"num_train_epochs must be positive, got {args.num_train_epochs}. Increase it, or set max_steps."
+            "out-of-range", f"num_train_epochs must be positive; got {args.num_train_epochs}. Increase it, or set max_steps."
         )
     if args.max_steps > 0:
         return steps
@@ -67,7 +67,7 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     if units < 2:
         raise Refusal(
             "too-few-records",
-            f"train_dataset must have at least 2 records (or users), got {units}: privacy means that a record is hidden "
+            f"train_dataset must have at least 2 records (or users); got {units}. Privacy means that a record is hidden "
             "among others. To learn anything, use a thousand records or more.",
         )
     delta = default_delta(units) if args.target_delta is None else args.target_delta
@@ -75,9 +75,9 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     if delta * units >= 1.0 and not args.allow_large_delta:
         raise Refusal(
             "delta-too-large",
-            f"target_delta must be less than 1/N to protect each of the N = {units:,} records (or users), got {delta:g}, "
-            "which would allow publishing one of them. Leave it out to use N^-1.1. To study such a run, which is not "
-            "private, set allow_large_delta=True.",
+            f"target_delta must be less than 1/N, with N = {units:,} records (or users); got {delta:g}. A δ of 1/N or more "
+            "would allow one record to be published in full. Leave target_delta out to use N^-1.1. To study such a run, "
+            "which is not private, set allow_large_delta=True.",
         )
     return delta
 
@@ -212,9 +212,9 @@ def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Seq
         f"The privacy budget of this run is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. "
         + (
             f"The full planned ε counts even if a run stopped early, and this run needs a new plan ({', '.join(changed)}). "
-            "Resume with the arguments of the earlier run, raise"
+            "To finish the earlier run, resume with its arguments. To continue with the new plan, raise target_epsilon."
             if changed
-            else "Raise"
+            else "To continue, raise target_epsilon."
         )
-        + " target_epsilon to continue, or start over with an untrained model and a new trainer, whose ε adds to this ε.",
+        + " You can also start over with an untrained model and a new trainer; the ε of both runs then add up.",
     )

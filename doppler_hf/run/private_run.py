@@ -420,7 +420,8 @@ class PrivateRun:
             raise Failure(
                 "steps-out-of-order",
                 f"The batch of step {other} was used in step {step}, so a record could take part more often than the ledger "
-                "counts. Do not change the order of steps or the trainer's step counter.",
+                "counts. Do not change the order of steps or the trainer's step counter, and start the run again with "
+                "resume_from_checkpoint=True.",
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)

@@ -154,6 +154,7 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
         raise Failure(
             "replicas-differ",
             f"The weights on process {', '.join(others)} differ from those on process 0 after step {step}, for example "
-            "because a callback changed them on one process only. Make all processes do the same, and resume from an "
-            "earlier checkpoint.",
+            "because a callback changed them on one process only. Change weights on all processes alike, or not at all. "
+            "Then resume from an earlier checkpoint. The steps after it are repeated and count twice: with target_epsilon "
+            "the run ends that many steps early, and with noise_multiplier ε grows.",
         )

@@ -84,7 +84,7 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         value = getattr(plugin, name)
         is_fit = not isinstance(value, CPUOffloadPolicy) if name == "cpu_offload" else value == only
         if not is_fit:
-            raise Refusal("fsdp-option", f"FSDP needs {name}={only} in a private run, got {value}: {reason}. {fix}.")
+            raise Refusal("fsdp-option", f"FSDP needs {name}={only} in a private run, because {reason}; got {value}. {fix}.")
     if args.world_size == 1:
         raise Refusal(
             "fsdp-in-one-process",
@@ -101,8 +101,8 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         if getattr(args, name):
             raise Refusal(
                 "fsdp-option",
-                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave it out, or load "
-                "the model with dtype=torch.bfloat16.",
+                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave {name} out, or "
+                "load the model with dtype=torch.bfloat16.",
             )
 
 

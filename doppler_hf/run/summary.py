@@ -45,7 +45,7 @@ def print_start(
     notes: Sequence[str],
     callbacks: Sequence[Any],
 ) -> None:
-    """Print the guarantee, data, noise and trained parameters of a run, and what to watch for."""
+    """Print the guarantee, data, noise and trained parameters of a run, and its warnings."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
     who = "record" if args.privacy_unit_column is None else "user"
@@ -108,7 +108,7 @@ def print_start(
         ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {run.words['filter']}"),
         ("learning rate", f"{run.words['rate']}; optimizer: {optimizer_in_words(args)}"),
         ("trained", f"{trained:,} of {sum(sizes.values()):,} parameters{adapters}"),
-        *(("watch for" if number == 0 else "", note) for number, note in enumerate(watched)),
+        *(("warning" if number == 0 else "", note) for number, note in enumerate(watched)),
     )
     # Begin with an empty line, since the current line may hold Transformers' progress bar.
     print("", *(f"{name:<14} {said}" for name, said in lines), sep="\n")

@@ -43,7 +43,7 @@ def draw_training(ledger: PrivacyLedger, trainer: Any, *, guarantee: str) -> boo
             return False
         draw(evaluations, noisy, path, guarantee=guarantee)
     except Exception as error:
-        print(f"{path} was not drawn ({type(error).__name__}: {error}). The training itself is complete.")
+        print(f"{path} was not drawn ({type(error).__name__}: {error}). The run itself is complete.")
         return False
     return True
 

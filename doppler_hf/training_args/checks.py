@@ -94,7 +94,7 @@ IMPRECISE: Final = {
     "fp8": "its scales come from the whole batch, so the gradient of one record depends on the other records",
 }
 _FIXES: Final = {
-    "fp16": "Use bf16, or leave it out",
+    "fp16": "Use bf16=True instead, or leave fp16 out",
     "deepspeed": "To shard the weights, use FSDP (recipes/accelerate/fsdp2.yaml)",
 }
 # Transformers' argument, or an argument of its `accelerator_config` → the reason why it has no effect.
@@ -174,7 +174,8 @@ def check_ranges(args: TrainingArguments) -> None:
         raise Refusal(
             "one-of-two",
             "Set either target_epsilon or noise_multiplier, for example target_epsilon=3; got "
-            f"{args.target_epsilon} and {args.noise_multiplier}. To train without privacy, set disable_dp=True.",
+            f"target_epsilon={args.target_epsilon} and noise_multiplier={args.noise_multiplier}. To train without privacy, "
+            "set disable_dp=True.",
         )
     for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)
@@ -183,8 +184,9 @@ def check_ranges(args: TrainingArguments) -> None:
     if args.max_grad_norm:
         raise Refusal(
             "gradient-rescaled",
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave it out; "
-            "a private run clips per-sample gradients, to per_sample_max_grad_norm.",
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave "
+            "max_grad_norm out. A private run clips the gradient of each record instead; its clip norm is "
+            "per_sample_max_grad_norm.",
         )
 
 
@@ -263,14 +265,14 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         if value != default_of(owner, name) and not has_effect:
             raise Refusal(
                 "no-effect",
-                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave it out' if fix else 'Leave it out'}.",
+                f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave {name} out' if fix else f'Leave {name} out'}.",
             )
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
         raise Refusal(
             "poisson-with-shaped-noise",
-            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}. Shaped noise protects a record only "
-            "if some steps pass before it joins another batch, and Poisson sampling may draw it at every step. Leave one of "
-            "them out.",
+            f"sampling='poisson' cannot be used with noise_shape={args.noise_shape!r}. Such noise protects a record only if "
+            "some steps pass before the record is in another batch, but Poisson sampling may choose a record at every step. "
+            "Leave out noise_shape, or sampling.",
         )
 
 
@@ -306,15 +308,16 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             raise Refusal(
                 "breaks-privacy",
                 f"{what} cannot be used with differential privacy, and the launcher asks for it ({name}). Clipping needs "
-                "each record whole in one process, and unmodified layers. Start the script with a configuration without it.",
+                "each record whole in one process, and unmodified layers. Turn it off in accelerate's configuration, or "
+                f"unset {name}.",
             )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision in IMPRECISE and not (args.fp16 or args.bf16):  # Arguments have priority over the launcher.
         raise Refusal(
             "mixed-precision",
-            f"The launcher's mixed precision {precision} cannot be used with differential privacy: {IMPRECISE[precision]}. "
-            "It comes from `accelerate launch --mixed_precision`, accelerate's configuration file or "
-            "ACCELERATE_MIXED_PRECISION. Set bf16 or no there.",
+            f"The launcher's mixed precision {precision!r} cannot be used with differential privacy: "
+            f"{IMPRECISE[precision]}. It comes from `accelerate launch --mixed_precision`, accelerate's configuration file "
+            "or ACCELERATE_MIXED_PRECISION. Set it to 'bf16' or 'no' there.",
         )
     if args.world_size == 1 != int(launched):
         # Transformers starts such processes if it finds no accelerator.
@@ -327,7 +330,7 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
         raise Refusal(
             "memory-is-logged",
             "skip_memory_metrics=False cannot be used with differential privacy: the memory of a step depends on its batch, "
-            "and would be logged and saved without noise. Leave it out.",
+            "and would be logged and saved without noise. Leave skip_memory_metrics out.",
         )
     refuse_each(args, _BREAKS_PRIVACY)
 
@@ -338,5 +341,5 @@ def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
         value = getattr(args, name)
         # An empty value or False means "not set" in Transformers too.
         if value != default_of(args, name) and value is not False and value not in ("", [], {}):
-            fix = _FIXES.get(name, "Leave it out")
+            fix = _FIXES.get(name, f"Leave {name} out")
             raise Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

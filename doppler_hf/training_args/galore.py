@@ -35,9 +35,17 @@ class GaloreArguments:
         """Refuse values out of range."""
         for name in ("rank", "update_proj_gap"):
             if (value := vars(self)[name]) < 1:
-                raise Refusal("out-of-range", f"optim_args: {name} must be at least 1; got {value}.")
+                raise Refusal(
+                    "out-of-range",
+                    f"GaLore's {name} must be at least 1; got {value}. Change it in optim_args, or leave it out there "
+                    "for the default.",
+                )
         if not 0.0 < self.scale < math.inf:
-            raise Refusal("out-of-range", f"optim_args: scale must be positive and finite; got {self.scale}.")
+            raise Refusal(
+                "out-of-range",
+                f"GaLore's scale must be positive and finite; got {self.scale}. Change it in optim_args, or leave it out "
+                "there for the default.",
+            )
 
     @classmethod
     def parse(cls, optim_args: str | None) -> "GaloreArguments":
@@ -75,7 +83,7 @@ def check_galore(args: TrainingArguments) -> None:
         raise Refusal(
             "no-effect",
             "optim_target_modules (GaLore) has no effect with base_optimizer='muon', which updates whole matrices. Leave "
-            "one of them out.",
+            "out one of these two arguments.",
         )
     GaloreArguments.parse(args.optim_args)
 

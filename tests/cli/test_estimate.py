@@ -59,8 +59,8 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--processes", "2"], "--bandwidth must be a positive number for 2 processes, got None"),
-        (["--micro-batch", "0"], "must be at least 1, got 8, 0 and 1"),
+        (["--processes", "2"], "--bandwidth must be a positive number for 2 processes; got None"),
+        (["--micro-batch", "0"], "must be at least 1; got 8, 0 and 1"),
         (["--task", "image-classification"], "--length 8 has no effect on images"),
         (["--length", "17"], "--length must be at most the 16 positions of this model; got 17. Use --length 16."),
         (["--model", "/nowhere"], "Expected a hub name or a folder with a config.json as --model; got '/nowhere'"),

@@ -56,7 +56,7 @@ def test_picture_is_written_into_a_new_folder(ending, tmp_path, capsys):
     ("words", "message"),
     [
         (["f7"], "There is no filter 'f7'"),
-        (["--plot=a.txt"], "The file of --plot must end in .png or .svg or .pdf; got a.txt."),
+        (["--plot=a.txt"], "--plot must name a file that ends in .png or .svg or .pdf; got a.txt."),
         (["--plot=/proc/x/a.png"], "The picture /proc/x/a.png cannot be written"),
         (["momentum:"], "Expected 'momentum:beta=...'; got nothing after"),
     ],

@@ -81,7 +81,7 @@ def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsy
     ledger.save(tmp_path)
     assert check(tmp_path) == 1
     output = said(capsys)
-    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 units could be published." in output
+    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 records (or users) could be published in full." in output
     assert not re.search(r"(?<!NOT )VERIFIED|LEDGER ONLY|differential privacy", output)
 
 
@@ -206,8 +206,8 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
             "The target was ε = 0.5, but what was released costs",
         ),
         (lambda e: e[9]["statement"].update(target_epsilon=0.5), "Entry 9 ('resumed'"),
-        (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
-        (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or draws"),
+        (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or random batches"),
+        (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or random batches"),
         (
             lambda e: [entry["statement"].update(expected_batch_size=1000, sample_rate=1.0) for entry in (e[0], e[9])],
             "Entry 7 (checkpoint) states ε = ",

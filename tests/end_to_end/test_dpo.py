@@ -293,7 +293,8 @@ MIXED = {
     CPOTrainer: "Use DopplerDPOTrainer with loss_type=['cpo', 'sft'].",
     ORPOTrainer: "Use DopplerDPOTrainer with loss_type=['orpo', 'sft'].",
     KTOTrainer: "Its loss compares the records of a batch. Use DopplerDPOTrainer with pairs",
-    RewardTrainer: "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 (docs/guides/own-loss.md).",
+    RewardTrainer: "Override compute_per_sample_loss of DopplerTrainer, with rows_per_loss = 2 "
+    "(docs/guides/own-loss.md in the repository).",
     RLOOTrainer: "Use DopplerSFTTrainer or DopplerDPOTrainer.",
 }
 

@@ -169,10 +169,10 @@ def test_groups_have_their_own_rank_gap_and_scale():
 @pytest.mark.parametrize(
     ("options", "code", "value"),
     [
-        ({"rank": 0}, "out-of-range", "^rank .*0"),
-        ({"update_proj_gap": 0}, "out-of-range", "^update_proj_gap .*0"),
-        ({"scale": 0.0}, "out-of-range", r"^scale .*0\.0"),
-        ({"scale": math.inf}, "out-of-range", "^scale .*inf"),
+        ({"rank": 0}, "out-of-range", r" rank .*0"),
+        ({"update_proj_gap": 0}, "out-of-range", r" update_proj_gap .*0"),
+        ({"scale": 0.0}, "out-of-range", r" scale .*0\.0"),
+        ({"scale": math.inf}, "out-of-range", r" scale .*inf"),
         ({"rank": 5}, "rank-too-large", "5"),
     ],
     ids=str,

@@ -62,7 +62,7 @@ def test_resuming_is_uninterrupted_to_the_bit(dtype, base, name, galore):
 @pytest.mark.parametrize(
     ("change", "code", "mend"),
     [
-        ({"rank": 3}, "another-optimizer-setting", r"rank=2\."),
+        ({"rank": 3}, "another-optimizer-setting", r"rank=2 \(in training arguments: optim_args"),
         ({"base": "adam"}, "another-optimizer-setting", "base='adam_bc' .*base_optimizer"),
         ({"low_pass_filter": PAPER_FILTERS["momentum"]}, "another-filter", "low_pass_filter="),
     ],

@@ -253,7 +253,8 @@ def test_an_encoder_of_prompts_is_in_no_checkpoint(tmp_path, encoders, asked):
 def test_the_best_adapter_of_another_name_is_not_found_at_the_end(tmp_path, encoders):
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
     model = get_peft_model(with_a_new_head(encoders), config, adapter_name="mine")
-    assert "this run trains mine" in refused(trainer_of(tmp_path, model=model, **BEST), "best-adapter-not-loaded")
+    said = refused(trainer_of(tmp_path, model=model, **BEST), "best-adapter-not-loaded")
+    assert "this run trains the adapter 'mine'" in said
 
 
 def test_the_outermost_modules_are_named_and_the_shortest_names_that_take_no_more():
@@ -377,5 +378,5 @@ def test_a_frozen_head_without_marks_is_noted_and_the_note_mends_it(tmp_path, en
         config = LoraConfig(**options, **({"modules_to_save": [head]} if is_mended else {}))
         trained(trainer_of(tmp_path, model=get_peft_model(model, config), cls=cls, rehearse=True))
         said = capsys.readouterr().out
-        assert (f"{head}' seems to be new" in said) != is_mended
+        assert (f"{head}' seem to be new" in said) != is_mended
         assert (f"modules_to_save=['{head}']" in said) != is_mended

@@ -307,7 +307,7 @@ def test_the_start_is_six_lines_and_the_end_names_the_ledger(tmp_path, capsys, o
         "noise": noise.format(sigma=sigma),
         "learning rate": f"{rate:.3g}{changed.get('rate', ' (as given)')}; optimizer: adam_bc",
         "trained": "{0:,} of {0:,} parameters".format(trainer.model.num_parameters()),
-        "watch for": changed.get("watch", watch),
+        "warning": changed.get("watch", watch),
     }
     assert begin.strip().splitlines() == [f"{name:<14} {words}" for name, words in lines.items() if words]
     assert end.strip().splitlines()[0] == f"Privacy spent: {spent} in 4 steps."

@@ -13,6 +13,7 @@ from transformers import BertForSequenceClassification, Trainer
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import percent, trade_off
+from doppler_hf.privacy.ledger.terms import not_covered_in_words
 from doppler_hf.run.card_sections import privacy_section
 from doppler_hf.run.model_card import BEGIN, marked, renew_card
 from tests.support.ledgers import after, all_events, statement
@@ -74,7 +75,7 @@ def test_the_section_says_what_the_ledger_says():
     assert terms["noise source"] == "a test"
     assert "NOT PRIVATE" in terms["training loss"]
     assert "opacus " in terms["software"]
-    for line in ledger.not_covered:
+    for line in not_covered_in_words(ledger):
         assert f"\n- {line}\n" in section
     assert f"\n    {ledger.head}\n" in section
     assert snippet(section, "sh") == "doppler-hf verify .\n"
@@ -84,7 +85,7 @@ def test_the_section_says_what_the_ledger_says():
 
 @pytest.mark.parametrize(
     ("terms", "why"),
-    [(dict(private=False), "no noise, noise or draws"), (dict(target_delta=1e-3), "δ ≥ 1/N, with which one")],
+    [(dict(private=False), "no noise, noise or random batches"), (dict(target_delta=1e-3), "δ ≥ 1/N, with which one")],
 )
 def test_what_is_not_private_is_not_called_so(terms, why):
     section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))

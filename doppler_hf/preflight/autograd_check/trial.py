@@ -35,7 +35,7 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
         kind = "a tensor without a gradient" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise Refusal(
             "loss-without-graph",
-            f"compute_per_sample_loss must return a tensor that is attached to the graph, got {kind}. Return one loss for "
+            f"compute_per_sample_loss must return a tensor that is attached to the graph; got {kind}. Return one loss for "
             "each row, without detach(), item() or torch.no_grad().",
         )
     if losses.shape != (number,):

@@ -147,14 +147,18 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
         if not 0.0 <= noise_multiplier < math.inf:
             raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < sample_rate <= 1.0:
-            raise Refusal("out-of-range", f"sample_rate must be in (0, 1]; got {sample_rate}.")
+            raise Refusal(
+                "out-of-range",
+                "The sample_rate (expected batch size divided by the number of records) must be above 0 and at most 1; "
+                f"got {sample_rate}.",
+            )
         if steps < 0:
             raise Refusal("out-of-range", f"steps must be at least 0; got {steps}.")
         if sampling == "poisson" and len(strategy) > 1:
             raise Refusal(
                 "groups-with-poisson",
-                "Poisson sampling needs white noise, because it may draw a record at every step; got a strategy of "
-                f"{len(strategy)} coefficients. Leave the strategy out.",
+                "Poisson sampling needs white noise, because a record may be in the batch of every step; got a noise "
+                f"shape with {len(strategy)} bands. Leave the argument strategy out, or set sampling='allocation'.",
             )
         for each in releases.rounds():
             counts[each._replace(number=0)] += each.number
@@ -165,7 +169,11 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
 def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False) -> float:
     """Return ε of at least one step, all with noise; a rough ε takes a third of the time or less, and is not a bound."""
     if not SMALLEST_DELTA <= delta < 1.0:
-        raise Refusal("out-of-range", f"delta must be in [{SMALLEST_DELTA:g}, 1); got {delta}. Use a little less than 1/N.")
+        raise Refusal(
+            "out-of-range",
+            f"delta must be at least {SMALLEST_DELTA:g} and below 1; got {delta}. Use a little less than 1/N, with N "
+            "records.",
+        )
     known = epsilons_of(merged_rounds(history), delta=delta, coarsening=4 if is_rough else 1)
     if all(len(releases.strategy) == 1 for releases in history):
         return max(known)

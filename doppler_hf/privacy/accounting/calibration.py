@@ -52,8 +52,9 @@ def get_noise_multiplier(
     if len(strategy) * sample_rate > 1.0:
         raise Refusal(
             "strategy-too-long",
-            f"A strategy of {len(strategy)} coefficients needs a sample_rate of at most {1 / len(strategy):.4g}; got "
-            f"{sample_rate}. Use a shorter strategy or a smaller batch.",
+            f"A noise shape with {len(strategy)} bands needs a sample_rate (expected batch size divided by the number of "
+            f"records) of at most {1 / len(strategy):.4g}; got {sample_rate}. Use a noise shape with fewer bands, or a "
+            "smaller batch.",
         )
     unspent, spacing = _EXACT if len(strategy) == 1 else _OF_GROUPS
     # The aim is in the middle of the allowed range, so that the search may end a little above or below it.

@@ -202,17 +202,18 @@ def check_token_budget(
         raise Refusal(
             "no-lengths",
             f"max_tokens_per_micro_batch={max_tokens} needs a datasets.Dataset with a column {LENGTH_COLUMN!r}, whose "
-            "lengths it counts. For other data leave it out, and set the average size of a micro-batch with "
-            "per_device_train_batch_size.",
+            "lengths it counts. For other data leave max_tokens_per_micro_batch out, and set the average size of a "
+            "micro-batch with per_device_train_batch_size.",
         )
     if np.max(np.asarray(lengths) * (1 if counts is None else counts)) * views > max_tokens:
         # The message names neither the example nor its length, because messages end up in logs and examples are private.
         raise Refusal(
             "micro-batch-too-small",
-            f"max_tokens_per_micro_batch={max_tokens} is less than the length of a single record"
-            + (f" times augmentation_multiplicity={views}" if views > 1 else "")
-            + (" times the records of its user, because of clip_unit_mean=True" if counts is not None else "")
-            + ". Truncate the records to that length when they are tokenized, "
-            + ("lower max_examples_per_unit, " if counts is not None else "")
-            + "or raise max_tokens_per_micro_batch.",
+            f"max_tokens_per_micro_batch={max_tokens} is too small for "
+            + (f"the views (augmentation_multiplicity={views}) of " if views > 1 else "")
+            + ("all records of a user" if counts is not None else "the longest record")
+            + ", which must be in one micro-batch"
+            + (" because of clip_unit_mean=True" if counts is not None else "")
+            + ". Raise max_tokens_per_micro_batch, or truncate the records when they are tokenized."
+            + (" A lower max_examples_per_unit helps, too." if counts is not None else ""),
         )

@@ -24,9 +24,9 @@ _TRIALS: Final = 64
 # At most so many lengths are sorted, because more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
-    "data_collator returns a different row for a record in a batch than for the record alone, or changes the order of rows. "
-    "Then one record would change the rows of others. Use a collator that mixes no records (no MixUp, CutMix or packing), "
-    "sorts nothing and counts nothing over the batch."
+    "data_collator returns a different row for a record in a batch than for the record alone, or changes the order of "
+    "rows. Then one record would change the rows of others. Use a collator that makes each row from its own record alone: "
+    "no MixUp, CutMix or packing, no sorting, and no numbers that are computed from the whole batch."
 )
 
 Inputs = dict[str, Any]
@@ -128,9 +128,9 @@ class Probe:
                 return
         raise Refusal(
             "no-labels-count",
-            f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores, so only noise would move the "
-            "weights. Give the records a class, or token labels: train_dataset.map(lambda row: {'labels': "
-            "row['input_ids']}).",
+            f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores, so only noise would change the "
+            "weights. For classification, give each record the number of its class. To train a language model, use the "
+            "tokens as labels: train_dataset.map(lambda row: {'labels': row['input_ids']}).",
         )
 
     def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:

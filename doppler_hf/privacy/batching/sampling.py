@@ -130,17 +130,22 @@ class AllocationSampler(Sampler[list[int]]):
             )
             pieces = micro_batches
         if not 0 <= rank < world_size:
-            raise Refusal("out-of-range", f"rank must be in [0, world_size); got rank {rank} of {world_size}.")
+            raise Refusal(
+                "out-of-range",
+                f"The rank of AllocationSampler must be at least 0 and below world_size={world_size}; got {rank}.",
+            )
         for name, values in (("lengths", lengths), ("units", units)):
             if values is not None and len(values) != num_examples:
                 raise Refusal(
                     "other-lengths",
-                    f"{name} must have one entry for each of the {num_examples} examples; got {len(values)} entries.",
+                    f"The argument {name} of AllocationSampler must have one entry for each of the {num_examples} records; "
+                    f"got {len(values)} entries.",
                 )
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
             raise Refusal(
                 "out-of-range",
-                f"max_examples_per_unit must be at least 1, and has no effect without units; got {max_examples_per_unit}.",
+                "The argument max_examples_per_unit must be at least 1, and needs the argument units, which says whose a "
+                f"record is; got {max_examples_per_unit}.",
             )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
@@ -158,8 +163,8 @@ class AllocationSampler(Sampler[list[int]]):
                 gap = np.flatnonzero(self.unit_sizes == 0)[0]
                 raise Refusal(
                     "units-with-gaps",
-                    f"units must be numbered from 0 without gaps; got no {gap}. Renumber them, as "
-                    "np.unique(units, return_inverse=True) does.",
+                    f"The argument units must number the users from 0 without gaps; got no record of user {gap}. Renumber "
+                    "the users: units = np.unique(units, return_inverse=True)[1].",
                 )
             self._starts = np.cumsum(self.unit_sizes) - self.unit_sizes
             self._examples_by_unit = np.argsort(self.units, kind="stable")
@@ -195,7 +200,8 @@ class AllocationSampler(Sampler[list[int]]):
         if groups > 1 and self.sampling == "poisson":
             raise Refusal(
                 "groups-with-poisson",
-                f"Poisson sampling has one group only; got {groups} groups. Use white noise, or random allocation.",
+                f"Poisson sampling cannot divide the records into groups, but a noise shape with {groups} bands needs "
+                f"{groups} groups. Set noise_shape='white' or sampling='allocation'.",
             )
         self.groups, batch = groups, groups * self.expected_batch_size
         self.turns_of_round = 1 if self.sampling == "poisson" else self.num_units // batch
@@ -265,8 +271,9 @@ class AllocationSampler(Sampler[list[int]]):
         if number < self._round and self.is_secret:
             raise Failure(
                 "steps-out-of-order",
-                f"Batches must be drawn in the order of the steps, but step {step} was asked for after a later round, and "
-                "its records would take part twice. Make a new sampler to begin again.",
+                f"Batches must be used in the order of the steps, but the batch of step {step} was requested after a later "
+                "round had started, so its records would take part twice. A round deals out every record once. Let "
+                "DopplerTrainer.train() make the steps, and start the run again with resume_from_checkpoint=True.",
             )
         if number != self._round:
             self._round, self._places = number, self._drawn_places(number)

@@ -94,7 +94,8 @@ class ClippedGradients:
     ) -> None:
         if not SMALLEST_BOUND <= max_grad_norm < float("inf"):
             raise Refusal(
-                "out-of-range", f"max_grad_norm must be finite and at least {SMALLEST_BOUND:g}; got {max_grad_norm}."
+                "out-of-range",
+                f"The clip norm max_grad_norm must be finite and at least {SMALLEST_BOUND:g}; got {max_grad_norm}.",
             )
         for name, value, choices in (
             ("clipping", clipping, get_args(Clipping)),
@@ -103,9 +104,12 @@ class ClippedGradients:
             ("norm_rule", norm_rule, get_args(NormRule)),
         ):
             if value not in choices:
-                raise Refusal("unknown-value", f"{name} must be one of {', '.join(choices)}; got {value!r}.")
+                raise Refusal(
+                    "unknown-value",
+                    f"The argument {name} of ClippedGradients must be one of {', '.join(choices)}; got {value!r}.",
+                )
         if engine == "opacus" and norm_rule != "auto":
-            raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave it out.")
+            raise Refusal("no-effect", f"norm_rule={norm_rule!r} has no effect with engine='opacus'. Leave norm_rule out.")
         self._model = model
         self.max_grad_norm = max_grad_norm
         self._clipping = clipping
@@ -197,21 +201,21 @@ class ClippedGradients:
                 "ClippedGradients.backward was called outside of its `with` block. Call it inside the block.",
             )
         if losses.ndim != 1:
-            raise Refusal("wrong-shape", f"losses must have shape (batch,), one per example; got {losses.ndim} dimensions.")
+            raise Refusal("wrong-shape", f"Expected losses of shape (batch,), one per record; got {losses.ndim} dimensions.")
         # Sensitivity: if some views of an example were grouped with another example's, it would contribute to two clipped
         # gradients.
         if views < 1 or len(losses) % views:
             raise Refusal(
                 "out-of-range",
-                f"views must be at least 1 and divide the number of losses; got {views}. Put all views of an example next "
-                "to each other, in one call of the model.",
+                f"The number of views must be at least 1 and divide the number of losses; got {views}. Put all views of a "
+                "record next to each other, in one call of the model.",
             )
         batch_size = len(losses) // views
         if weights is not None and weights.shape != (batch_size,):
             # The message has no weights, because the number of examples of a unit is private, and messages end up in logs.
             raise Refusal(
                 "wrong-shape",
-                "weights must have one number per example, but has another shape. Return one weight for each loss.",
+                "Expected weights of shape (batch,), one per record; got another shape. Return one weight for each loss.",
             )
         if any(each.requires_grad is not is_trained for each, is_trained in self._as_made):
             self.refuse_other_parameters()

@@ -127,10 +127,9 @@ class BookKeepingEngine:
             # The message has no numbers, because the size of a random batch is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                "Expected one loss per input row of the model"
-                + (f", divided by rows_per_loss={self._rows_per_loss}" if self._rows_per_loss > 1 else "")
-                + ". The number of losses differs from that. Call the model once with the whole micro-batch, and return one "
-                "loss per record.",
+                f"Expected one loss for {f'every {self._rows_per_loss} rows' if self._rows_per_loss > 1 else 'each row'}"
+                " of the model's input; got more or fewer losses. Call the model once with the whole micro-batch, and "
+                "return one loss per record.",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)
@@ -185,10 +184,9 @@ class BookKeepingEngine:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             return (
                 f"The loss uses the weights {first!r}{more} outside of the forward of their layers too, and that part "
-                "belongs to no record. If it is a penalty on the weights, such as L2, leave it out of the loss and set "
-                "weight_decay, "
-                f"which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), or train LoRA: "
-                f"{page('start/troubleshooting', 'model')}."
+                "belongs to no record. If it is a penalty on the weights, such as L2, leave the penalty out of the loss "
+                f"and set weight_decay, which needs no data. Otherwise {freeze.lower()} them with requires_grad_(False), "
+                f"or train LoRA: {page('start/troubleshooting', 'model')}."
             )
         return (
             f"Per-sample gradients cannot be computed for {'; and '.join(found)}. {freeze} them with "
@@ -217,7 +215,7 @@ class BookKeepingEngine:
             layers = ", ".join(repr(name) for name in dict.fromkeys(self.notes.repeated))
             raise Refusal(
                 "output-repeated",
-                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each example, so "
+                f"The forward pass failed, perhaps because the model repeats the output of {layers} for each record, so "
                 "that it has more rows than the batch. Freeze these layers with requires_grad_(False), or train adapters "
                 f"of another kind, such as LoRA: {page('start/troubleshooting', 'model')}.",
             ) from error

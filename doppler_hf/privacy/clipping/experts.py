@@ -39,7 +39,7 @@ class ExpertBlock:
     def __init__(self, module: nn.Module, notes: Notes, *, forward: Callable[..., Any]) -> None:
         self._module, self._notes, self._forward = module, notes, forward
         numbers = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        self.fallback = f"{type(module).__name__}: one example after another; {numbers * 4 / 2**20:.3g} MiB for each example"
+        self.fallback = f"{type(module).__name__}: one record after another; {numbers * 4 / 2**20:.3g} MiB for each record"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block's outputs for each example, and join them along the first dimension."""

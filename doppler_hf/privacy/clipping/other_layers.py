@@ -44,11 +44,11 @@ class LayerWithoutRule:
     def fallback(self) -> str:
         """How the gradient is computed, and its cost; empty before the first call."""
         kind = type(self.module).__name__
-        size = f"{sum(p.numel() for _, p in trainable_of(self.module)) * 4 / 2**20:.3g} MiB for each example"
+        size = f"{sum(p.numel() for _, p in trainable_of(self.module)) * 4 / 2**20:.3g} MiB for each record"
         if self._unbatched:
-            return f"{kind}: repeated for each example; {size}"
+            return f"{kind}: repeated for each record; {size}"
         if None not in self._copies.values():
-            return f"{kind}: one copy of its vectors for each example, free" if self._copies else ""
+            return f"{kind}: one copy of its vectors for each record, free" if self._copies else ""
         return f"{kind}: functorch, one more forward pass of the layer; {size}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -92,6 +92,14 @@ def schema_validator() -> Any:
     return Draft202012Validator(schema)
 
 
+# What to do about a file that cannot be read, if it has no backup.
+_WITHOUT_BACKUP: Final = (
+    "If there is none, copy the ledger from the folder of the latest checkpoint, which lacks the steps after it. Without "
+    "any copy, move the file away, and the next run begins a new ledger. ε that was spent but is missing from the ledger "
+    "still counts."
+)
+
+
 def read_entries(path: Path) -> list[Entry]:
     """Return the entries of the file, checked against the schema and as a chain."""
     try:
@@ -99,14 +107,16 @@ def read_entries(path: Path) -> list[Entry]:
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise Refusal(
-            "not-a-ledger", f"This file is not the JSON of a privacy ledger: {reason}. Restore the original file."
+            "not-a-ledger",
+            f"This file is not a privacy ledger, because it is not valid JSON: {reason}. Restore the file from a "
+            f"backup. {_WITHOUT_BACKUP}",
         ) from error
     mismatch = best_match(schema_validator().iter_errors(document))
     if mismatch is not None:
         raise Refusal(
             "not-a-ledger",
             f"This is not a privacy ledger of format {FORMAT}: at {mismatch.json_path}, {mismatch.message}. Restore the "
-            "unchanged file, or move this one away to begin a new ledger.",
+            f"file from a backup. {_WITHOUT_BACKUP}",
         )
     entries: list[Entry] = document["entries"]
     check_chain(entries)

@@ -357,8 +357,8 @@ class PrivacyLedger:
         if path.exists() and not is_earlier_state(path, self.entries):
             raise Refusal(
                 "ledger-of-another-run",
-                f"{path} is the ledger of another run (last hash {self.load(path).head[:8]}), so two runs are writing to "
-                "the same folder. Use another output_dir for one of them.",
+                f"{path} is the ledger of another run (its last hash begins with {self.load(path).head[:8]}), so two "
+                "runs are writing to the same folder. Use another output_dir for one of them.",
             )
         write_entries(path, self.entries)
 
@@ -396,9 +396,11 @@ def latest(ledgers: Sequence[PrivacyLedger]) -> PrivacyLedger:
         if not ledger.is_prefix_of(longest):
             raise Refusal(
                 "ledgers-disagree",
-                f"The ledgers with the last hashes {ledger.head[:8]} and {longest.head[:8]} come from different runs, so "
-                "the ε spent is unknown. Resume from a checkpoint of the run whose ledger is in the folder above, or "
-                "restore that ledger.",
+                "The ledgers that this run should continue come from different runs (their last hashes begin with "
+                f"{ledger.head[:8]} and {longest.head[:8]}), so the ε spent is unknown. One is in the checkpoint, the "
+                "other in the folder that has the checkpoints, or from the trainer's last run. Resume from a checkpoint "
+                f"of the run whose {LEDGER_NAME} is in that folder, or put back the {LEDGER_NAME} of the checkpoint's run "
+                "there. If this trainer has trained before, make a new one.",
             )
     return longest
 

@@ -198,15 +198,15 @@ class LedgerRecord:
             _refuse(entry, "the ledger is open")
         earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
         for name, there, here in (
-            ("num_units", earlier.num_units, statement.num_units),
-            ("unit_of_privacy", earlier.unit_of_privacy, statement.unit_of_privacy),
+            ("The number of records (or users)", earlier.num_units, statement.num_units),
+            ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),
             ("target_delta", earlier.target_delta, statement.target_delta),
         ):
             if there != here:
                 raise Refusal(
                     "other-terms-than-resumed",
-                    f"The run that is resumed has {name}={there!r}, but this run has {name}={here!r}, so their ε cannot be "
-                    "counted together. Resume with the same data, privacy_unit_column and target_delta, or train into a "
+                    f"{name} changed from {there} in the earlier run to {here} in this run, so their ε cannot be counted "
+                    "together. Resume with the same data, privacy_unit_column and target_delta, or train into a "
                     "new output_dir.",
                 )
         if entry["steps_run"] != counted:
@@ -215,7 +215,8 @@ class LedgerRecord:
             raise Refusal(
                 "ledger-of-another-checkpoint",
                 f"The checkpoint is at step {entry['from_step']}, but its ledger counts only {counted} steps, so the "
-                "ledger is from another checkpoint. Restore the ledger that was saved with this checkpoint.",
+                "ledger is from another checkpoint. Put back the ledger that was saved in this checkpoint's folder, or "
+                "resume from another checkpoint.",
             )
         from_step, keeps_rounds = entry["from_step"], entry.get("continues_rounds", False)
         went_on = statement.continues_by_the_rule_before(earlier, from_step=from_step)
@@ -319,6 +320,11 @@ def _rounds(runs: Sequence[Run], last_steps: int) -> list[Releases]:
         before = found.pop()[1] if run.continues_rounds and found else 0
         found.append((run.statement, before + steps))
     return [statement.releases(steps) for statement, steps in found if steps]
+
+
+def _in_records(unit_of_privacy: str) -> str:
+    """Return what ε covers in the words of messages; the ledger's own field says "example"."""
+    return unit_of_privacy.replace("one example", "one record").replace("all examples", "all records")
 
 
 def _refuse(entry: Entry, reason: str) -> None:

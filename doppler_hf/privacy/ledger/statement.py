@@ -70,9 +70,11 @@ class PrivacyStatement:
         """The reason why nothing is guaranteed; None if the run was private."""
         if self.target_delta * self.num_units >= 1.0:
             # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
-            return f"δ ≥ 1/N, with which one of the {self.num_units:,} units could be published"
+            return f"δ ≥ 1/N, with which one of the {self.num_units:,} records (or users) could be published in full"
         return (
-            None if self.private else "no noise, noise or draws that can be reproduced, or gradients recorded without noise"
+            None
+            if self.private
+            else "no noise, noise or random batches that can be reproduced, or gradients recorded without noise"
         )
 
     @property
@@ -81,7 +83,7 @@ class PrivacyStatement:
         once = (
             "independent from step to step"
             if self.groups == 1
-            else f"each unit takes part at most once in {self.groups} steps"
+            else f"each record (or user) takes part at most once in {self.groups} steps"
         )
         return f"{self.noise_shape}: {once}"
 

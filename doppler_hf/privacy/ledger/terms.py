@@ -115,7 +115,13 @@ def noun_in_words(ledger: PrivacyLedger) -> str:
 def unit_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε covers: one record, or one user and how users are told apart."""
     unit = ledger.statement.unit_of_privacy
-    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('examples', 'records')})"
+    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('all examples', 'all records')})"
+
+
+def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:
+    """Return what ε does not cover; a ledger says "units" and "examples" in its file, whose format is fixed."""
+    lines = (line.replace("number of units", "number of records (or users)") for line in ledger.not_covered)
+    return [line.replace("training examples", "training records") for line in lines]
 
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ class GaussianMechanism:
         if not 0.0 <= noise_multiplier < float("inf"):
             raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise Refusal("out-of-range", f"max_grad_norm must be positive and finite; got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"The clip norm max_grad_norm must be positive and finite; got {max_grad_norm}.")
         if expected_batch_size < 1:
             raise Refusal("out-of-range", f"expected_batch_size must be at least 1; got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
@@ -154,8 +154,9 @@ class GaussianMechanism:
         if self._num_past and step != self._next_step:
             raise Failure(
                 "steps-out-of-order",
-                "Shaped noise depends on the noise of earlier steps, so steps must follow each other: expected step "
-                f"{self._next_step}; got {step}. Make a new mechanism for a new run.",
+                "The steps of a private run must be made in order, because their noise depends on the noise of earlier "
+                f"steps: expected step {self._next_step}; got {step}. Let DopplerTrainer.train() make the steps, and start "
+                "the run again with resume_from_checkpoint=True.",
             )
         # Sensitivity: the noise is real, so imaginary parts would get no noise.
         other = next((name for name, total in sums.items() if not total.is_floating_point()), None)

@@ -164,7 +164,7 @@ def test_an_account_states_what_is_planned_or_its_target_but_never_less_than_wha
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
-        (dict(sample_rate=0.0), "^sample_rate .*0"),
+        (dict(sample_rate=0.0), "sample_rate .*0"),
         (dict(steps=-1), "^steps .*-1"),
         (dict(noise_multiplier=-0.1), "^noise_multiplier .*-0.1"),
         (dict(delta=1.0), "^delta .*1"),

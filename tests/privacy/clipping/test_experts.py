@@ -68,7 +68,7 @@ def assert_sums_are_of_each_alone(model, *, in_float32=False):
     bound = median_norm(each)
     with book_keeping(model, max_grad_norm=bound, clipping="vanilla") as clipped:
         clipped.backward(losses())
-        assert any("one example after another" in how for how in clipped.fallbacks.values())
+        assert any("one record after another" in how for how in clipped.fallbacks.values())
         assert clipped.sums.keys() == each[0].keys()
         for name, total in clipped.sums.items():
             expected = sum(min(1.0, bound / norm_of(one.values())) * one[name] for one in each)

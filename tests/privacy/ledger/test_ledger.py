@@ -219,13 +219,13 @@ def test_another_mechanism_opens_another_entry(change, mechanism):
 @pytest.mark.parametrize(
     ("overrides", "from_step", "code", "said"),
     [
-        (dict(num_units=500, expected_batch_size=25), 3, "other-terms-than-resumed", "num_units=500, .*1000"),
-        (dict(target_delta=1e-6), 3, "other-terms-than-resumed", "target_delta=1e-06, .*1e-05"),
+        (dict(num_units=500, expected_batch_size=25), 3, "other-terms-than-resumed", "500 .*1000"),
+        (dict(target_delta=1e-6), 3, "other-terms-than-resumed", "target_delta .*1e-06 .*1e-05"),
         (
             dict(unit_of_privacy="all examples with the same 'user_id'"),
             3,
             "other-terms-than-resumed",
-            "unit_of_privacy=.*'one example'",
+            "all records with the same .user_id. .*one record",
         ),
         ({}, 9, "ledger-of-another-checkpoint", "9, .*3 "),
     ],
