@@ -333,7 +333,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if run.is_complete:  # accelerate has wrapped the optimizer by now
             private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
         if len(losses) and run.reports_raw_loss:
-            return losses.float().mean() / self.current_gradient_accumulation_steps
+            # Lists have different numbers of rows, so each has its share of the batch's mean.
+            return losses.float().sum() / max(1, run.num_rows)
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -219,8 +219,20 @@ class _Comparison:
     def _refuse_weights_of_others(self, batches: Batches) -> None:
         """Refuse weights, returned with the losses, that change with the other examples, such as counts of classes."""
         with self.clipped.unwatched():
-            if self.weights_of(self.whole) is None:
+            if (found := self.weights_of(self.whole)) is None:
                 return
+            batches_of_weights = [found]
+            if self._is_cheap:
+                batches_of_weights += [
+                    weights for rows in self.probe.further() if (weights := self.weights_of(rows)) is not None
+                ]
+            if any(bool(((weights < 0.0) | (weights > 1.0)).any()) for weights in batches_of_weights):
+                raise Refusal(
+                    "weights-out-of-range",
+                    "compute_per_sample_loss returns weights below 0 or above 1, and a private run limits every weight "
+                    "to this "
+                    "range, so larger weights would all count as 1. Divide the weights by the largest weight of a class.",
+                )
             weights_of: Any = self.weights_of  # it returns weights and not None
             of_weights = batches._replace(losses_of=weights_of, norms_by=None, most_alone=SHORT)
             if of_weights.why_losses_change() is None:

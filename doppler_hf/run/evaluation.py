@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from doppler_hf.privacy.losses import as_losses
+from doppler_hf.privacy.losses import as_losses, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import coverage_kept_when_converted
 from doppler_hf.run.own_code import overrides
@@ -90,6 +90,12 @@ class EvaluatingTrainer(ShardedTrainer):
         self._is_division_known = bool(found)
         if found and all(math.isclose(once, twice, rel_tol=_SAME) for once, twice in found):
             self.model_accepts_loss_kwargs = False
+            if self.is_world_process_zero():
+                print(
+                    f"Without privacy: Trainer does not divide the loss of {type(without_adapters(model)).__name__} by "
+                    f"gradient_accumulation_steps={self.current_gradient_accumulation_steps} (a known error of "
+                    "Transformers). DopplerTrainer divides it, so loss and gradient are smaller here than with Trainer."
+                )
 
     def evaluation_loop(
         self,

@@ -196,6 +196,7 @@ class PrivateRun:
         self.is_released = False
         self.num_non_finite: int | Tensor = 0
         self.num_empty_passes = 0
+        self.num_rows = 0  # of the batch that was started last, on this process
         self._pieces_left = 0
         self._may_compute = False  # whether the current step is reserved and not yet counted
         self._fillings = 0
@@ -425,6 +426,7 @@ class PrivateRun:
             )
         passes = sum(map(len, pieces))
         self._pieces_left = len(pieces)
+        self.num_rows = sum(micro_batch.size for piece in pieces for micro_batch in piece)
         self.num_empty_passes = self._sharding.most_passes(passes) - passes if self._sharding.is_asked_for else 0
         self.engine.reset()
         self.is_released = False

@@ -196,3 +196,16 @@ def test_factors_that_automatic_clipping_cancels_are_told_of(tmp_path, capsys, c
         model.classifier.weight.mul_(100.0)
     trained(trainer_of(tmp_path, cls=cls, model=model, clipping=clipping, max_steps=1, grad_sample_self_check=True))
     assert ("these factors have no effect" in capsys.readouterr().out) is is_told
+
+
+@pytest.mark.parametrize("weights", [OF_CLASSES * 10, OF_CLASSES - 0.5, torch.tensor([1.0, 1.5, 1.0])], ids=str)
+def test_weights_that_would_be_cut_off_are_refused_and_divided_by_their_largest_they_train(tmp_path, weights):
+    class Outside(Weighted):
+        of_classes = weights
+
+    options = dict(model=tiny_bert(), data=text_data(48), grad_sample_self_check=True)
+    with pytest.raises(Refusal) as refusal:
+        trained(trainer_of(tmp_path, cls=Outside, **options, max_steps=1))
+    assert refusal.value.code == "weights-out-of-range"
+    Outside.of_classes = weights.clamp(min=0.0) / weights.max()
+    trained(trainer_of(tmp_path / "mended", cls=Outside, **options, max_steps=1))

@@ -7,6 +7,8 @@ import types
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import TrainerState
@@ -17,7 +19,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.logged_loss import BoundWatch, noise_of_loss
 from tests.support.ledgers import statement
 from tests.support.refusals import refused
-from tests.support.tiny import text_data
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
@@ -358,3 +360,20 @@ def test_defaults():
     args = DopplerTrainingArguments(output_dir="out", target_epsilon=3.0)
     assert (args.report_train_loss, args.per_sample_max_loss, args.train_loss_budget) == ("private", None, 0.01)
     assert TrainerState().log_history == []
+
+
+@pytest.mark.parametrize("pieces", [1, 4, 16])
+def test_a_raw_loss_is_the_mean_over_the_batch_however_it_is_cut(tmp_path, pieces):
+    """One long row makes the budget of tokens so large that most pieces are empty."""
+    rows = text_data(64).to_list()
+    rows[5] = {"input_ids": [7] * 24, "attention_mask": [1] * 24, "labels": 1}
+    options = dict(
+        per_device_train_batch_size=64 // pieces, gradient_accumulation_steps=pieces, max_steps=1, learning_rate=0.0,
+        max_tokens_per_micro_batch=1200, rehearse=False, **RAW,
+    )  # fmt: skip
+    model = tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    trainer = trained(trainer_of(tmp_path, model=model, data=Dataset.from_list(rows), **options))
+    with torch.no_grad():
+        model.eval()
+        losses = [float(model(**pad([row])).loss) for row in rows]
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from scripts.bench import engine, estimates, noise, optimizer, rounding, small_networks
+from scripts.bench import engine, estimates, micro_batches, noise, optimizer, rounding, small_networks
 from tests.support.tiers import thorough
 
 TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
@@ -13,6 +13,7 @@ TINY = ["--scale=tiny", "--pairs=2", "--threads=1"]
 RUNS = {
     engine: ([*TINY, "--works=vit-full", "--engines=book_keeping", "--norm_rule=ghost"], "output", 1),
     estimates: (["--points=tiny", "--steps=1"], "results", 1),
+    micro_batches: (["--texts=12", "--tokens=64,128", "--widths=16,32", "--layers=1", "--repetitions=1"], "output", 2),
     noise: (["--count=70000", "--pairs=2", "--threads=1", "--tensors=3"], "results", len(noise.WAYS)),
     optimizer: ([*TINY, "--works=galore"], "output", 1),
     rounding: (["--scale=tiny", "--groups=layers,padding", "--lengths=8", "--seeds=1"], "output", 14 * 2 + 5 * 2 * 3),
@@ -37,7 +38,7 @@ def lines(path):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "module",
-    [engine, estimates, noise, optimizer, *thorough(rounding, small_networks)],
+    [engine, estimates, micro_batches, noise, optimizer, *thorough(rounding, small_networks)],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_results_are_printed_and_written(module, tmp_path, capfd):

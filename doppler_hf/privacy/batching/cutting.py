@@ -21,10 +21,10 @@ from jaxtyping import Int
 
 from doppler_hf.privacy.batching.collators import Collator
 
-# Measured on processors with 1 MiB of second-level cache: 256 tokens of width 768, 512 of width 384 and 1,536 of width 128
-# were fastest, which is the size of one layer's activations. See recipes/results/micro_batches.md.
-_WIDTHS_IN_CACHE: Final = 196_608
-_FEWEST_TOKENS, _MOST_TOKENS = 256, 4_096
+# Measured on a CPU: 512 tokens were fastest for layers of width 768 and 384, and 1,024 for width 128. More tokens do not fit
+# the cache, and fewer make many small products. See recipes/results/micro-batches.md.
+_WIDTHS_IN_CACHE: Final = 131_072
+_FEWEST_TOKENS, _MOST_TOKENS = 512, 4_096
 # Rows without lengths may exceed the asked-for number by a quarter where that saves a pass: a batch has its expected size
 # only on average, and would otherwise need a second pass for a few rows in every other step.
 _MORE_ROWS: Final = 1.25
@@ -69,6 +69,7 @@ class Cut:
         padded: The grid of padded lengths, if rows of a pass must have one. None pads to the longest row of a pass.
         texts: The texts of each row (choices, or two answers), which are padded alike. A row's length is that of all.
         least: The length to which the collator pads even the shortest row.
+        own_multiple: The multiple to which the collator pads by itself.
         may_exceed: Whether a pass may have a quarter more rows where that saves one.
     """
 
@@ -79,6 +80,7 @@ class Cut:
     padded: PaddedLengths | None = None
     texts: int = 1
     least: int = 0
+    own_multiple: int = 1
     may_exceed: bool = False
 
     def order(self, lengths: Lengths, counts: Lengths | None, others: Int[np.ndarray, "rows columns"] | None) -> np.ndarray:
@@ -89,7 +91,6 @@ class Cut:
             counts: How many rows of its unit each row comes with, or None.
             others: Lengths of further columns, which count where rows of a pass must have one padded length.
         """
-        lengths = np.maximum(lengths, self.least)
         keys = [lengths, *self._classes(lengths, others)[::-1]]
         return np.lexsort(keys if counts is None else [*keys, counts])
 
@@ -114,7 +115,6 @@ class Cut:
         """Return the passes of so many rows, in their `order`."""
         if number == 0:
             return []
-        lengths = None if lengths is None else np.maximum(lengths, self.least)
         classes = [] if lengths is None else self._classes(lengths, others)
         if counts is not None:
             classes.append(counts)
@@ -143,18 +143,23 @@ class Cut:
             yield from (number * part // parts for part in range(1, parts + 1))
             return
         if self.padded is not None:
-            padded = self.texts * int(self.padded.rounded(lengths // self.texts).max())
+            padded = int(self._as_collated(self.texts * self.padded.rounded(lengths // self.texts)).max())
             fit = max(1, min(most, self.max_tokens // (rows * padded)))
             parts = -(-number // fit)
             yield from (number * part // parts for part in range(1, parts + 1))
             return
         start, longest = 0, 0
-        for index, length in enumerate(lengths.tolist()):
+        for index, length in enumerate(self._as_collated(lengths).tolist()):
             longest = max(longest, length)
             if index > start and ((index + 1 - start) * rows * longest > self.max_tokens or index - start == most):
                 yield index
                 start, longest = index, length
         yield number
+
+    def _as_collated(self, lengths: Lengths) -> Lengths:
+        """Return the lengths to which the collator pads rows at least."""
+        multiple = self.texts * self.own_multiple
+        return np.maximum(-(-lengths // multiple) * multiple, self.least)
 
     def in_words(self, lengths: Lengths | None) -> str:
         """Return the largest pass in words, for somebody who asks for details of a run."""
@@ -184,7 +189,7 @@ def neighbours_in(
     """
     assert cut.padded is not None
     looked_at = np.unique(np.linspace(0, len(lengths) - 1, min(len(lengths), _LOOKED_AT), dtype=np.int64))
-    lengths, others = np.maximum(lengths[looked_at], cut.least), None if others is None else others[looked_at]
+    lengths, others = lengths[looked_at], None if others is None else others[looked_at]
     order = cut.order(lengths, None, others)
     first, second = order[:-1], order[1:]
     ends = [each.stop for each in replace(cut, max_rows=None, max_tokens=None, views=1).passes(
@@ -199,6 +204,29 @@ def neighbours_in(
     multiples = cut.padded.multiple(lengths[first[chosen]] // cut.texts)
     pairs = zip(looked_at[first[chosen]].tolist(), looked_at[second[chosen]].tolist(), strict=True)
     return list(zip(pairs, multiples.tolist(), strict=True))
+
+
+def extremes_in(cut: Cut, lengths: Lengths, others: Int[np.ndarray, "rows columns"]) -> list[tuple[tuple[int, int], int]]:
+    """Return pairs of rows that may share a pass and differ most in another column, and the multiple of their padding.
+
+    Args:
+        cut: A cut by padded lengths.
+        lengths: Lengths of all rows of a data set.
+        others: Lengths of further columns.
+    """
+    assert cut.padded is not None
+    found = []
+    padded = cut.padded.rounded(lengths // cut.texts)
+    for column in others.T:
+        order = np.lexsort([column, padded])
+        starts = np.flatnonzero(np.diff(padded[order], prepend=-1))
+        first, last = order[starts], order[np.append(starts[1:], len(order)) - 1]
+        spreads = column[last] - column[first]
+        for place in np.argsort(-spreads, kind="stable")[:3]:
+            if spreads[place] > 0:
+                multiple = cut.padded.multiple(lengths[first[place : place + 1]] // cut.texts)
+                found.append(((int(first[place]), int(last[place])), int(multiple[0])))
+    return found
 
 
 def tokens_for(*, on_cpu: bool, rows: int, longest: int, width: int | None) -> int:
@@ -225,7 +253,7 @@ def grid_for(*, on_cpu: bool, pieces: int) -> PaddedLengths:
     if on_cpu:
         return PaddedLengths(16, 4)
     # Each padded length takes a pass of its own. A small batch should not need many more than it has pieces: up to 512
-    # tokens there are 7, 10, 14 and 20 lengths.
+    # tokens there are 20, 12, 7 and 7 lengths.
     return PaddedLengths(next(parts for parts in (8, 4, 2, 1) if pieces >= 2 * parts or parts == 1), 8)
 
 
@@ -237,8 +265,19 @@ def padding_to(collator: Collator, multiple: int) -> Collator | None:
         inner = padding_to(collator.keywords["collator"], multiple)
         keywords = {**collator.keywords, "collator": inner}
         return None if inner is None else functools.partial(collator.func, *collator.args, **keywords)
-    if not hasattr(collator, "pad_to_multiple_of"):
+    if (own := own_multiple(collator)) is None:
         return None
     padding: Any = copy.copy(collator)
-    padding.pad_to_multiple_of = math.lcm(multiple, padding.pad_to_multiple_of or 1)
+    try:
+        padding.pad_to_multiple_of = math.lcm(multiple, own)
+    except (AttributeError, TypeError):  # a frozen data class, or a property
+        return None
     return padding
+
+
+def own_multiple(collator: Any) -> int | None:
+    """Return the multiple to which a collator pads by itself, 1 if it is not set, or None if it has no such setting."""
+    while isinstance(collator, functools.partial) and "collator" in collator.keywords:
+        collator = collator.keywords["collator"]
+    own = getattr(collator, "pad_to_multiple_of", 0)
+    return 1 if own is None else own if isinstance(own, int) and own > 0 else None

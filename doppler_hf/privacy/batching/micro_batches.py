@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, columns_of_numbers, other_lengths_of
-from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, neighbours_in, padding_to
+from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, extremes_in, neighbours_in, own_multiple, padding_to
 from doppler_hf.privacy.batching.sampling import AllocationSampler, Piece, example_weight
 from doppler_hf.privacy.randomness import filled_generators
 
@@ -147,7 +147,7 @@ class PrivateLoader(DataLoader[Any]):
             (row,), (batch,) = self._collated([int(np.argmin(sampler.lengths))])
             texts, ids = len(choices_of(row[LENGTH_COLUMN])), batch.get(LENGTH_COLUMN)
             least = texts * ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
-            sampler.cut = replace(sampler.cut, texts=texts, least=least)
+            sampler.cut = replace(sampler.cut, texts=texts, least=least, own_multiple=own_multiple(self.collator) or 1)
 
     def pad_each_row_alone(self, grid: PaddedLengths) -> bool:
         """Pad every row to a length of its own in the passes to come, and return whether the collator lets that happen.
@@ -158,11 +158,23 @@ class PrivateLoader(DataLoader[Any]):
         sampler = self._draws
         if sampler.lengths is None:
             return False
-        for others in (None, other_lengths_of(self.examples)):
-            cut = replace(sampler.cut, padded=grid)
-            if all(self._are_padded_alike(pair, multiple) for pair, multiple in neighbours_in(cut, sampler.lengths, others)):
-                sampler.cut, sampler.other_lengths = cut, others
-                return True
+        lengths, others, cut = sampler.lengths, other_lengths_of(self.examples), replace(sampler.cut, padded=grid)
+        ends = [lengths, *(() if others is None else others.T)]
+        rows = [int(end) for values in ends for end in (np.argmin(values), np.argmax(values))]
+        _, alone = self._collated(*([row] for row in rows))
+        if len({repr(_shapes_of(batch)) for batch in alone}) == 1:
+            return True  # every row has the same size alone, and so beside any other
+        # Columns such as labels of a summary may be padded to the longest beside them, or like the inputs, or not at all.
+        if others is not None and all(
+            self._are_padded_alike(pair, multiple) for pair, multiple in extremes_in(cut, lengths, others)
+        ):
+            others = None
+        pairs = neighbours_in(cut, lengths, others)
+        # A collator without the setting is not told to pad, and pads to the longest row of a pass.
+        follows = padding_to(self.collator, 1) is not None
+        if follows and all(self._are_padded_alike(pair, multiple) for pair, multiple in pairs):
+            sampler.cut, sampler.other_lengths = cut, others
+            return True
         return False
 
     def _are_padded_alike(self, pair: Sequence[int], multiple: int) -> bool:
@@ -170,8 +182,7 @@ class PrivateLoader(DataLoader[Any]):
         if (collator := padding_to(self.collator, multiple)) is None:
             return False
         _, batches = self._collated(pair, [*pair[:1]], [*pair[1:]], collator=collator)
-        shapes = [{name: value.shape[1:] for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
-        return all(of_batch == shapes[0] for of_batch in shapes)
+        return all(_shapes_of(batch) == _shapes_of(batches[0]) for batch in batches)
 
     def _collated(
         self, *groups: Sequence[int], collator: Collator | None = None
@@ -188,6 +199,10 @@ class PrivateLoader(DataLoader[Any]):
         """Tell the data set which epoch begins if it has `set_epoch`, as Transformers' loaders do."""
         if hasattr(self.examples, "set_epoch"):
             self.examples.set_epoch(epoch)
+
+
+def _shapes_of(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def check_token_budget(

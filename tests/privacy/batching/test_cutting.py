@@ -106,13 +106,14 @@ def test_rows_of_a_pass_have_one_padded_length_and_one_size_of_unit(views, whole
 def test_the_budget_without_a_users_own_is_what_an_ordinary_step_holds_and_on_a_cpu_what_its_cache_holds():
     assert tokens_for(on_cpu=False, rows=32, longest=54, width=768) == 32 * 54
     assert tokens_for(on_cpu=True, rows=32, longest=54, width=384) == 512
-    assert tokens_for(on_cpu=True, rows=32, longest=54, width=768) == 256
+    assert tokens_for(on_cpu=True, rows=32, longest=54, width=768) == 512
+    assert tokens_for(on_cpu=True, rows=32, longest=54, width=128) == 1024
     assert tokens_for(on_cpu=True, rows=4, longest=54, width=384) == 216
     assert tokens_for(on_cpu=True, rows=1, longest=600, width=384) == 600
     assert tokens_for(on_cpu=True, rows=10**6, longest=54, width=None) == 4096
 
 
-@pytest.mark.parametrize(("pieces", "lengths"), [(1, 7), (4, 10), (8, 14), (16, 20), (64, 20)])
+@pytest.mark.parametrize(("pieces", "lengths"), [(1, 7), (4, 7), (8, 12), (16, 20), (64, 20)])
 def test_a_grid_for_a_gpu_has_few_lengths_for_a_batch_of_few_pieces(pieces, lengths):
     grid = grid_for(on_cpu=False, pieces=pieces)
     assert len(np.unique(grid.rounded(np.arange(1, 513)))) == lengths
@@ -197,3 +198,82 @@ def test_pairs_that_are_looked_at_share_a_padded_length_and_differ_in_length():
         assert GRID.rounded(lengths[[first]]) == GRID.rounded(lengths[[second]])
         assert GRID.multiple(lengths[[first]]) == multiple
     assert neighbours_in(Cut(None, padded=GRID), np.full(9, 7), None) == []
+
+
+def loader_of(data, collator, *, max_tokens=2048):
+    number = len(data)
+    sampler = AllocationSampler(num_examples=number, expected_batch_size=number // 3, lengths=lengths_of(data), seed=3)
+    loader = PrivateLoader(data, sampler=sampler, collator=collator, cut=Cut(None, max_tokens))
+    loader.learn_padding()
+    return loader
+
+
+def summaries(lengths, labels):
+    ids = [[5] * length for length in lengths]
+    return Dataset.from_dict(
+        {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids], "labels": [[5] * length for length in labels]}
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        summaries([32] * 200, [1 + row % 60 for row in range(200)]),
+        summaries([4 + 4 * (row % 8) for row in range(200)], [1 + row % 50 for row in range(200)]),
+        summaries(range(1, 201), [30 if row % 20 == 0 else 1 + row % 4 for row in range(200)]),
+    ],
+    ids=["inputs of one length", "inputs of whole multiples", "a few long labels"],
+)
+def test_labels_are_padded_beside_others_as_they_are_alone(data):
+    collator = DataCollatorForSeq2Seq(chat_tokenizer())
+    loader = loader_of(data, collator)
+    assert loader.pad_each_row_alone(GRID)
+    seen = set()
+    for piece in loader:
+        for batch in piece:
+            lengths = batch.inputs["attention_mask"].sum(dim=1).tolist()
+            widths = (batch.inputs["labels"] != -100).sum(dim=1).tolist()
+            for length, width in zip(lengths, widths, strict=True):
+                row = {"input_ids": [5] * length, "attention_mask": [1] * length, "labels": [5] * width}
+                alone = padding_to(collator, int(GRID.multiple(np.array([length]))[0]))([row])
+                assert alone["labels"].shape[1] == batch.inputs["labels"].shape[1]
+                assert alone["input_ids"].shape[1] == batch.inputs["input_ids"].shape[1]
+                seen.add(width)
+    assert len(seen) > 4
+
+
+class ReadOnly:
+    pad_to_multiple_of = property(lambda self: 8)
+
+    def __call__(self, rows):
+        return own_padding(rows)
+
+
+class Ignoring:
+    pad_to_multiple_of = None
+
+    def __call__(self, rows):
+        return own_padding(rows)
+
+
+class Text:
+    pad_to_multiple_of = "8"
+
+    def __call__(self, rows):
+        return own_padding(rows)
+
+
+@pytest.mark.parametrize("collator", [ReadOnly(), Ignoring(), Text()], ids=lambda each: type(each).__name__)
+def test_a_collator_that_cannot_be_told_or_does_not_listen_is_not_trusted(collator):
+    assert not loader_of(texts(), collator).pad_each_row_alone(GRID)
+
+
+@pytest.mark.parametrize("own", [None, 8, 24, 64])
+@pytest.mark.parametrize("grid", [None, GRID])
+def test_a_budget_of_tokens_holds_with_a_collators_own_multiple(own, grid):
+    data, budget = texts(300), 512
+    loader = loader_of(data, DataCollatorWithPadding(chat_tokenizer(), pad_to_multiple_of=own), max_tokens=budget)
+    assert grid is None or loader.pad_each_row_alone(grid)
+    sizes = [batch.inputs["input_ids"].shape for piece in loader for batch in piece]
+    assert all(rows * length <= max(budget, length) for rows, length in sizes)
+    assert max(rows for rows, _ in sizes) > 1
