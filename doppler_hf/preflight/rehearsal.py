@@ -38,7 +38,7 @@ _ROWS, _ROWS_AGAIN = 2, 64
 _MOST_BYTES: Final = 1 << 24  # enough to reach an object that cannot be sent
 
 
-def rehearse(_run: PrivateRun, trainer: Any) -> None:
+def rehearse(run: PrivateRun, trainer: Any) -> None:
     """Evaluate and save once on a small scale, as the run will after its first steps, and restore the trainer."""
     args, metrics, ignore_keys = trainer.args, {}, trainer._ignore_keys
     # A loader of the user's own is skipped, because nobody knows how long an evaluation with it takes.
@@ -58,6 +58,11 @@ def rehearse(_run: PrivateRun, trainer: Any) -> None:
         _try_workers(trainer, given, collate)
         found = _metrics_of_few_rows(trainer, ignore_keys)
         metrics = found if evaluates else {}
+        if trainer.compute_metrics is not None and not any(name.endswith("_loss") for name in found):
+            run.notes.append(
+                "evaluations have no loss and maybe no metrics, because Transformers found no labels in eval_dataset: "
+                f"it looks for the columns {', '.join(trainer.label_names) or 'labels'}"
+            )
         if evaluates and (name := args.metric_for_best_model) is not None:
             _refuse_without_best(metrics, name)
     _try_events(trainer)

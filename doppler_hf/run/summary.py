@@ -84,8 +84,8 @@ def print_start(
     # Users who switched saving off know it, but Transformers' default of 500 steps is more than most private runs have.
     if args.save_strategy != "no" and first_checkpoint(args, run) >= steps:
         watched.append(
-            f"no checkpoint is saved before the end of the {steps} steps, so if the process is killed, the model and its ε "
-            f"are lost: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
+            f"no checkpoint is saved before the end of the {steps} steps, so if the process is killed without warning, "
+            f"the model is lost and its ε is spent: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
         )
     lengths = run.sampler.lengths
     is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
@@ -158,8 +158,8 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
     if predicted >= _ONE_ANSWER and right < predicted:
         words = (
-            f"most frequent answer is given to {predicted:.3g} of the rows, while no answer is right for more than "
-            f"{right:.3g}"
+            f"most frequent answer is given to {100 * predicted:.3g} % of the rows, while no single answer is right for more "
+            f"than {100 * right:.3g} %,"
         )
     elif accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy ({accuracy:.3g}) is not clearly above the share of the majority class ({majority:.3g})"

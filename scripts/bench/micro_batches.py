@@ -1,6 +1,6 @@
 """The time of a batch of short texts by how it is cut into passes, relative to plain passes of 32 sorted rows.
 
-    python -m scripts.bench.micro_batches [--tokens 128,256,512,1024,2048,4096] [--widths 128,384,768] [--output out/cuts.jsonl]
+    python -m scripts.bench.micro_batches [--tokens 128,256,512,1024] [--widths 128,384,768] [--output out/cuts.jsonl]
 
 Lengths are those of SST-2: a gamma distribution with mean 13.5, from 3 to 54 tokens. Processor seconds, the least of the
 repetitions, all cuts in turn.

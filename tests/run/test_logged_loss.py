@@ -362,18 +362,28 @@ def test_defaults():
     assert TrainerState().log_history == []
 
 
+class Kept(DopplerTrainer):
+    """Keeps the share of each piece."""
+
+    def training_step(self, *args, **kwargs):
+        share = super().training_step(*args, **kwargs)
+        self.shares = [*getattr(self, "shares", []), float(share)]
+        return share
+
+
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_a_raw_loss_is_the_mean_over_the_batch_however_it_is_cut(tmp_path, pieces):
     """One long row makes the budget of tokens so large that most pieces are empty."""
     rows = text_data(64).to_list()
-    rows[5] = {"input_ids": [7] * 24, "attention_mask": [1] * 24, "labels": 1}
+    rows[5] = {"input_ids": [7] * 16, "attention_mask": [1] * 16, "labels": 1}
     options = dict(
         per_device_train_batch_size=64 // pieces, gradient_accumulation_steps=pieces, max_steps=1, learning_rate=0.0,
         max_tokens_per_micro_batch=1200, rehearse=False, **RAW,
     )  # fmt: skip
     model = tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    trainer = trained(trainer_of(tmp_path, model=model, data=Dataset.from_list(rows), **options))
+    trainer = trained(trainer_of(tmp_path, cls=Kept, model=model, data=Dataset.from_list(rows), **options))
     with torch.no_grad():
         model.eval()
         losses = [float(model(**pad([row])).loss) for row in rows]
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert len(trainer.shares) == pieces
+    assert sum(trainer.shares) == pytest.approx(np.mean(losses), rel=1e-4)

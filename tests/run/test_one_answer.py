@@ -11,7 +11,7 @@ from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments
 
-WORDS = "most frequent answer is given to 1 of the rows"
+WORDS = "most frequent answer is given to 100 % of the rows"
 
 
 def _several_labels(number: int, seed: int) -> Dataset:
