@@ -158,8 +158,8 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
     if predicted >= _ONE_ANSWER and right < predicted:
         words = (
-            f"most frequent answer is given to {100 * predicted:.3g} % of the rows, while no single answer is right for more "
-            f"than {100 * right:.3g} %,"
+            f"most frequent answer is given to {100 * predicted:.3g} % of the rows, while no single answer is right for "
+            f"more than {100 * right:.3g} %,"
         )
     elif accuracy - majority < _LITTLE * (1.0 - majority) or accuracy <= majority:
         words = f"accuracy ({accuracy:.3g}) is not clearly above the share of the majority class ({majority:.3g})"
