@@ -252,5 +252,5 @@ def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, eps
     statement, column = ledger.statement, args.privacy_unit_column
     who = "one record" if column is None else f"one user (all records with the same {column!r})"
     if ledger.why_not_private is not None:
-        return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'}: NOT PRIVATE, {ledger.why_not_private}"
+        return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'} (NOT PRIVATE: {ledger.why_not_private})"
     return f"ε = {epsilon:.4g}, δ = {statement.target_delta:.3g} for {who}"

@@ -206,8 +206,8 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
             "The target was ε = 0.5, but what was released costs",
         ),
         (lambda e: e[9]["statement"].update(target_epsilon=0.5), "Entry 9 ('resumed'"),
-        (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or random batches"),
-        (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: no noise, noise or random batches"),
+        (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: its noise and random batches"),
+        (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: its noise and random batches"),
         (
             lambda e: [entry["statement"].update(expected_batch_size=1000, sample_rate=1.0) for entry in (e[0], e[9])],
             "Entry 7 (checkpoint) states ε = ",

@@ -85,7 +85,7 @@ def test_the_section_says_what_the_ledger_says():
 
 @pytest.mark.parametrize(
     ("terms", "why"),
-    [(dict(private=False), "no noise, noise or random batches"), (dict(target_delta=1e-3), "δ ≥ 1/N, with which one")],
+    [(dict(private=False), "its noise and random batches"), (dict(target_delta=1e-3), "δ ≥ 1/N, with which one")],
 )
 def test_what_is_not_private_is_not_called_so(terms, why):
     section = privacy_section(after(PrivacyLedger.open(statement(**terms)), 2))

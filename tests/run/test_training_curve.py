@@ -67,7 +67,7 @@ def test_only_a_private_training_loss_is_drawn(tmp_path, figures, train_loss):
 
 def test_a_run_without_privacy_says_so_and_its_loss_is_not_drawn(tmp_path, figures):
     ledger = all_events(private=False, **PRIVATE)
-    why = f"ε = ∞: NOT PRIVATE, {ledger.why_not_private}"
+    why = f"ε = ∞ (NOT PRIVATE: {ledger.why_not_private})"
     assert draw_training(ledger, trainer_with(tmp_path, logs()), guarantee=why)
     (figure,) = figures
     assert "NOT PRIVATE" in figure.get_suptitle()

@@ -71,11 +71,11 @@ class PrivacyStatement:
         if self.target_delta * self.num_units >= 1.0:
             # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
             return f"δ ≥ 1/N, with which one of the {self.num_units:,} records (or users) could be published in full"
-        return (
-            None
-            if self.private
-            else "no noise, noise or random batches that can be reproduced, or gradients recorded without noise"
-        )
+        if self.private:
+            return None
+        if self.noise_multiplier == 0.0:
+            return "no noise was added"
+        return "its noise and random batches can be reproduced, or gradients were recorded without noise"
 
     @property
     def noise_shape_in_words(self) -> str:
