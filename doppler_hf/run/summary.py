@@ -118,7 +118,9 @@ def print_start(
             ("noise per coordinate of a step's gradient", f"{of_step:.2g} C"),
             ("noise per coordinate of the average gradient", f"{noise:.2g} C"),
         ]
-        noises.append(("micro-batches", run.sampler.cut.in_words(run.sampler.lengths)))
+        # Privacy: a budget of tokens may follow from the longest record, so only limits that the arguments set are shown.
+        if run.sampler.cut.max_rows is not None:
+            noises.append(("micro-batches", f"up to {run.sampler.cut.most_rows(None):,} rows"))
         if statement.train_loss == "private":
             noises.append(("noise of the training loss of a step", f"{noise_of_loss(statement, steps=1):.2g}"))
             if args.per_sample_max_loss is None:

@@ -93,7 +93,7 @@ def test_a_rate_that_was_chosen_is_chosen_again(tmp_path):
 def test_other_data_of_as_many_rows_are_trained_on_and_others_are_refused(tmp_path):
     trainer = trained(trainer_of(tmp_path))
     trainer.train_dataset = text_data(48, seed=3)
-    with refused("other-terms-than-resumed", match="num_units=24"):
+    with refused("other-terms-than-resumed", match="from 24 in the earlier run to 48"):
         trainer.train()
     assert trainer.privacy.ledger.steps_run == 4
     seen = []

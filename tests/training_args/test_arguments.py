@@ -89,11 +89,11 @@ PRIVATE = dict(
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, allow_any_learning_rate=True, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
-    plot_training_curve=False, floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", sampling="poisson",
+    floating_point_safe=True, noise_seed=1, noise_shape="banded:bands=2", sampling="poisson",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate"}))
+@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate", "plot_training_curve"}))
 def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
     with refused("no-effect", match=f"{name}={PRIVATE[name]!r} .*disable_dp=True"):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})

@@ -161,14 +161,6 @@ class Cut:
         multiple = self.texts * self.own_multiple
         return np.maximum(-(-lengths // multiple) * multiple, self.least)
 
-    def in_words(self, lengths: Lengths | None) -> str:
-        """Return the largest pass in words, for somebody who asks for details of a run."""
-        limits = [] if self.max_tokens is None or lengths is None else [f"{self.max_tokens:,} tokens"]
-        if self.max_rows is not None:
-            limits.append(f"{self.most_rows(None):,} rows")
-        one_length = "" if self.padded is None else ", rows of one padded length"
-        return f"up to {' and '.join(limits)}{one_length}"
-
     def most_rows(self, lengths: Lengths | None) -> int | None:
         """Return the most rows that a pass can have, or None if there is no limit."""
         limits = [] if self.max_rows is None else [math.floor((_MORE_ROWS if self.may_exceed else 1.0) * self.max_rows)]
