@@ -468,7 +468,9 @@ def test_a_base_is_not_charged_for_an_adapter_that_begins_elsewhere(tmp_path, st
     for name, model in (("in full", tiny_bert(**WIDE)), ("adapted", adapted(config, model=tiny_bert(**WIDE)))):
         assert train(tmp_path, name, new_classes(model)).privacy.ledger.earlier is None
     forget_this_process()
-    merged = merged_from(tiny_bert(**WIDE), first.args.output_dir)
+    base = tiny_bert(**WIDE)
+    torch.manual_seed(1)  # PEFT draws the numbers of "pissa_niter_4" a second time when it loads the adapter
+    merged = merged_from(base, first.args.output_dir)
     assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
 
 
