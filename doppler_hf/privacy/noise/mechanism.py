@@ -37,7 +37,7 @@ cannot feasibly be computed (Holohan and Braghin, https://arxiv.org/abs/2107.101
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, final
 
 import torch
@@ -111,8 +111,10 @@ class GaussianMechanism:
         self.expected_batch_size = expected_batch_size
         self.shape = shape
         self._first_step = self._next_step = first_step
-        # For each parameter, the shaped noise of the last b − 1 steps, the latest first.
+        # The shaped noise of the last b − 1 steps: in kernels for each parameter, the latest first, and on the CPU in the
+        # rows of one matrix for each kind of values.
         self._num_past, self._past = shape.bands - 1, dict[str, list[Tensor]]()
+        self._rows: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and triton_support.are_usable(device)
@@ -187,8 +189,7 @@ class GaussianMechanism:
             if self._in_kernel:
                 self._add_in_one_kernel(own, scale=1.0 if distributed else scale)
             else:
-                for name, part in own.items():
-                    self._add_on_cpu(name, part, whole=sums[name], step=step)
+                self._add_on_cpu(own, wholes=sums, step=step)
         private, reductions = dict(sums), []
         for name, total in sums.items():
             if name in shards:
@@ -223,33 +224,48 @@ class GaussianMechanism:
                 states=[state for state in states if (state[0].device, state[0].dtype) == kind],
             )
 
-    def _add_on_cpu(self, name: str, part: Float[Tensor, " n"], *, whole: Float[Tensor, "..."], step: int) -> None:
-        """Add the noise of a step to the coordinates of a part of a sum (modified in place)."""
-        begin = int(part.storage_offset() - whole.storage_offset())
+    def _add_on_cpu(
+        self, parts: Mapping[str, Float[Tensor, "_"]], *, wholes: Mapping[str, Float[Tensor, "..."]], step: int
+    ) -> None:
+        """Add the noise of a step to the coordinates of parts of sums (modified in place)."""
+        # With a seed (in tests), each process makes the noise of a single process, and uses the part for its coordinates.
+        values = parts
+        if self._seed is not None:
+            values = {name: whole.new_zeros(whole.numel()) for name, whole in wholes.items()}
+        for device, dtype in dict.fromkeys((each.device, each.dtype) for each in values.values()):
+            of_kind = {name: each for name, each in values.items() if (each.device, each.dtype) == (device, dtype)}
+            self._add_to_kind(of_kind, device=device, dtype=dtype, step=step)
+        if self._seed is not None:
+            for name, part in parts.items():
+                begin = int(part.storage_offset() - wholes[name].storage_offset())
+                part.add_(values[name][begin : begin + len(part)])
 
-        def add_white(values: Float[Tensor, " n"]) -> None:
-            # With a seed (in tests), each process makes the noise of a single process, and uses the part for its
-            # coordinates.
-            drawn = values if self._seed is None else values.new_zeros(whole.numel())
-            add_gaussian_noise(
-                drawn, std=self._white_std, stream=self._stream, step=step, floating_point_safe=self._floating_point_safe
-            )
-            if drawn is not values:
-                values.add_(drawn[begin : begin + len(values)])
-
-        if self._num_past == 0:
-            add_white(part)
-            return
-        # Privacy: y depends on the generator alone, never on an example. So its rounding to float32 makes it the noise of a
-        # slightly different z, and not a function of the data.
-        past = self._past.setdefault(name, [])
-        # The result overwrites the oldest tensor, since allocating a new tensor would take longer than the computation.
-        y = torch.zeros_like(part) if len(past) < self._num_past else past.pop().mul_(-self.shape.c[-1])
-        for c, before in zip(self.shape.c[1:], past, strict=False):
-            y.sub_(before, alpha=c)
-        add_white(y)
-        part.add_(y)
-        past.insert(0, y)
+    def _add_to_kind(
+        self, values: Mapping[str, Float[Tensor, "_"]], *, device: torch.device, dtype: torch.dtype, step: int
+    ) -> None:
+        """Add the noise of a step to values of one kind, which together are one vector (modified in place)."""
+        count, rows, begin = sum(map(len, values.values())), None, 0
+        if self._num_past:
+            if (rows := self._rows.get((device, dtype))) is None:
+                rows = self._rows[device, dtype] = torch.zeros(self._num_past, count, dtype=dtype, device=device)
+            # Row j has the noise of the latest step before this one whose number is j modulo b − 1.
+            latest = step - self._first_step - 1
+            ages = [(latest - row) % self._num_past + 1 for row in range(self._num_past)]
+            c = torch.tensor([self.shape.c[age] for age in ages], dtype=dtype, device=device)
+        normals = Normals(
+            count, std=self._white_std, stream=self._stream, dtype=dtype, floating_point_safe=self._floating_point_safe
+        )
+        for piece in in_pieces(values):
+            end = begin + sum(map(len, piece))
+            noise = normals.draw(end - begin, step=step).to(device)
+            if rows is not None:
+                # Privacy: y depends on the generator alone, never on an example. So its rounding to float32 makes it the
+                # noise of a slightly different z, and not a function of the data.
+                past = rows[:, begin:end]
+                noise = noise.sub_(torch.mv(past.t(), c))
+                past[(latest + 1) % self._num_past] = noise  # the oldest row
+            torch._foreach_add_(piece, noise.split([len(part) for part in piece]))
+            begin = end
 
 
 class PrivateLoss:
@@ -324,27 +340,54 @@ def box_muller(words: Int64[Tensor, " n"], out: Float64[Tensor, " n"], *, std: f
     torch.sub(factor, radius, out=radius)
 
 
-def add_gaussian_noise(
-    values: Float[Tensor, "..."], *, std: float, stream: BitStream, step: int, floating_point_safe: bool = False
-) -> None:
-    """Add independent 𝒩(0, std²) to every coordinate of contiguous `values` (modified in place), on any device.
+class Normals:
+    """Makes the noise of one step on the CPU, a piece at a time: independent draws of 𝒩(0, std²), in `dtype`.
 
-    The noise is made on the CPU; with `floating_point_safe` each draw is the sum of four.
+    Args:
+        count: The number of draws that are needed.
+        std: Their standard deviation.
+        stream: The source of their words. No word is used twice.
+        dtype: The dtype to which each finished draw is rounded.
+        floating_point_safe: Whether each draw is the sum of four.
     """
-    # Every coordinate gets its own normal, in order, and no word of the stream is used twice.
-    terms = TERMS if floating_point_safe else 1
-    flat, most = values.view(-1), min(_PIECE, values.numel() + values.numel() % 2)
-    words = torch.empty(most, dtype=torch.int64, device="cpu")
-    drawn, rounded = torch.empty_like(words, dtype=torch.float64), torch.empty_like(words, dtype=flat.dtype)
-    total = torch.empty_like(drawn) if floating_point_safe else drawn  # One pass less saves a seventh of the time.
-    for part in flat.split(_PIECE):
-        even = len(part) + len(part) % 2
-        if floating_point_safe:
-            total.zero_()
-        for _ in range(terms):
-            stream.fill(words[:even], step=step)
-            box_muller(words[:even], drawn[:even], std=std / math.sqrt(terms))
-            if floating_point_safe:
-                total[:even].add_(drawn[:even])
+
+    def __init__(
+        self, count: int, *, std: float, stream: BitStream, dtype: torch.dtype, floating_point_safe: bool = False
+    ) -> None:
+        self._terms = TERMS if floating_point_safe else 1
+        self._std, self._stream = std / math.sqrt(self._terms), stream
+        most = min(_PIECE, count + count % 2)
+        self._words = torch.empty(most, dtype=torch.int64, device="cpu")
+        self._drawn, self._rounded = torch.empty_like(self._words, dtype=torch.float64), torch.empty(most, dtype=dtype)
+        # One pass less saves a seventh of the time.
+        self._total = torch.empty_like(self._drawn) if floating_point_safe else self._drawn
+
+    def draw(self, count: int, *, step: int) -> Float[Tensor, " count"]:
+        """Return the next draws, at most 2¹⁸ (`in_pieces`); they are overwritten by the next call."""
+        even = count + count % 2
+        if self._total is not self._drawn:
+            self._total.zero_()
+        for _ in range(self._terms):
+            self._stream.fill(self._words[:even], step=step)
+            box_muller(self._words[:even], self._drawn[:even], std=self._std)
+            if self._total is not self._drawn:
+                self._total[:even].add_(self._drawn[:even])
         # The noise is converted as a whole, because torch adds tensors of two dtypes slowly.
-        part.add_(rounded[: len(part)].copy_(total[: len(part)]).to(part.device))
+        return self._rounded[:count].copy_(self._total[:count])
+
+
+def in_pieces(values: Mapping[str, Float[Tensor, "_"]]) -> Iterator[list[Float[Tensor, "_"]]]:
+    """Yield lists of views of `values`, in order: each list has 2¹⁸ numbers together, and the last one the rest."""
+    piece: list[Tensor] = []
+    room = _PIECE
+    for each in values.values():
+        rest = each
+        while len(rest):
+            piece.append(rest[:room])
+            rest = rest[room:]
+            room -= len(piece[-1])
+            if room == 0:
+                yield piece
+                piece, room = [], _PIECE
+    if piece:
+        yield piece

@@ -179,7 +179,7 @@ def test_a_process_remembers_the_shaped_noise_of_its_coordinates_alone(monkeypat
         mechanism = gaussian(shape=NoiseShape.parse("banded:bands=3"))
         for step in range(3):
             mechanism.privatize({"w": torch.zeros(5)}, step=step)
-        assert [past.shape for past in mechanism._past["w"]] == [(numel,)] * 2
+        assert [past.shape for past in mechanism._rows.values()] == [(2, numel)]
 
 
 def test_whoever_has_a_shard_adds_its_noise(monkeypatch):

@@ -8,15 +8,17 @@ import scipy.stats
 import torch
 
 from doppler_hf.privacy.noise import mechanism as module
-from doppler_hf.privacy.noise.mechanism import add_gaussian_noise, box_muller
+from doppler_hf.privacy.noise.mechanism import Normals, box_muller, in_pieces
 from doppler_hf.privacy.randomness import ReproducibleBits, SecretBits
 
 PIECE = module._PIECE  # normals made at a time
 
 
 def normals(count, stream=None, std=1.0, dtype=torch.float32, safe=False):
+    drawn = Normals(count, std=std, stream=stream or SecretBits(), dtype=dtype, floating_point_safe=safe)
     values = torch.zeros(count, dtype=dtype)
-    add_gaussian_noise(values, std=std, stream=stream or SecretBits(), step=0, floating_point_safe=safe)
+    for (piece,) in in_pieces({"w": values}):
+        piece.copy_(drawn.draw(len(piece), step=0))
     return values.double().numpy()
 
 
