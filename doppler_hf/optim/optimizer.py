@@ -271,8 +271,7 @@ def update_all(steps: Sequence[Step]) -> None:
         from doppler_hf.optim.fused_update import fused_update  # imports Triton
 
         steps = fused_update(steps)
-    for tensors, constants in steps:
-        update(tensors, constants)
+    update(steps)
 
 
 def _dense(grad: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

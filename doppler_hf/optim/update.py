@@ -1,7 +1,8 @@
-"""Algorithm 3 for one parameter: weight decay, the filter, the second moment, and the resulting step.
+"""Algorithm 3: weight decay, the filter, the second moment, and the resulting step.
 
-`update` makes a dozen passes over memory, so it works on `slices` of a tensor that stay in the cache. On a GPU,
-`fused_update` does the same in one pass, for all tensors.
+`update` makes a dozen passes over memory, so it works on `packs` that stay in the cache: slices of large tensors, or many
+small tensors at once, since for these the calls take longer than the numbers. On a GPU, `fused_update` does the same in one
+pass, for all tensors.
 
 The filter stage: m̂_t = m_t / c_t (DOPPLER, Algorithm 2, lines 6-8), in the transposed direct form II.
 
@@ -14,7 +15,7 @@ In float32 the rounding error of the states grows with the order and with 1/cuto
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, Literal, get_args
@@ -50,7 +51,7 @@ class ParameterTensors:
         return [self.weight, self.grad, *self.filter_states, *(() if v is None else (v,))]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepConstants:
     """The constants of a step; they contain the correction for the zero start of the second moment, k_t = 1 - β₂ᵗ."""
 
@@ -82,48 +83,73 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
         yield ParameterTensors(weight, grad, states, v)
 
 
-def update(tensors: ParameterTensors, constants: StepConstants) -> None:
-    """Make one step of Algorithm 3 for one parameter (everything but the gradient is modified in place).
+def packs(steps: Iterable[Step]) -> Iterator[tuple[list[ParameterTensors], StepConstants]]:
+    """Yield slices of parameters that have the same constants, as many at once as fit into the cache together."""
+    open_packs: dict[StepConstants, tuple[int, list[ParameterTensors]]] = {}
+    for tensors, constants in steps:
+        for part in slices(tensors):
+            size, pack = open_packs.get(constants, (0, []))
+            numel = part.weight.numel()
+            if pack and size + numel > CPU_SLICE:
+                yield pack, constants
+                size, pack = 0, []
+            pack.append(part)
+            open_packs[constants] = size + numel, pack
+    for constants, (_, pack) in open_packs.items():
+        yield pack, constants
+
+
+def update(steps: Iterable[Step]) -> None:
+    """Make one step of Algorithm 3 for some parameters (everything but the gradients is modified in place).
 
     The second moment is that of the *unfiltered* gradient, in torch's convention of β₂. DPAdamBC subtracts the variance of
     the noise from it (Tang et al. 2024), which the paper's listing leaves out. The corrections c_t and k_t are in the
     constants: √max(v̂ - n̂, floor) = √max(v - n, k floor) / √k.
     """
-    for part in slices(tensors):
-        _update_slice(part, constants)
+    for pack, constants in packs(steps):
+        _update_pack(pack, constants)
 
 
-def _update_slice(tensors: ParameterTensors, constants: StepConstants) -> None:
-    x, g = tensors.weight.to(full_dtype(tensors.weight)), tensors.grad.to(full_dtype(tensors.grad))
-    m = low_pass(g, tensors.filter_states, constants.coefficients)
+def _update_pack(pack: Sequence[ParameterTensors], constants: StepConstants) -> None:
+    x = [tensors.weight.to(full_dtype(tensors.weight)) for tensors in pack]
+    g = [tensors.grad.to(full_dtype(tensors.grad)) for tensors in pack]
+    m = low_pass(g, [tensors.filter_states for tensors in pack], constants.coefficients)
     # In half precision, decay and step are rounded together, once. A decay of 1 - 1e-5 would be lost if rounded alone.
     if constants.decay != 1.0:
-        x.mul_(constants.decay)
-    if tensors.exp_avg_sq is None:
-        x.add_(m, alpha=-constants.step_size)
+        torch._foreach_mul_(x, constants.decay)
+    v = [tensors.exp_avg_sq for tensors in pack if tensors.exp_avg_sq is not None]
+    if not v:
+        torch._foreach_add_(x, m, alpha=-constants.step_size)
     else:
-        v = tensors.exp_avg_sq
-        v.mul_(constants.beta2).addcmul_(g, g, value=1 - constants.beta2)
+        torch._foreach_mul_(v, constants.beta2)
+        torch._foreach_addcmul_(v, g, g, value=1 - constants.beta2)
         # A division by the root would take half as long again on a CPU.
-        reciprocal = v.sub(constants.noise_var).clamp_(min=constants.floor).rsqrt_()
-        x.addcmul_(m, reciprocal, value=-constants.step_size)
-    if x is not tensors.weight:
-        tensors.weight.copy_(x)
+        reciprocal = torch._foreach_sub(v, constants.noise_var)
+        torch._foreach_clamp_min_(reciprocal, constants.floor)
+        torch._foreach_rsqrt_(reciprocal)
+        torch._foreach_addcmul_(x, m, reciprocal, value=-constants.step_size)
+    for tensors, weight in zip(pack, x, strict=True):
+        if weight is not tensors.weight:
+            tensors.weight.copy_(weight)
 
 
 def low_pass(
-    grad: Float[Tensor, "*shape"], states: list[Float[Tensor, "*shape"]], coefficients: Coefficients
-) -> Float[Tensor, "*shape"]:
-    """Advance the filter by one step and return m_t, a new tensor (the ``order`` states are modified in place)."""
+    grads: list[Float[Tensor, "..."]], states: Sequence[list[Float[Tensor, "..."]]], coefficients: Coefficients
+) -> list[Float[Tensor, "..."]]:
+    """Advance the filters of some tensors by one step. Return each m_t, a new tensor (`states` are modified in place)."""
     b, a = coefficients
-    m = torch.add(states[0], grad, alpha=b[0]) if states else grad * b[0]
-    for i, (s_i, later) in enumerate(zip_longest(states, states[1:]), start=1):
-        if later is None:
-            torch.mul(m, -a[i], out=s_i)
-        else:
-            torch.add(later, m, alpha=-a[i], out=s_i)
-        if i < len(b):  # A pass over the state for a coefficient of zero would cost as much as any other.
-            s_i.add_(grad, alpha=b[i])
+    if len(a) == 1:
+        return list(torch._foreach_mul(grads, b[0]))
+    m = list(torch._foreach_add([own[0] for own in states], grads, alpha=b[0]))
+    for own, m_t in zip(states, m, strict=True):
+        for i, (s_i, later) in enumerate(zip_longest(own, own[1:]), start=1):
+            if later is None:
+                torch.mul(m_t, -a[i], out=s_i)
+            else:
+                torch.add(later, m_t, alpha=-a[i], out=s_i)
+    # A pass over a state for a coefficient of zero would cost as much as any other.
+    for i in range(1, len(b)):
+        torch._foreach_add_([own[i - 1] for own in states], grads, alpha=b[i])
     return m
 
 

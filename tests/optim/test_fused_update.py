@@ -93,7 +93,7 @@ def test_a_step_of_many_tensors_is_the_plain_step_of_each(name, base, dtype):
     left = fused_update.fused_update([(tensors, each) for (_, tensors), each in zip(pairs, constants, strict=True)])
     assert left == []
     for (memories, tensors), exact, grad, (size, before), each in zip(pairs, expected, grads, made, constants, strict=True):
-        update(exact, each)
+        update([(exact, each)])
         assert torch.equal(tensors.grad, grad)
         for memory in memories:
             assert (memory[:before] == BESIDE).all()

@@ -1,11 +1,11 @@
-"""One tensor's step: in slices it is the whole one, and half precision is rounded once."""
+"""A step: in slices or packs it is the step of the whole, and half precision is rounded once."""
 
 import pytest
 import torch
 
 from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import update as module
-from doppler_hf.optim.update import ParameterTensors, StepConstants, padded_coefficients, slices, update
+from doppler_hf.optim.update import ParameterTensors, StepConstants, packs, padded_coefficients, slices, update
 from tests.support.optimizers import normal
 
 NUMBERS = {"beta2": 0.9, "step_size": 0.1, "decay": 0.97, "noise_var": 0.05, "floor": 0.01}
@@ -20,7 +20,7 @@ def test_slices_make_the_step_of_the_whole(has_moment, monkeypatch):
         v = order(normal(5, 50, seed=4).square()) if has_moment else None
         parts = list(slices(ParameterTensors(weight, grad, states, v)))
         for part in parts:
-            update(part, StepConstants(coefficients, **NUMBERS))
+            update([(part, StepConstants(coefficients, **NUMBERS))])
         return len(parts), [weight, *states, *([v] if has_moment else [])]
 
     number, whole = stepped()
@@ -36,5 +36,32 @@ def test_decay_and_step_of_half_precision_are_rounded_once_together():
     # Alone, either would be lost: the next number below 1 is 0.0039 away.
     weight, grad = torch.ones(3, dtype=torch.bfloat16), torch.ones(3)
     coefficients = padded_coefficients(PAPER_FILTERS["none"])
-    update(ParameterTensors(weight, grad, []), StepConstants(coefficients, step_size=0.0015, decay=0.9985))
+    update([(ParameterTensors(weight, grad, []), StepConstants(coefficients, step_size=0.0015, decay=0.9985))])
     assert torch.equal(weight, torch.full_like(weight, 0.99609375))
+
+
+@pytest.mark.parametrize("name", ["none", "second-order"])
+def test_a_pack_makes_the_steps_of_its_tensors(name, monkeypatch):
+    coefficients = padded_coefficients(PAPER_FILTERS[name])
+    constants = [StepConstants(coefficients, **NUMBERS | {"decay": decay}) for decay in (0.97, 1.0)]
+
+    def steps():
+        # As many numbers as a register holds, so that a number meets the same instructions wherever it is.
+        made = []
+        for place, size in enumerate((64, 320, 64, 128, 640, 64)):
+            weight, grad, *states, v = (normal(size, seed=10 * place + i) for i in range(3 + len(coefficients[1])))
+            weight = weight.bfloat16() if place == 3 else weight
+            made.append(
+                (ParameterTensors(weight, grad, states[: len(coefficients[1]) - 1], v.square()), constants[place % 2])
+            )
+        return made
+
+    together, alone = steps(), steps()
+    monkeypatch.setattr(module, "CPU_SLICE", 320)
+    assert [len(pack) for pack, _ in packs(together)] == [1, 2, 1, 1, 2]
+    update(together)
+    for step in alone:
+        update([step])
+    for (one, _), (other, _) in zip(together, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.of_shape, other.of_shape, strict=True))
+    assert not torch.equal(together[0][0].weight, steps()[0][0].weight)
