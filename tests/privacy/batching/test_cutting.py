@@ -108,7 +108,7 @@ def test_the_budget_without_a_users_own_is_what_an_ordinary_step_holds_and_on_a_
     assert tokens_for(on_cpu=True, rows=32, longest=54, width=384) == 512
     assert tokens_for(on_cpu=True, rows=32, longest=54, width=768) == 512
     assert tokens_for(on_cpu=True, rows=32, longest=54, width=128) == 1024
-    assert tokens_for(on_cpu=True, rows=4, longest=54, width=384) == 216
+    assert tokens_for(on_cpu=True, rows=4, longest=54, width=384) == 270
     assert tokens_for(on_cpu=True, rows=1, longest=600, width=384) == 600
     assert tokens_for(on_cpu=True, rows=10**6, longest=54, width=None) == 4096
 
