@@ -268,7 +268,8 @@ class ClippedGradients:
         """Refuse parameters that were frozen or unfrozen since the context was made."""
         # Sensitivity: the norm is over the parameters that were trainable at first. The gradient of another parameter would
         # be added without clipping.
-        now = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        parameters = dict(self._model.named_parameters())
+        now = {name for name, parameter in parameters.items() if parameter.requires_grad}
         if now != self.parameters.keys():
             name = min(now ^ self.parameters.keys())
             raise Refusal(
@@ -277,7 +278,7 @@ class ClippedGradients:
                 "of trained parameters must stay the same: clipping covers only the parameters that were trainable at the "
                 "start. Set requires_grad before train().",
             )
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in parameters.items():
             # Sensitivity: the engine does not see a layer that has replaced another layer.
             known = self.parameters.get(name)
             if known is not None and parameter is not known and not isinstance(parameter, DTensor):
