@@ -41,6 +41,11 @@ class BenchArguments:
     output: str | None = field(default=None, metadata={"help": "File to which each result is added as a line of JSON."})
 
 
+def lengths_like_sst2(number: int) -> np.ndarray:
+    """Return the same random lengths at every call, distributed as those of SST-2."""
+    return np.random.default_rng(0).gamma(2.0, MEAN / 2.0, size=number).astype(np.int64).clip(SHORTEST, LONGEST)
+
+
 def passes_of(lengths: np.ndarray, cut: Cut) -> list[dict[str, Tensor]]:
     """Return the inputs of each pass, of random tokens padded to the longest row of the pass."""
     stops = [each.stop for each in cut.passes(len(lengths), lengths=lengths)]
@@ -61,8 +66,7 @@ def losses_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 def ratios(width: int, args: BenchArguments) -> dict[str, float]:
     """Return the seconds of plain passes, and the ratio of each cut to them."""
     work = Work("roberta", TEXT, args.layers, width, max(2, width // 64), 1000, LONGEST + 2, 1, lora_r=args.lora_r)
-    lengths = np.random.default_rng(0).gamma(2.0, MEAN / 2.0, size=args.texts).astype(np.int64).clip(SHORTEST, LONGEST)
-    lengths.sort()
+    lengths = np.sort(lengths_like_sst2(args.texts))
     (model, _), (plain, _) = build(work, device="cpu"), build(work, device="cpu")
     with ClippedGradients(model, clipping="automatic") as clipped:
 

@@ -1,20 +1,27 @@
 """What a private pass, a release and an optimizer step would cost a GPU, without one.
 
     python -m scripts.bench.roofline --works roberta-base,gpt2
+    python -m scripts.bench.roofline --works roberta-base,roberta-base-lora --texts 1024
 
 Models of real size run on tensors without memory, under bf16 autocast. The time of a kernel is the largest of three: its
 bytes over the memory's speed, its operations over the speed of their dtype, and the least that a kernel takes. The speeds
 are fitted to what an H100 took for the same passes. What it gives are ratios of a private to a plain pass.
+
+With `--texts`, it also compares whole steps on a batch of texts with SST-2's lengths: micro-batches cut by tokens, against
+shuffled rows as in `Trainer`. There a pass takes the time of its kernels, or that of the Python which launches them, if that
+is longer.
 """
 
 import contextlib
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,17 +33,22 @@ from doppler_hf.filters import PAPER_FILTERS
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim import fused_update as of_optimizer
 from doppler_hf.privacy import GaussianMechanism
+from doppler_hf.privacy.batching.cutting import Cut, grid_for, tokens_for
 from doppler_hf.privacy.clipping import fused_gradients
 from doppler_hf.privacy.noise import chacha
 from doppler_hf.run.memory import move_in, without_memory
 from scripts.bench import engine
 from scripts.bench.measure import append_json_line, chosen
+from scripts.bench.micro_batches import lengths_like_sst2
 from scripts.training.arguments import one_line_errors, parse_args
 
 BYTES_PER_SECOND = 2.4e12
 OPERATIONS_PER_SECOND = {torch.bfloat16: 480e12, torch.float16: 480e12}
 OTHER_OPERATIONS_PER_SECOND = 45e12
 LEAST_SECONDS = 2.2e-6
+# What Python takes to launch a kernel: an H100 took 46 ms for passes of some 1,500 kernels, and was busy for 11 of them.
+LAUNCH_SECONDS = 30e-6
+ROWS = 32  # per_device_train_batch_size
 aten = torch.ops.aten
 # No kernels, though their schema does not call them views.
 FREE = {
@@ -61,6 +73,9 @@ class RooflineArguments:
         metadata={"help": f"Of {', '.join(engine.ALL_WORKS)}; comma separated."},
     )
     operators: int = field(default=0, metadata={"help": "How many of the dearest operators are printed of each work."})
+    texts: int = field(
+        default=0, metadata={"help": "The expected batch of a whole step on texts with SST-2's lengths; 0 leaves it out."}
+    )
     output: str | None = field(default=None, metadata={"help": "File to which every result is added as a line of JSON."})
 
 
@@ -223,6 +238,39 @@ def cost_of_optimizer(work: engine.Work) -> Cost:
     return cost
 
 
+def seconds_with_python(cost: Cost) -> float:
+    """Return the seconds of a pass, which waits for Python if its kernels are short."""
+    return max(cost.kernels * LAUNCH_SECONDS, cost.seconds)
+
+
+def step_on_texts(work: engine.Work, number: int) -> dict[str, float]:
+    """Return passes and seconds of a whole step on so many texts: by tokens in bfloat16, and plain on shuffled rows."""
+    lengths = lengths_like_sst2(number)
+    longest = int(lengths.max())
+    shapes = [(len(rows), int(rows.max())) for rows in np.split(lengths, range(ROWS, number, ROWS))]
+    tokens = tokens_for(on_cpu=False, rows=ROWS, longest=longest, width=work.hidden)
+    cut = Cut(None, tokens, padded=grid_for(on_cpu=False, pieces=-(-number // ROWS)))
+    sorted_lengths = lengths[cut.order(lengths, None, None)]
+    private_shapes = []
+    start = 0
+    for stop, multiple in cut.passes(number, lengths=sorted_lengths):
+        own = int(sorted_lengths[start:stop].max())
+        private_shapes.append((stop - start, own if multiple is None else -(-own // multiple) * multiple))
+        start = stop
+
+    @functools.cache
+    def seconds_of(kind: str, rows: int, length: int) -> float:
+        return seconds_with_python(cost_of_pass(replace(work, batch=rows, length=length), kind))
+
+    once = sum(map(seconds_with_python, (cost_of_release(work), cost_of_optimizer(work))))
+    return {
+        "passes": len(private_shapes),
+        "plain_passes": len(shapes),
+        "step_s": sum(seconds_of("book_keeping", *shape) for shape in private_shapes) + once,
+        "plain_step_s": sum(seconds_of("plain", *shape) for shape in shapes),  # without its optimizer
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Estimate every work, and print a line for each."""
     with one_line_errors():
@@ -255,6 +303,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]:
             before, of_plain = plain.by_operator[operator]
             print(f"    {operator:36} {of_plain * 1e3:6.2f} → {seconds * 1e3:6.2f} ms, {before:4.0f} → {count:4.0f}")
+        if args.texts:
+            step = step_on_texts(work, args.texts)
+            result |= step
+            print(
+                f"    a step on {args.texts:,} texts ×{step['step_s'] / step['plain_step_s']:.2f}: "
+                f"{1e3 * step['plain_step_s']:.0f} → {1e3 * step['step_s']:.0f} ms, "
+                f"{step['plain_passes']} → {step['passes']} passes"
+            )
         append_json_line(result, args.output)
 
 

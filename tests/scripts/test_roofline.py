@@ -1,5 +1,6 @@
 """What a GPU would take for passes of real width, a release and an optimizer step, by what they read and multiply."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,8 +35,9 @@ def test_release_and_step_touch_each_number_as_often_as_they_must():
 def test_the_table_is_printed(capsys, monkeypatch, tmp_path):
     tiny = {"tiny": replace(engine.ROBERTA, **engine.TINY)}
     monkeypatch.setattr(engine, "ALL_WORKS", tiny)
-    roofline.main(["--works=tiny", "--operators=2", f"--output={tmp_path / 'out.jsonl'}"])
+    roofline.main(["--works=tiny", "--operators=2", "--texts=256", f"--output={tmp_path / 'out.jsonl'}"])
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("tiny               busy ×")
-    assert len(shown) == 3
+    assert re.fullmatch(r"    a step on 256 texts ×\d\.\d\d: \d+ → \d+ ms, 8 → \d passes", shown[-1])
+    assert len(shown) == 4
     assert '"work": "tiny"' in (tmp_path / "out.jsonl").read_text()
