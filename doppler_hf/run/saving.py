@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
+from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
@@ -22,7 +23,6 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
-from doppler_hf.run.summary import spent_in_words
 from doppler_hf.run.training_curve import draw_training
 
 
@@ -70,6 +70,8 @@ def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -
     is_evaluation = any(name.startswith("eval_") for name in logs)
     if run.covers_weights_of(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
+        if run.ledger is not None and run.ledger.earlier is not None:
+            logs["epsilon_of_weights"] = logs["epsilon"] + run.ledger.earlier.epsilon
         if run.is_running and "train_runtime" not in logs:  # the plan counts as a whole, from its first step on
             logs["epsilon_planned"] = logs["epsilon"]
     if run.ledger is not None and run.ledger.statement.train_loss == "none":  # the logged losses are all 0
@@ -111,7 +113,7 @@ class SavingTrainer(ShardedTrainer):
     def draw_training(self, run: PrivateRun) -> None:
         """Draw the training that has ended into the output folder, where matplotlib is installed."""
         if run.ledger is not None:
-            guarantee = spent_in_words(run.ledger, self.args, epsilon=run.ledger.epsilon())
+            guarantee = guarantee_in_words(run.ledger, epsilon=run.ledger.epsilon())
             run.has_picture = draw_training(run.ledger, self, guarantee=guarantee)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
