@@ -30,6 +30,8 @@ class CodedError(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(code, message)
         self.code = code
+        # A traceback shows it below the message, where a reader finds it to look it up in the documentation.
+        self.add_note(f"Error code: {code}")
 
     def __str__(self) -> str:
         return str(self.args[1])
