@@ -45,9 +45,11 @@ class Refusal(CodedError, ValueError):
     """The run cannot be made as requested. No ε was spent.
 
     Example:
-        >>> raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
-        Traceback (most recent call last):
-        doppler_hf.errors.Refusal: train_dataset contains the same row more than once.
+        >>> try:
+        ...     raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
+        ... except ValueError as error:
+        ...     print(error.code)
+        repeated-rows
     """
 
 
