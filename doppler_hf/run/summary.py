@@ -186,6 +186,9 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, error: BaseException | None = None) -> None:
     """Print what a run that stopped early has spent, and how to continue."""
+    if ledger.steps_run == 0 and ledger.why_not_private is None:
+        print(f"\n{reason_in_words(error)} before the first step. No ε was spent.")
+        return
     last: str | bool | None = None
     with contextlib.suppress(ValueError):  # no checkpoint may be complete
         last = whole_checkpoint(True, output_dir=args.output_dir)
