@@ -11,8 +11,8 @@ the user alone, and not in any checkpoint.
 
 The file is removed when its run has made the last step of its plan, when it has been resumed, or if it ends before its first
 step. A run that was stopped early may continue, and a run that was killed may be resumed. Their files are removed by another
-private run. It removes a file after a month if the run's output folder no longer has its ledger, without which nothing can be
-resumed, and otherwise after half a year. The month leaves time to move a folder. A folder that is missing here may exist on
+private run: after a month if the run's output folder no longer has its ledger, without which nothing can be resumed, and
+otherwise after half a year. The month leaves time to move a folder. A folder that is missing here may exist on
 another machine with the same folder of states, so only files of runs on this machine are removed after a month.
 """
 
