@@ -1,6 +1,7 @@
 """Save and log for a `DopplerTrainer`: models and checkpoints with their ledger, a card, and ε in every log."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
 from doppler_hf.run.model_card import CARD_NAME
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
@@ -209,16 +211,41 @@ class SavingTrainer(ShardedTrainer):
 
         A raw loss is removed from `logs`, which scripts save as metrics, and is only shown locally.
         """
+        if self._run is not None:
+            complete_log(self._run, logs, model=self.model)
+        self._log_without_raw_loss(functools.partial(super().log, logs, start_time), logs)
+
+    @contextlib.contextmanager
+    def raw_loss_kept_from_own_log(self) -> Iterator[None]:
+        """Keep a raw loss during the block from a `log` of the user's own, in a subclass or set on the trainer."""
+        run = self._run
+        if run is None or not run.reports_raw_loss or not overrides(self, "log"):
+            yield
+            return
+        # Privacy: such a method may print, save or send what it gets, and it need not call `super().log`, which takes the
+        # raw loss out of the metrics that scripts save. So the loss is taken out before the method is called.
+        of_user, on_trainer = self.log, {name: value for name, value in vars(self).items() if name == "log"}
+
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            self._log_without_raw_loss(functools.partial(of_user, logs, *args, **kwargs), logs)
+
+        self.log = log  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            vars(self).pop("log", None)
+            vars(self).update(on_trainer)
+
+    def _log_without_raw_loss(self, log: Callable[[], object], logs: dict[str, float]) -> None:
+        """Call `log` with `logs` that lack a raw loss, and show the loss to callbacks on this machine alone."""
         run, handler = self._run, self.callback_handler
-        if run is not None:
-            complete_log(run, logs, model=self.model)
         # Privacy: the logs that Transformers keeps, saves and sends never hold a raw loss.
         losses = pop_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:
-            super().log(logs, start_time)
+            log()
             return
         with only_local(handler, output_dir=self.args.output_dir) as local:
-            super().log(logs, start_time)
+            log()
             handler.callbacks = local
             show_beside_evaluations(local, losses)
             public = dict(logs)
