@@ -233,8 +233,8 @@ class SavingTrainer(ShardedTrainer):
         try:
             yield
         finally:
-            vars(self).pop("log", None)
-            vars(self).update(on_trainer)
+            self.__dict__.pop("log", None)
+            self.__dict__.update(on_trainer)
 
     def _log_without_raw_loss(self, log: Callable[[], object], logs: dict[str, float]) -> None:
         """Call `log` with `logs` that lack a raw loss, and show the loss to callbacks on this machine alone."""
