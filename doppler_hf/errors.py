@@ -30,6 +30,8 @@ class CodedError(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(code, message)
         self.code = code
+        # A traceback shows it below the message, where a reader finds it to look it up in the documentation.
+        self.add_note(f"Error code: {code}")
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -43,9 +45,11 @@ class Refusal(CodedError, ValueError):
     """The run cannot be made as requested. No ε was spent.
 
     Example:
-        >>> raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
-        Traceback (most recent call last):
-        doppler_hf.errors.Refusal: train_dataset contains the same row more than once.
+        >>> try:
+        ...     raise Refusal("repeated-rows", "train_dataset contains the same row more than once.")
+        ... except ValueError as error:
+        ...     print(error.code)
+        repeated-rows
     """
 
 

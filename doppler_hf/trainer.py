@@ -174,6 +174,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             if self.args.report_train_loss == "raw":
                 callbacks = self.callback_handler.callbacks
                 running.enter_context(tensorboard_outside_output_dir(callbacks, output_dir=self.args.output_dir))
+            running.enter_context(self.raw_loss_kept_from_own_log())
             running.enter_context(shown_with(self.args, run.shown))
             running.enter_context(process_end_explained())
             running.enter_context(explain_removed_columns(self.args, self.train_dataset))

@@ -4,6 +4,7 @@ import ast
 import itertools
 import pickle
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,24 @@ def test_an_error_is_caught_as_before_and_survives_pickling(error):
     error.add_note("a note")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
-    assert (again.code, str(again), again.__notes__) == (error.code, str(error), ["a note"])
+    assert (again.code, str(again), again.__notes__) == (error.code, str(error), [f"Error code: {error.code}", "a note"])
     assert vars(again) == vars(error)
     assert error.code not in str(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_traceback_shows_the_code_once_below_the_message(error):
+    """In another process too, and if the error is raised again."""
+    for each in (type(error)(*error.args) if type(error) is not NoEffectError else error, pickle.loads(pickle.dumps(error))):
+        try:
+            try:
+                raise each
+            except type(error):
+                raise
+        except type(error) as caught:
+            shown = "".join(traceback.format_exception(caught))
+        assert shown.count(f"Error code: {error.code}\n") == 1
+        assert shown.index(str(error)) < shown.index("Error code: ")
 
 
 ROOT = Path(__file__).parents[1]

@@ -42,8 +42,12 @@ from doppler_hf.privacy.ledger.terms import (
     early_stop_in_words,
     meaning_in_words,
     not_covered_in_words,
+    parts_in_words,
     terms_in_words,
+    total_of,
+    total_rows,
     unit_in_words,
+    why_not_private,
 )
 from doppler_hf.privacy.ledger.weights import weight_files
 
@@ -107,11 +111,9 @@ def run(args: argparse.Namespace) -> int:
     if mismatches:
         console.print("NOT VERIFIED: " + ("1 check" if len(mismatches) == 1 else f"{len(mismatches)} checks") + " failed.")
     else:
-        terms = f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})"
-        guarantee = f"{terms}-differential privacy for {unit_in_words(ledger)} after {ledger.steps_run:,} steps"
-        if ledger.earlier is not None:
-            total = f"({ledger.spent.epsilon:.4g}, {ledger.spent.delta:.3g})"
-            guarantee += f" of this training run, and {total} together with the earlier runs if all used the same data"
+        total, parts = total_of(ledger, epsilon=ledger.epsilon()), parts_in_words(ledger, epsilon=ledger.epsilon())
+        guarantee = f"({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)}"
+        guarantee += f", {parts}; {ledger.steps_run:,} steps" if parts else f" after {ledger.steps_run:,} steps"
         console.print(f"{verdict_on(weights)} {guarantee}.", markup=False, soft_wrap=True)
         if weights:
             console.print(f"Weights checked: {', '.join(weights)}.", markup=False, soft_wrap=True)
@@ -186,8 +188,9 @@ def has_installed_versions(versions: Mapping[str, str]) -> bool:
 
 def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     """Return a line if the run was not private or cost more than its target."""
-    if ledger.why_not_private is not None:
-        return [f"NOT PRIVATE: {ledger.why_not_private}."]
+    reason = why_not_private(ledger)
+    if reason is not None:
+        return [f"NOT PRIVATE: {reason}."]
     statement = ledger.statement
     spent = recompute(functools.partial(get_total_epsilon, ledger.history), delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
@@ -267,7 +270,11 @@ def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> lis
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),
         ("steps counted", f"{ledger.steps_run:,} ({end})"),
-        ("ε of the whole plan", f"{ledger.epsilon():.6g}, computed by {statement.accountant}"),
+        *total_rows(ledger),
+        (
+            "ε of the whole plan" if ledger.earlier is None else "ε of this run's whole plan",
+            f"{ledger.epsilon():.6g}, computed by {statement.accountant}",
+        ),
         *meaning,
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
     ]

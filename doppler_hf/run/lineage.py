@@ -273,8 +273,11 @@ def _write(run: str, record: Record) -> None:
         register = _register()
         register.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = register / f".{run}.{secrets.token_hex(4)}"
-        temporary.write_text(json.dumps(said), "utf-8")
-        os.replace(temporary, register / f"{run}.json")
+        try:
+            temporary.write_text(json.dumps(said), "utf-8")
+            os.replace(temporary, register / f"{run}.json")
+        finally:
+            temporary.unlink(missing_ok=True)
         by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-_MOST_TRAININGS]:
             path.unlink(missing_ok=True)

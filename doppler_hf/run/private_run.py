@@ -217,7 +217,11 @@ class PrivateRun:
         self.sampler.is_reserved = False
         was_attached, self._engine = self._engine is not None, None
         vars(self).pop("probe", None)  # the probe holds examples
-        if self.ledger is not None and was_attached and self.affordable <= 0:
+        if self.ledger is None or not was_attached:
+            return
+        # Nothing was dealt out before the first step, unless the run continues a round.
+        has_begun = self._continues_rounds or self.ledger.runs[-1].steps_reserved > 0
+        if self.affordable <= 0 or not has_begun:
             self._rounds.secret_of(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
@@ -377,7 +381,7 @@ class PrivateRun:
         if (remaining > 0 and affordable == 0) or is_overrun:
             raise budget_spent(ledger.epsilon(), self._args)
         if statement.private and statement.sampling == "allocation":
-            self._rounds.secret_of(ledger).keep(self.sampler.secret)
+            self._rounds.secret_of(ledger).keep(self.sampler.secret, output_dir=self._args.output_dir)
         if earlier is not None:
             self._rounds.secret_of(earlier).forget()  # this run continues its rounds, or nobody can
         return ledger, affordable

@@ -7,23 +7,30 @@ turn. So a digest of the data is kept with the secret, and with different data a
 
 Privacy: who has the secret knows when a unit takes part, and the digest tells whether some rows are the training data. So
 both are kept where the data are, and not where results are: in the user's own folder of states (XDG_STATE_HOME), readable by
-the user alone, and not in any checkpoint. The file is removed when its run has made the last step of its plan, or has been
-resumed. A run that was stopped early may continue, and a run that was killed may be resumed: their files are removed by
-another private run, half a year later.
+the user alone, and not in any checkpoint.
+
+The file is removed when its run has made the last step of its plan, when it has been resumed, or if it ends before its first
+step. A run that was stopped early may continue, and a run that was killed may be resumed. Their files are removed by another
+private run: after a month if the run's output folder no longer has its ledger, without which nothing can be resumed, and
+otherwise after half a year. The month leaves time to move a folder. A folder that is missing here may exist on
+another machine with the same folder of states, so only files of runs on this machine are removed after a month.
 """
 
 import contextlib
 import json
 import os
+import platform
 import re
 import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
+from doppler_hf.privacy.ledger.ledger import ledger_files
 
 _LENGTH: Final = 32
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
+_KEPT_WITHOUT_LEDGER: Final = 30 * 24 * 3600.0  # seconds
 _NAME: Final = re.compile(
     r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?"
 )  # version 0.3 added a digest
@@ -43,12 +50,18 @@ class RoundSecret(NamedTuple):
         home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
         return Path(home) / "doppler_hf" / f"{self.run_id}-{self.rank}-of-{self.world_size}"
 
-    def keep(self, secret: bytes) -> None:
-        """Write the secret, if its folder can be written. Without it, a resumed run starts a new round."""
+    def keep(self, secret: bytes, *, output_dir: str | Path) -> None:
+        """Write the secret, if its folder can be written. Without it, a resumed run starts a new round.
+
+        Args:
+            secret: The secret.
+            output_dir: The folder of the run's ledger.
+        """
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                json.dump({"secret": secret.hex(), "data": self.data.to_json()}, file)
+                place = {"machine": platform.node(), "output_dir": str(Path(output_dir).resolve())}
+                json.dump({"secret": secret.hex(), "data": self.data.to_json(), **place}, file)
             self._remove_old_ones()
 
     def secret(self) -> bytes | None:
@@ -87,8 +100,22 @@ class RoundSecret(NamedTuple):
         return None
 
     def _remove_old_ones(self) -> None:
-        """Remove the secrets of runs that were not resumed for half a year. Resuming such a run starts a new round."""
+        """Remove the secrets of runs that cannot be resumed, or that nobody has resumed for half a year.
+
+        Resuming a run without its secret starts a new round.
+        """
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):
-                if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - _KEPT_FOR:
+                age = time.time() - path.stat().st_mtime if _NAME.fullmatch(path.name) else 0.0
+                if age > _KEPT_FOR or (age > _KEPT_WITHOUT_LEDGER and _lacks_ledger(path)):
                     path.unlink()
+
+
+def _lacks_ledger(path: Path) -> bool:
+    """Return whether the folder in which a run of this machine saved has no ledger of this run; False if it is unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_text("utf-8"))
+        run_id = path.name.partition("-")[0]
+        if kept["machine"] == platform.node():
+            return not any(run_id in ledger.read_text("utf-8") for ledger in ledger_files(kept["output_dir"]))
+    return False

@@ -1,6 +1,7 @@
 """Save and log for a `DopplerTrainer`: models and checkpoints with their ledger, a card, and ε in every log."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
+from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
 from doppler_hf.run.model_card import CARD_NAME
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
-from doppler_hf.run.summary import spent_in_words
 from doppler_hf.run.training_curve import draw_training
 
 
@@ -70,6 +72,8 @@ def complete_log(run: PrivateRun, logs: dict[str, float], *, model: nn.Module) -
     is_evaluation = any(name.startswith("eval_") for name in logs)
     if run.covers_weights_of(model) if is_evaluation else run.is_running:
         logs["epsilon"] = run.epsilon()
+        if run.ledger is not None and run.ledger.earlier is not None:
+            logs["epsilon_of_weights"] = logs["epsilon"] + run.ledger.earlier.epsilon
         if run.is_running and "train_runtime" not in logs:  # the plan counts as a whole, from its first step on
             logs["epsilon_planned"] = logs["epsilon"]
     if run.ledger is not None and run.ledger.statement.train_loss == "none":  # the logged losses are all 0
@@ -111,7 +115,7 @@ class SavingTrainer(ShardedTrainer):
     def draw_training(self, run: PrivateRun) -> None:
         """Draw the training that has ended into the output folder, where matplotlib is installed."""
         if run.ledger is not None:
-            guarantee = spent_in_words(run.ledger, self.args, epsilon=run.ledger.epsilon())
+            guarantee = guarantee_in_words(run.ledger, epsilon=run.ledger.epsilon())
             run.has_picture = draw_training(run.ledger, self, guarantee=guarantee)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -207,16 +211,41 @@ class SavingTrainer(ShardedTrainer):
 
         A raw loss is removed from `logs`, which scripts save as metrics, and is only shown locally.
         """
+        if self._run is not None:
+            complete_log(self._run, logs, model=self.model)
+        self._log_without_raw_loss(functools.partial(super().log, logs, start_time), logs)
+
+    @contextlib.contextmanager
+    def raw_loss_kept_from_own_log(self) -> Iterator[None]:
+        """Keep a raw loss during the block from a `log` of the user's own, in a subclass or set on the trainer."""
+        run = self._run
+        if run is None or not run.reports_raw_loss or not overrides(self, "log"):
+            yield
+            return
+        # Privacy: such a method may print, save or send what it gets, and it need not call `super().log`, which takes the
+        # raw loss out of the metrics that scripts save. So the loss is taken out before the method is called.
+        of_user, on_trainer = self.log, {name: value for name, value in vars(self).items() if name == "log"}
+
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            self._log_without_raw_loss(functools.partial(of_user, logs, *args, **kwargs), logs)
+
+        self.log = log  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.__dict__.pop("log", None)
+            self.__dict__.update(on_trainer)
+
+    def _log_without_raw_loss(self, log: Callable[[], object], logs: dict[str, float]) -> None:
+        """Call `log` with `logs` that lack a raw loss, and show the loss to callbacks on this machine alone."""
         run, handler = self._run, self.callback_handler
-        if run is not None:
-            complete_log(run, logs, model=self.model)
         # Privacy: the logs that Transformers keeps, saves and sends never hold a raw loss.
         losses = pop_losses(logs) if run is not None and run.is_running and run.reports_raw_loss else {}
         if not losses:
-            super().log(logs, start_time)
+            log()
             return
         with only_local(handler, output_dir=self.args.output_dir) as local:
-            super().log(logs, start_time)
+            log()
             handler.callbacks = local
             show_beside_evaluations(local, losses)
             public = dict(logs)

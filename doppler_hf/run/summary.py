@@ -13,7 +13,14 @@ from transformers.integrations import TensorBoardCallback
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
-from doppler_hf.privacy.ledger.terms import earlier_in_words, early_stop_in_words, terms_in_words
+from doppler_hf.privacy.ledger.terms import (
+    earlier_in_words,
+    early_stop_in_words,
+    guarantee_in_words,
+    terms_in_words,
+    total_of,
+    why_not_private,
+)
 from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.interruptions import reason_in_words
 from doppler_hf.run.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
@@ -75,7 +82,7 @@ def print_start(
             f"ε protects one row. If the column {name!r} says to whom a row belongs, set privacy_unit_column={name!r}"
             for name in columns
         ]
-    if ledger.private and ledger.planned_epsilon > LARGEST_EPSILON:
+    if why_not_private(ledger) is None and total_of(ledger, epsilon=ledger.planned_epsilon).epsilon > LARGEST_EPSILON:
         watched.insert(0, f"ε above {LARGEST_EPSILON:g} protects little; usual values are 1 to 8")
     if args.get_warmup_steps(steps) >= steps:
         watched.append(
@@ -103,7 +110,7 @@ def print_start(
     if statement.train_loss == "raw":
         watched = [*raw_loss_notes(callbacks, output_dir=args.output_dir), *watched]
     lines = (
-        ("privacy", spent_in_words(ledger, args, epsilon=ledger.planned_epsilon)),
+        ("privacy", guarantee_in_words(ledger, epsilon=ledger.planned_epsilon)),
         ("data", f"{statement.num_units:,} {who}s; {steps:,} random batches of {batch:,} on average{resumed}{processes}"),
         ("noise", f"noise multiplier {sigma:.4g}; shape: {shape}{chosen}; filter: {run.words['filter']}"),
         ("learning rate", f"{run.words['rate']}; optimizer: {optimizer_in_words(args)}"),
@@ -134,13 +141,14 @@ def print_start(
 
 def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
     """Print what a run has spent, where its ledger is, and whether the last evaluation shows that it learnt little."""
-    spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
+    spent = guarantee_in_words(ledger, epsilon=ledger.epsilon())
+    in_steps = f" in {ledger.steps_run:,} steps" if ledger.earlier is None else f"; this run made {ledger.steps_run:,} steps"
     print(
         " ".join(
             filter(
                 None,
                 (
-                    f"Privacy spent: {spent} in {ledger.steps_run:,} steps.",
+                    f"Privacy spent: {spent}{in_steps}.",
                     early_stop_in_words(ledger),
                     earlier_in_words(ledger),
                 ),
@@ -178,10 +186,13 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, error: BaseException | None = None) -> None:
     """Print what a run that stopped early has spent, and how to continue."""
+    if ledger.steps_run == 0 and ledger.why_not_private is None:
+        print(f"\n{reason_in_words(error)} before the first step. No ε was spent.")
+        return
     last: str | bool | None = None
     with contextlib.suppress(ValueError):  # no checkpoint may be complete
         last = whole_checkpoint(True, output_dir=args.output_dir)
-    spent = spent_in_words(ledger, args, epsilon=ledger.epsilon())
+    spent = guarantee_in_words(ledger, epsilon=ledger.epsilon())
     again = ""
     if (lost := ledger.steps_run - step_of_checkpoint(last if isinstance(last, str) else None)) > 0:
         early = ", so the run will end that many steps early." if args.target_epsilon is not None else "."
@@ -247,12 +258,3 @@ def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
         return []
     more = "use larger batches, more epochs, more data or a larger ε"
     return [f"the run may learn little, because the noise of its average gradient is {noise:.2g} C per coordinate: {more}"]
-
-
-def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:
-    """Return in words ε, δ, and the record or user that is protected."""
-    statement, column = ledger.statement, args.privacy_unit_column
-    who = "one record" if column is None else f"one user (all records with the same {column!r})"
-    if ledger.why_not_private is not None:
-        return f"ε = {'∞' if math.isinf(epsilon) else f'{epsilon:.4g}'} (NOT PRIVATE: {ledger.why_not_private})"
-    return f"ε = {epsilon:.4g}, δ = {statement.target_delta:.3g} for {who}"

@@ -5,6 +5,7 @@ and log must be the same, but for clocks and random names. What is written is li
 noticed.
 """
 
+import contextlib
 import copy
 import json
 import logging
@@ -146,3 +147,33 @@ def test_how_many_rows_users_have_is_told_nowhere(tmp_path, caplog, users):
     finally:
         logger.removeHandler(caplog.handler)
     assert told == ["24", "24"]
+
+
+def names_in(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("ends", ["after its plan", "early", "by an error", "refused"])
+def test_no_lock_stays_in_a_folder_once_a_run_has_ended(tmp_path, monkeypatch, ends):
+    """However it has ended, in the output folder, in checkpoints, and in other folders where the model is saved."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    seen = []
+
+    def look(state, control, **_):
+        seen.append("out/_privacy_ledger.lock" in names_in(tmp_path))
+        control.should_training_stop = ends == "early"
+        if ends == "by an error":
+            raise OSError("the disk is full")
+
+    options = dict(learning_rate=9.0) if ends == "refused" else {}
+    trainer = trainer_of(tmp_path, callbacks=[On(step_end=look)], save_strategy="steps", save_steps=1, **options)
+    with pytest.raises((OSError, ValueError)) if ends in ("by an error", "refused") else contextlib.nullcontext():
+        trainer.train()
+    assert seen == [True] * {"after its plan": 4, "refused": 0}.get(ends, 1)
+    if ends != "refused":
+        for folder in ("out", "elsewhere", "elsewhere"):
+            trainer.save_model(str(tmp_path / folder))
+    assert not [name for name in names_in(tmp_path) if "lock" in name]
+    # Nothing but the register of trained weights, and the secret of a round that can go on.
+    states = {name for name in names_in(tmp_path) if name.startswith("state/") and "/trainings/" not in name}
+    assert len(states) == (ends in ("early", "by an error"))

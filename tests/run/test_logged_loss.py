@@ -1,5 +1,6 @@
 """A raw training loss is shown here and kept nowhere; a private one says if it is clipped."""
 
+import functools
 import json
 import re
 import sys
@@ -91,6 +92,58 @@ def test_a_raw_loss_is_on_the_console_and_in_no_file(tmp_path, capsys):
         assert not {"loss", "train_loss"} & names(json.loads(state.read_text())["log_history"])
     assert "train_loss" not in json.loads((folder / "all_results.json").read_text())
     assert "- **loss**: " in (folder / "README.md").read_text()  # of the evaluation
+
+
+class Own:
+    """A `log` of the user's own, which keeps what it gets and, if `passes`, calls that of `Trainer`."""
+
+    def __init__(self, passes):
+        self.passes, self.got = passes, []
+
+    def take(self, trainer, logs, *times):
+        self.got.append(dict(logs))
+        if self.passes:
+            DopplerTrainer.log(trainer, logs, *times)
+
+    def install(self, how, monkeypatch):
+        if how in ("on the trainer", "partial"):
+            take = functools.partial if how == "partial" else (lambda take, trainer: lambda *logs: take(trainer, *logs))
+            return Constant, lambda trainer: setattr(trainer, "log", take(self.take, trainer))
+        cls = type("Mine", (Constant,), {"log": lambda trainer, logs, start_time=None: self.take(trainer, logs, start_time)})
+        if how == "on the class":
+            cls = Constant
+            monkeypatch.setattr(cls, "log", lambda trainer, *logs: self.take(trainer, *logs), raising=False)
+        return cls, lambda trainer: None
+
+
+@pytest.mark.parametrize("how", ["on the trainer", "partial", "on the class", "in a subclass"])
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_log_of_ones_own_gets_no_raw_loss(tmp_path, monkeypatch, capsys, how, passes):
+    """Nor does it stay in the metrics that scripts save, though the method may not pass on what it gets."""
+    own = Own(passes)
+    cls, install = own.install(how, monkeypatch)
+    trainer = trainer_of(tmp_path, cls=cls, **WHOLE, **RAW, save_strategy="steps", save_steps=2)
+    install(trainer)
+    before = dict(vars(trainer))
+    output = trainer.train()
+    shown = capsys.readouterr().out
+    assert shown.count(f"'loss': '{FOUND[:6]}'") == 4  # which this machine alone shows
+    assert len(own.got) == 5  # the method is used
+    assert "grad_norm" in names(own.got)
+    assert not {"loss", "train_loss"} & names([*own.got, *trainer.state.log_history, output.metrics])
+    assert ("log" in vars(trainer), vars(trainer).get("log")) == ("log" in before, before.get("log"))
+    trainer.save_metrics("train", output.metrics)
+    assert has_raw(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("how", ["on the trainer", "in a subclass"])
+def test_a_log_of_ones_own_gets_the_private_loss(tmp_path, monkeypatch, how):
+    own = Own(passes=False)
+    cls, install = own.install(how, monkeypatch)
+    trainer = trainer_of(tmp_path, cls=cls)
+    install(trainer)
+    trainer.train()
+    assert len([logs for logs in own.got if "loss" in logs]) == 4
 
 
 def test_no_file_of_a_raw_run_has_its_digits(tmp_path):

@@ -75,7 +75,9 @@ def test_a_run_makes_no_more_steps_than_its_plan_has_left_whatever_its_target_wo
     statement = PrivateRun(args, text_data(240), num_trained=1).statement
     noisier = dataclasses.replace(statement, noise_multiplier=2.0 * statement.noise_multiplier)
     ledger = after(PrivacyLedger.open(noisier), 3)
-    RoundSecret(ledger.run_id, 0, 1, PrivateRun(args, text_data(240), num_trained=1)._rounds.digest_of_data).keep(bytes(32))
+    RoundSecret(ledger.run_id, 0, 1, PrivateRun(args, text_data(240), num_trained=1)._rounds.digest_of_data).keep(
+        bytes(32), output_dir=tmp_path
+    )
     if clean:
         ledger.close()
     run = PrivateRun(args, text_data(240), num_trained=1, previous=Previous("checkpoint-2", 2, ledger))

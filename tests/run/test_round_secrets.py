@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.batching.data_digest import DataDigest
+from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.run.round_secrets import RoundSecret
+from tests.support.ledgers import statement
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data
@@ -32,7 +34,7 @@ def secret(number=1, *, rank=0, world_size=1, data=ROWS):
 
 def test_it_is_read_back_for_the_same_rows_alone():
     assert secret().secret() is None
-    secret().keep(SECRET)
+    secret().keep(SECRET, output_dir="nowhere")
     assert secret().secret() == SECRET
     assert not secret().is_of_other_data()
     assert secret(data=OTHERS).secret() is None
@@ -44,8 +46,8 @@ def test_it_is_read_back_for_the_same_rows_alone():
 
 def test_a_secret_of_the_same_run_under_another_number_of_processes_is_found(states):
     assert secret().secret_for_other_world_size() is None
-    secret().keep(SECRET)
-    secret(2, rank=1, world_size=12).keep(SECRET)
+    secret().keep(SECRET, output_dir="nowhere")
+    secret(2, rank=1, world_size=12).keep(SECRET, output_dir="nowhere")
     (states / f"{1:016x}-0-of-3-89abcdef").write_bytes(SECRET)  # as version 0.3 named it
     assert secret().secret_for_other_world_size() is None
     assert secret(world_size=2).secret_for_other_world_size() == secret()
@@ -57,7 +59,7 @@ def test_a_secret_of_the_same_run_under_another_number_of_processes_is_found(sta
 def test_nobody_else_can_read_it_or_see_its_name(states, umask):
     before = os.umask(umask)
     try:
-        secret().keep(SECRET)
+        secret().keep(SECRET, output_dir="nowhere")
     finally:
         os.umask(before)
     assert stat.S_IMODE(secret().path.stat().st_mode) == 0o600
@@ -68,34 +70,66 @@ def test_nobody_else_can_read_it_or_see_its_name(states, umask):
 
 def test_all_processes_of_a_run_are_forgotten_and_no_other_run(states):
     for each in (secret(), secret(rank=0, world_size=2), secret(rank=1, world_size=2), secret(2)):
-        each.keep(SECRET)
+        each.keep(SECRET, output_dir="nowhere")
     (states / f"{1:016x}-0-of-1-89abcdef").write_bytes(SECRET)  # as version 0.3 named it
     secret(data=OTHERS).forget()
     assert [path.name for path in states.iterdir()] == [secret(2).path.name]
     secret().forget()
 
 
-def test_those_that_nobody_has_resumed_for_half_a_year_are_removed(states):
-    secret(1).keep(SECRET)
-    secret(2).keep(SECRET)
+def test_those_that_nobody_has_resumed_for_half_a_year_are_removed(tmp_path, states):
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        PrivacyLedger.open(statement(), run_id=f"{number:016x}").save(folder)
+        secret(number).keep(SECRET, output_dir=folder)
     (states / f"{3:016x}-0-of-1-89abcdef").write_bytes(SECRET)
     (states / "something-else").write_text("not ours to remove")
     now = time.time()
     for path in states.iterdir():
         days = 100 if path == secret(2).path else 200
         os.utime(path, (now, now - days * 24 * 3600))
-    secret(4).keep(SECRET)
+    secret(4).keep(SECRET, output_dir="nowhere")
     assert {path.name for path in states.iterdir()} == {secret(2).path.name, secret(4).path.name, "something-else"}
 
 
+@pytest.mark.parametrize("left", ["its ledger", "its ledger, set aside", "another ledger", "nothing", "no folder"])
+def test_those_of_runs_whose_ledger_is_gone_are_removed_after_a_month(tmp_path, states, monkeypatch, left):
+    """Without the ledger nothing can be resumed. A younger one may be of a folder that was moved for a while."""
+    folder = tmp_path / "out"
+    old, young, elsewhere = secret(1), secret(2), secret(3)
+    old.keep(SECRET, output_dir=folder)
+    young.keep(SECRET, output_dir=folder)
+    monkeypatch.setattr("platform.node", lambda: "another machine")
+    elsewhere.keep(SECRET, output_dir=folder)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(states.parent))
+    (states / f"{5:016x}-0-of-1").write_text('{"secret": "as it was before a folder was kept"}')
+    if left != "no folder":
+        folder.mkdir()
+    if left not in ("nothing", "no folder"):
+        run_id = f"{9 if left == 'another ledger' else 1:016x}"
+        ledger = PrivacyLedger.open(statement(), run_id=run_id)
+        ledger.save(folder)
+        if left == "its ledger, set aside":
+            assert set_aside(folder, unless=lambda there: False)
+    now = time.time()
+    for path in states.iterdir():
+        days = 20 if path == young.path else 40
+        os.utime(path, (now, now - days * 24 * 3600))
+    secret(4).keep(SECRET, output_dir=folder)
+    stays = {young.path.name, elsewhere.path.name, secret(4).path.name, f"{5:016x}-0-of-1"}
+    stays |= {old.path.name} if left.startswith("its ledger") else set()
+    assert {path.name for path in states.iterdir()} == stays
+
+
 def test_what_is_damaged_or_cannot_be_written_costs_a_round_at_most(states, monkeypatch):
-    secret().keep(SECRET)
+    secret().keep(SECRET, output_dir="nowhere")
     for content in ("", "[]", "{}", '{"secret": "00", "data": {}}', '{"secret": 1, "data": 2}', '{"secret": "zz"}'):
         secret().path.write_text(content)
         assert secret().secret() is None
         assert not secret().is_of_other_data()
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
-    secret().keep(SECRET)
+    secret().keep(SECRET, output_dir="nowhere")
     assert secret().secret() is None
     secret().forget()
 
@@ -147,6 +181,27 @@ def test_a_run_that_begins_another_plan_forgets_the_round_of_the_one_before(tmp_
     assert [[each.steps for each in plan] for plan in second.privacy.ledger.plans] == [[4], [2]]
     (after,) = kept(states)
     assert after != before
+
+
+@pytest.mark.parametrize("event", ["step_begin", "epoch_begin"])
+def test_a_run_that_ends_before_its_first_step_keeps_nothing(tmp_path, states, capsys, event):
+    trainer = trainer_of(tmp_path, callbacks=[On(**{event: interrupt})])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.privacy.ledger.steps_run == 0
+    assert kept(states) == []
+    assert "Interrupted before the first step. No ε was spent." in capsys.readouterr().out
+
+
+def test_a_round_goes_on_after_a_resumed_run_has_ended_before_its_first_step(tmp_path, states):
+    _, second = interrupted(tmp_path)
+    second.add_callback(On(step_begin=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        second.train(resume_from_checkpoint=True)
+    assert len(kept(states)) == 1
+    terms = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=None, target_epsilon=8.0)
+    assert from_there(trainer_of(tmp_path, data=text_data(48), **terms), 6).continues_rounds
+    assert kept(states) == []
 
 
 # --- with another number of processes -----------------------------------------------------------------------------------

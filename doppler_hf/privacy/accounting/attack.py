@@ -61,7 +61,12 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
 
 def trade_off_of_plans(plans: Sequence[Plan], *, epsilon: float, delta: float) -> TradeOff:
     """Return the success of the best attack on plans that cost ε at δ; for several plans, only this pair is known."""
-    return trade_off(plans[0]) if len(plans) == 1 else TradeOff(np.array([epsilon]), np.array([delta]))
+    return trade_off(plans[0]) if len(plans) == 1 else trade_off_at(epsilon, delta=delta)
+
+
+def trade_off_at(epsilon: float, *, delta: float) -> TradeOff:
+    """Return the success of the best attack if nothing but ε at δ is known of what was released."""
+    return TradeOff(np.array([epsilon]), np.array([delta]))
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,11 +80,11 @@ def _of_noisy(history: tuple[Releases, ...]) -> TradeOff:
     return TradeOff(epsilons, deltas)
 
 
-def attack_in_words(best: TradeOff, *, epsilon: float, record: str = "training record") -> str:
+def attack_in_words(best: TradeOff, *, epsilon: float, record: str = "training record", runs: str = "In this run") -> str:
     """Return the meaning of ε in one sentence."""
     found = percent(best.true_positive_rate(0.01))
     return (
-        f"In this run (ε = {epsilon:.3g}), an attack on the model with 1 % false positives recognises a {record} with a "
+        f"{runs} (ε = {epsilon:.3g}), an attack on the model with 1 % false positives recognises a {record} with a "
         f"probability of at most {found}; guessing recognises it with a probability of 1 %."
     )
 

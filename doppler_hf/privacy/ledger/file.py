@@ -8,6 +8,7 @@ missing, inserted or exchanged entry. It does not reveal entries that were cut o
 as a whole. Against these, publish the last hash (the head) where nobody can change it.
 """
 
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -16,7 +17,8 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +30,14 @@ from jsonschema.exceptions import best_match
 from doppler_hf.errors import Refusal
 from doppler_hf.version import VERSION
 
+if sys.platform == "win32":
+    flock = None
+    _EXCLUSIVE = _UNLOCKED = 0
+else:
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+
+    _EXCLUSIVE, _UNLOCKED = LOCK_EX | LOCK_NB, LOCK_UN
+
 Entry = dict[str, Any]
 
 # Formats 10 and 9 are read too. Format 10 does not say whether a run continues the plan, and has no marks of trained
@@ -36,6 +46,7 @@ FORMAT: Final = 11
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers does not upload files with names that begin with "_".
+_HELD: Final = {errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK}  # errors of a lock that another process holds
 _PACKAGES: Final = ("torch", "transformers", "opacus", "dp-accounting", "numpy")
 # The first entry has this as its previous hash.
 ORIGIN: Final = "0" * 64
@@ -156,22 +167,92 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 
 class WriterLock:
-    """Prevents other runs, in this or another process, from writing to the ledger of a folder; can be entered repeatedly."""
+    """Prevents other runs, in this or another process, from writing to the ledger of a folder; can be entered repeatedly.
+
+    The lock is a file in the folder, which is removed when the lock is released. If a process is killed, the file stays, but
+    it is no longer locked, so the next run can use the folder and removes the file.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._lock = FileLock(self._folder / LOCK_NAME, thread_local=False)
+        self._times_entered = 0
+        self._release: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise Refusal(
-                "folder-in-use",
-                f"Another private run is using the folder {self._folder}. Use another output_dir, or wait until that run "
-                "has ended.",
-            ) from None
+        if self._times_entered == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            release = _locked(self._folder / LOCK_NAME)
+            if release is None:
+                raise Refusal(
+                    "folder-in-use",
+                    f"Another private run is using the folder {self._folder}. Use another output_dir, or wait until that "
+                    "run has ended.",
+                )
+            self._release = release
+        self._times_entered += 1
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+        self._times_entered -= 1
+        if self._times_entered == 0 and self._release is not None:
+            self._release()
+
+
+def _locked(path: Path) -> Callable[[], object] | None:
+    """Lock a file, and return a function that releases and removes it; None if another lock holds the file.
+
+    Removing the file is safe, because the holder removes it while it still has the lock, and because whoever gets the lock
+    compares the file that it has locked with the file of that name. Suppose that a process opens the file just before the
+    holder removes it. It then gets the lock of a file without a name, while another process can make a new file of that name
+    and lock it, too. The comparison fails in the first process, which starts again with the new file. If the comparison
+    succeeds, the file keeps its name, since nobody but the holder removes it.
+    """
+    if flock is None:
+        return _locked_by_library(path)
+    while True:
+        try:
+            file, is_new = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT | os.O_EXCL, 0o644), True
+        except FileExistsError:
+            try:
+                file, is_new = os.open(path, os.O_RDWR | os.O_NOFOLLOW), False
+            except FileNotFoundError:
+                continue  # its holder has just removed it
+        try:
+            flock(file, _EXCLUSIVE)
+            if _is_named(file, path):
+                return functools.partial(_unlock_and_remove, os.dup(file), path)
+        except OSError as error:
+            if error.errno in _HELD:
+                return None
+            if is_new:  # the library would take it for the lock of another process
+                path.unlink(missing_ok=True)
+            return _locked_by_library(path)  # some file systems have no such locks
+        finally:
+            os.close(file)
+
+
+def _is_named(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _unlock_and_remove(file: int, path: Path) -> None:
+    try:
+        # The file is removed before it is unlocked. A folder that somebody has replaced since may have another run's file.
+        if _is_named(file, path):
+            path.unlink(missing_ok=True)
+    finally:
+        # Workers of data loaders have copies of the file, so closing it here would not release the lock.
+        flock(file, _UNLOCKED)
+        os.close(file)
+
+
+def _locked_by_library(path: Path) -> Callable[[], object] | None:
+    """Lock a file with the library, where the system has no `flock`. The library removes the file where that is safe."""
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock.release

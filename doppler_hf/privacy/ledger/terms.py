@@ -1,6 +1,13 @@
-"""The terms of a guarantee in words, as `doppler-hf verify` and the model card show them."""
+"""The terms of a guarantee in words, as `doppler-hf verify` and the model card show them.
 
-from doppler_hf.privacy.accounting.attack import attack_in_words, percent
+If earlier private runs trained the same weights, their ε counts for whoever publishes the weights. So each of these texts
+states the sum first, and then the part of this run.
+"""
+
+import math
+
+from doppler_hf.privacy.accounting.accounting import Spent
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent, trade_off_at
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
 _NEARLY = 0.005  # Smaller relative differences of ε are not mentioned.
@@ -42,14 +49,52 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     ]
 
 
+def why_not_private(ledger: PrivacyLedger) -> str | None:
+    """Return why the weights are not private: because of a run of this ledger, or of an earlier run. None if they are."""
+    if ledger.why_not_private is None and ledger.earlier is not None and math.isinf(ledger.earlier.epsilon):
+        return "an earlier run that trained these weights was not private"
+    return ledger.why_not_private
+
+
+def total_of(ledger: PrivacyLedger, *, epsilon: float) -> Spent:
+    """Return what the weights have cost in all runs that trained them, if `epsilon` is the cost of this ledger's run."""
+    earlier = 0.0 if ledger.earlier is None else ledger.earlier.epsilon
+    return Spent(earlier + epsilon, ledger.spent.delta)
+
+
+def guarantee_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
+    """Return ε, δ and what they protect: for all runs that trained the weights, if there were others.
+
+    Args:
+        ledger: The ledger of the run.
+        epsilon: The cost of this ledger's run: planned, or spent so far.
+    """
+    total, reason = total_of(ledger, epsilon=epsilon), why_not_private(ledger)
+    if reason is not None:
+        return f"ε = {_number(total.epsilon)} (NOT PRIVATE: {reason})"
+    parts = f", {parts_in_words(ledger, epsilon=epsilon)}" if ledger.earlier is not None else ""
+    return f"ε = {total.epsilon:.4g}, δ = {total.delta:.3g} for {unit_in_words(ledger)}{parts}"
+
+
+def parts_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
+    """Return of which runs a sum of ε consists; empty if no other run has trained the weights."""
+    before = [_number(spent.epsilon) for spent in ledger.earlier_trainings.values()]
+    if not before:
+        return ""
+    others = "an earlier run" if len(before) == 1 else f"{len(before)} earlier runs"
+    return f"the sum of this run (ε = {_number(epsilon)}) and {others} on the same weights (ε = {' + '.join(before)})"
+
+
 def claim_in_words(ledger: PrivacyLedger) -> str:
     """Return what is guaranteed, and what that means."""
-    statement = ledger.statement
-    if ledger.why_not_private is not None:
-        return f"Not differentially private: {ledger.why_not_private}."
+    reason = why_not_private(ledger)
+    if reason is not None:
+        return " ".join(filter(None, (f"Not differentially private: {reason}.", earlier_in_words(ledger))))
+    total = total_of(ledger, epsilon=ledger.epsilon())
+    parts = parts_in_words(ledger, epsilon=ledger.epsilon())
     return (
-        f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-        f"{unit_in_words(ledger)}, by the {statement.accountant} accountant. "
+        f"Trained with ({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)}"
+        f"{parts and f', {parts}'}, by the {ledger.statement.accountant} accountant. "
         + " ".join(filter(None, (early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
     )
 
@@ -63,7 +108,8 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
     if not fixed < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
     return (
-        "The ε of the whole plan counts, because intermediate results may have decided when the run stopped. ε would be "
+        "The ε of the whole plan counts, because intermediate results may have decided when the run stopped. "
+        f"{'ε' if ledger.earlier is None else 'ε of this run'} would be "
         f"{fixed:.4g} if the length of {ledger.steps_run:,} steps{' and all terms' if len(ledger.plans) > 1 else ''} had "
         "been fixed beforehand."
     )
@@ -82,23 +128,45 @@ def earlier_rule_in_words(ledger: PrivacyLedger) -> str:
 
 
 def earlier_in_words(ledger: PrivacyLedger) -> str:
-    """Return what earlier training runs spent on these weights, and the sum with this one; empty if none is known."""
+    """Return when the ε of earlier runs on these weights counts, and when it does not; empty if no such run is known."""
     if ledger.earlier is None:
         return ""
-    before = [f"{spent.epsilon:.4g}" for spent in ledger.earlier_trainings.values()]
-    trainings = "one other private training run" if len(before) == 1 else f"{len(before)} other private training runs"
-    # The planned ε is shown, because this text appears before the first step too.
-    epsilon, delta = ledger.earlier.epsilon + ledger.planned_epsilon, ledger.spent.delta
-    terms = " + ".join([*before, f"{ledger.planned_epsilon:.4g}"])
+    one = len(ledger.earlier_trainings) == 1
+    runs = "An earlier private run" if one else f"{len(ledger.earlier_trainings)} earlier private runs"
+    who = noun_in_words(ledger)
+    own = f"ε = {_number(ledger.planned_epsilon)}, δ = {ledger.statement.target_delta:.3g}"
     return (
-        f"These weights already went through {trainings}. If all of them used the same data, they cost ε = {terms} = "
-        f"{epsilon:.4g} in total, at δ = {delta:.3g}."
+        f"{runs} trained these weights, so {'its' if one else 'their'} ε is included. For a {who} whose data only this run "
+        f"used, {own} holds."
     )
 
 
+def total_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return the total of all runs on the weights, with its label; nothing if this ledger's is the only one."""
+    if ledger.earlier is None:
+        return []
+    total = total_of(ledger, epsilon=ledger.epsilon())
+    parts = parts_in_words(ledger, epsilon=ledger.epsilon())
+    return [("ε of the weights", f"{_number(total.epsilon)} at δ = {total.delta:.3g}, {parts}")]
+
+
 def meaning_in_words(ledger: PrivacyLedger) -> str:
-    """Return what the ε of a private run means for an attacker, in one sentence."""
-    return attack_in_words(ledger.trade_off(), epsilon=ledger.epsilon(), record=record_in_words(ledger))
+    """Return what the ε of the weights means for an attacker, in one sentence."""
+    total = total_of(ledger, epsilon=ledger.epsilon())
+    runs = "In this run" if ledger.earlier is None else "In all these runs"
+    return attack_in_words(_trade_off(ledger), epsilon=total.epsilon, record=record_in_words(ledger), runs=runs)
+
+
+def _trade_off(ledger: PrivacyLedger) -> TradeOff:
+    """Return bounds on the success of an attack on the weights. Only ε and δ are known of runs of other ledgers."""
+    if ledger.earlier is None:
+        return ledger.trade_off()
+    total = total_of(ledger, epsilon=ledger.epsilon())
+    return trade_off_at(total.epsilon, delta=min(1.0, total.delta))
+
+
+def _number(epsilon: float) -> str:
+    return "∞" if math.isinf(epsilon) else f"{epsilon:.4g}"
 
 
 def record_in_words(ledger: PrivacyLedger) -> str:
@@ -126,9 +194,9 @@ def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:
 
 def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return bounds on the success of any membership attack, each with its label; none if the run was not private."""
-    if ledger.why_not_private is not None:
+    if why_not_private(ledger) is not None:
         return []
-    best = ledger.trade_off()
+    best = _trade_off(ledger)
     first, second = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
     return [
         ("any attack with 1 % false positives", f"at most {first} true positives"),
@@ -143,6 +211,7 @@ def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     exact = "" if last.is_closed else " (the run was interrupted; steps are counted in advance)"
     return [
         *terms_in_words(ledger),
+        *total_rows(ledger),
         (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
         *attacks_in_words(ledger),
         ("steps", f"{ledger.steps_run:,} of {ledger.statement.steps_planned:,} planned{exact}"),
