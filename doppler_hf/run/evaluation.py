@@ -18,7 +18,7 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import coverage_kept_when_converted
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import is_training_data
+from doppler_hf.run.published_results import training_rows_in
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
@@ -34,6 +34,9 @@ class EvaluatingTrainer(ShardedTrainer):
     model_accepts_loss_kwargs: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
+    # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
+    sets_with_training_rows: frozenset[str] = frozenset()
+    sets_looked_at: tuple[Any, Any] | None = None
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -126,7 +129,7 @@ class EvaluatingTrainer(ShardedTrainer):
         """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
         metrics = super().evaluate(*args, **kwargs)
         evaluated = args[0] if args else kwargs.get("eval_dataset")
-        if evaluated is not None and is_training_data(self.train_dataset, evaluated):
+        if evaluated is not None and training_rows_in(self.train_dataset, evaluated):
             # Privacy: what is published leaves these out.
             self.evaluations_of_training_data.append(self.state.log_history[-1])
         run = self._run
