@@ -339,10 +339,17 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         return torch.zeros((), device=self.args.device) if private_loss is None else private_loss
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Transformers does, and warn if `eval_dataset` is the training set."""
-        if not self.args.disable_dp and eval_dataset is not None:
-            preflight.check_before_evaluation(self, eval_dataset)
+        """Evaluate as Transformers does, and warn if `eval_dataset` has rows of the training set."""
+        is_single = eval_dataset is not None and not isinstance(eval_dataset, dict | str)
+        if not self.args.disable_dp and is_single:  # for a dictionary, Transformers calls this method with each set
+            preflight.check_before_evaluation(self, eval_dataset, name="eval_dataset")
         return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as Transformers does, and warn if `test_dataset` has rows of the training set."""
+        if not self.args.disable_dp:
+            preflight.check_before_evaluation(self, test_dataset, name="test_dataset")
+        return super().predict(test_dataset, *args, **kwargs)
 
     # --- right of the privacy boundary --------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any,
         )
     # Sensitivity: repeats are found by the places of rows, so this check comes before TRL writes the rows again.
     refuse_repeats(args, train_dataset)
-    warn_if_evaluated(train_dataset, eval_dataset)
+    trainer.sets_with_training_rows = warn_if_evaluated(train_dataset, eval_dataset)
     with quiet_rows():
         yield
     if trainer.aux_loss_enabled:

@@ -1,10 +1,12 @@
 """Plan a private run: the ε it costs, how noisy its gradients are, and the alternatives of equal ε.
 
 Give the batch size, the length (epochs or steps), and either epsilon or the noise multiplier; the other one is computed. A
-second table keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read.
+second table keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read. Give the number
+of trained weights, or the model, and the plan also shows the learning rate that a run chooses.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --plot plan.png
+  doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --trainable-parameters 1.2e6
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --noise-multiplier 1 --low-pass-filter first-order-v1
 """
 
@@ -22,8 +24,9 @@ from rich.table import Column, Table
 
 from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, planned_terms
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
-from doppler_hf.errors import page
+from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
+from doppler_hf.filters.noise_shape import in_units_of_c
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
@@ -33,7 +36,12 @@ READING: Final = (
     "no longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × "
     f"steps, the cost in time. See {page('guides/choosing')}."
 )
-MOST_PRINTED: Final = 8  # The coefficients of a longer strategy are not printed.
+# Longer strategies and filters are not printed, so that no row of the table is longer than 80 characters.
+MOST_PRINTED: Final = 6
+LONGEST_FILTER: Final = 48
+# The names of `cli.random_model.TASKS`, and the default of the argument `train_loss_budget`. Both files import torch.
+TASKS: Final = ("text-classification", "causal-lm", "image-classification")
+TRAIN_LOSS_BUDGET: Final = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--trainable-parameters",
+        type=float,
+        metavar="D",
+        help="number of trained weights, for example 1.2e6, as print_trainable_parameters() of PEFT shows it, to show the "
+        "learning rate that a run chooses",
+    )
+    size.add_argument(
+        "--model",
+        metavar="NAME",
+        help="hub name, or a folder with config.json, to show the learning rate of a run that trains all weights; needs "
+        "--task. No weights are loaded",
+    )
+    parser.add_argument("--task", choices=TASKS, help="the task of --model")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -77,9 +100,12 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)  # before the computation, which takes time
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
+    check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     planned = request.solve()
     facts, best = describe(request, planned, named)
+    if args.trainable_parameters is not None or args.model is not None:
+        facts |= learning_rate_of(args, facts)
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
@@ -94,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         terms = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
-        title = f"Runs of equal {terms}, N = {planned.num_examples:,}, C = {planned.max_grad_norm:g}"
-        console.print(alternatives_table(table, planned, title=title))
+        console.print(f"\nRuns of equal {terms}", highlight=False)
+        console.print(alternatives_table(table, planned))
         console.print(READING)
         if args.plot is not None:
             console.print(f"The noise of these runs is drawn in {args.plot}.", markup=False, soft_wrap=True)
@@ -151,7 +177,10 @@ def facts_table(facts: dict[str, Any]) -> Table:
     bands = NoiseShape.parse(facts["noise_shape"]).bands
     shape = facts["noise_shape"] if bands <= MOST_PRINTED else f"{bands} bands (--json prints their coefficients)"
     delay = f"{facts['delay_steps']:.4g} steps, {facts['delay_share_of_steps']:.2%} of T"
-    noise = f"{facts['average_noise_std'] / facts['max_grad_norm']:.2g} C"
+    noise = in_units_of_c(facts["average_noise_std"] / facts["max_grad_norm"])
+    named = facts["low_pass_filter"]
+    if len(named) > LONGEST_FILTER:
+        named = f"{named[: LONGEST_FILTER - 18]}… (--json has all)"
     rows = {
         "num_examples": ("training records N", f"{facts['num_examples']:,}"),
         "batch_size": ("expected batch size B", f"{facts['batch_size']:,}"),
@@ -162,27 +191,80 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "sampling": ("sampling", facts["sampling"]),
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
-        "low_pass_filter": ("low_pass_filter", f"{facts['low_pass_filter']} (delay: {delay})"),
+        "low_pass_filter": ("low_pass_filter", named),
+        "delay": ("delay of the filter", delay),
         "average_noise_std": ("noise per coordinate", noise + ("" if bands == 1 else ", shaped")),
+        **rate_rows(facts),
         "delta": ("δ", f"{facts['delta']:.4g}"),
         "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
-    table = Table(title="Plan", show_header=False)
+    table = Table(title="Plan", show_header=False)  # no row has more than 80 characters
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (computed)" if name == facts["solved_for"] else ""))
     return table
 
 
-def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun, *, title: str) -> Table:
+def rate_rows(facts: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return rows of the automatic learning rate, or none if the plan has no trained weights."""
+    if "learning_rate" not in facts:
+        return {}
+    most = "" if facts["learning_rate_is_exact"] else ", at most"
+    return {
+        "trainable_parameters": ("trained weights", f"{facts['trainable_parameters']:,}"),
+        "learning_rate": ("learning rate", f"{facts['learning_rate']:.3g} (auto{most})"),
+    }
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """Refuse a number of weights that is none, and a model without its task."""
+    number = args.trainable_parameters
+    if number is not None and not 1 <= number < math.inf:
+        raise Refusal("out-of-range", f"--trainable-parameters must be at least 1; got {number:g}, as in 1.2e6.")
+    if args.model is not None and args.task is None:
+        raise Refusal(
+            "no-task", f"--model needs the task, too: --task {', --task '.join(TASKS[:-1])} or --task {TASKS[-1]}."
+        )
+    if args.task is not None and args.model is None:
+        raise Refusal("no-effect", f"--task {args.task} has no effect without --model. Give the model, or leave --task out.")
+
+
+def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the learning rate that a run chooses with the default optimizer and schedule, and its number of weights.
+
+    A number of weights gives the most that the rate can be: the sizes of layers, and adapters, may lower it.
+    """
+    # torch and Transformers are imported only if they are needed.
+    from doppler_hf.run.learning_rate import TrainedWeights, learning_rate_of_rule, trained_weights
+
+    if args.model is None:
+        weights = TrainedWeights(round(args.trainable_parameters))
+    else:
+        from doppler_hf.cli.random_model import RandomModel
+
+        length = None if args.task == "image-classification" else 1
+        weights = trained_weights(RandomModel(args.model, task=args.task, length=length, device="meta").model)
+    rate = learning_rate_of_rule(
+        weights,
+        # The plan's σ covers the gradient and the logged loss, and the rate follows from the gradient's.
+        noise_multiplier=facts["noise_multiplier"] / math.sqrt(1.0 - TRAIN_LOSS_BUDGET),
+        batch_size=facts["batch_size"],
+        shape=NoiseShape.parse(facts["noise_shape"]),
+        rates=[1.0 - step / facts["steps"] for step in range(facts["steps"])],
+    )
+    is_exact = args.model is not None
+    return {"trainable_parameters": weights.number, "learning_rate": rate, "learning_rate_is_exact": is_exact}
+
+
+def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun) -> Table:
     """Return a table of the runs of equal ε, with an arrow at the run that was asked for."""
     columns = ["", "epochs", "batch\nsize", "steps", "noise", "records\nprocessed"]
     right = (Column(name, justify="right") for name in columns)
-    laid_out = Table(*right, title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    laid_out = Table(*right, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for epochs, runs in table.items():
         for other in runs:
             laid_out.add_row(
                 *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
-                *(f"{other.average_noise_std / other.max_grad_norm:.2g} C", f"{other.examples_processed:,}"),
+                *(in_units_of_c(other.average_noise_std / other.max_grad_norm), f"{other.examples_processed:,}"),
                 style="bold" if other is planned else None,
             )
         laid_out.add_section()

@@ -21,6 +21,7 @@ from doppler_hf.filters import (
     impulse_response,
     step_response,
 )
+from doppler_hf.filters.noise_shape import in_units_of_c
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
 FREQUENCY: Final = "frequency (fraction of Nyquist)"
@@ -102,7 +103,7 @@ def plot_plan(
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="expected batch size B", ylabel="noise per coordinate of the average gradient, in units of C")
     axes.set_title(
-        f"Your plan, B = {size:,} and {length:.4g} epochs, has noise {noise:.2g} C.\n"
+        f"Your plan, B = {size:,} and {length:.4g} epochs, has noise {in_units_of_c(noise)}.\n"
         f"All runs here have ε = {epsilon:.4g} and δ = {delta:.2g} for N = {planned.num_examples:,}.",
         fontsize="medium",
     )

@@ -147,3 +147,13 @@ class NoiseShape:
 
 
 WHITE: Final = NoiseShape()
+
+
+def in_units_of_c(noise: float) -> str:
+    """Return the noise of a coordinate, in units of the clip norm C, with two digits, as every table and line shows it.
+
+    Example:
+        >>> in_units_of_c(7e-05), in_units_of_c(0.0099), in_units_of_c(12.3)
+        ('7.0e-05 C', '0.0099 C', '12 C')
+    """
+    return f"{noise:#.2g}".rstrip(".") + " C"

@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import is_training_data
+from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -109,15 +109,41 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
 
 
 def warn_of_training_data_in_evaluation(trainer: Any) -> None:
-    """Warn if the training set is evaluated: its metrics, and a checkpoint chosen by them, are not private."""
-    warn_if_evaluated(trainer.train_dataset, trainer.eval_dataset)
+    """Warn once if training rows are evaluated: their metrics, and a checkpoint chosen by them, are not private.
+
+    This is called when a trainer is made and when it trains. The second call looks again if a data set was replaced.
+    """
+    sets, before = (trainer.train_dataset, trainer.eval_dataset), trainer.sets_looked_at
+    if before is not None and all(each is other for each, other in zip(sets, before, strict=True)):
+        return
+    # A TRL trainer has looked at the data sets before it made new rows of them.
+    known = trainer.sets_with_training_rows if before is None else frozenset()
+    trainer.sets_looked_at = sets
+    trainer.sets_with_training_rows = known | warn_if_evaluated(*sets, known=known)
 
 
-def warn_if_evaluated(train_dataset: Any, evaluated: Any) -> None:
-    """Warn if an evaluation set is the training set, or the same data loaded or prepared a second time."""
-    if is_training_data(train_dataset, evaluated):
-        warnings.warn(
-            "eval_dataset is train_dataset, so its metrics, and a best checkpoint chosen by them, are NOT PRIVATE. Evaluate "
-            "on other records.",
-            stacklevel=4,
-        )
+def warn_if_evaluated(
+    train_dataset: Any, evaluated: Any, *, name: str = "eval_dataset", known: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Warn if an evaluation set is the training set or has some of its rows, and return the names of such sets.
+
+    # Privacy: the warning depends on objects, fingerprints and places of rows. It shows a number of rows only if slices
+    # alone have chosen the rows, since a filter may choose them by what they hold.
+    """
+    sets, found = evaluation_sets(evaluated), training_rows_in(train_dataset, evaluated)
+    for key, rows in found.items():
+        if key in known:
+            continue
+        which = f"{name}[{key!r}]" if key else name
+        if is_same_data(train_dataset, sets[key]):
+            fact, mend = f"{which} is train_dataset", "Evaluate on other records."
+        else:
+            share = f"{rows.shared:,} of the {rows.size:,}" if rows.is_by_slices else "Some"
+            share = "All" if rows.shared == rows.size else share
+            fact = f"{share} rows of {which} are also in train_dataset"
+            mend = (
+                "Evaluate on other records. If you split the data, pass both parts, for example split['train'] as "
+                f"train_dataset and split['test'] as {name}."
+            )
+        warnings.warn(f"{fact}, so its metrics, and a best checkpoint chosen by them, are NOT PRIVATE. {mend}", stacklevel=4)
+    return frozenset(found)

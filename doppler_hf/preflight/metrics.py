@@ -62,6 +62,8 @@ def metrics_on_all_labels(
     if few.inputs is not None or few.label_ids is None or not has_length(dataset):
         return None
     of_few = few.label_ids if isinstance(few.label_ids, tuple) else (few.label_ids,)
+    if not of_few:
+        return None
     columns = [all_labels(dataset, name) for name in names]
     if len(of_few) != len(columns):
         return None

@@ -60,13 +60,15 @@ def check_before_training(private_trainer: Any) -> None:
     trainer.refuse_attributes_without_effect(private_trainer)
     trainer.refuse_methods_without_effect(private_trainer)
     trainer.refuse_missing_callbacks(private_trainer)
+    data.warn_of_training_data_in_evaluation(private_trainer)
     signatures.refuse_other_signatures(private_trainer)
     signatures.refuse_callbacks_of_other_signatures(private_trainer)
 
 
-def check_before_evaluation(private_trainer: Any, evaluated: Any) -> None:
-    """Check a data set that is given to `evaluate`."""
-    data.warn_if_evaluated(private_trainer.train_dataset, evaluated)
+def check_before_evaluation(private_trainer: Any, evaluated: Any, *, name: str) -> None:
+    """Check a data set that is given to `evaluate` or `predict`."""
+    data.warn_if_evaluated(private_trainer.train_dataset, evaluated, name=name)
+    records.warn_of_copies(private_trainer, evaluated)
 
 
 def check_same_privacy(private_trainer: Any, *, checkpoint: str | None) -> None:

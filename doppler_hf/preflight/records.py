@@ -1,19 +1,23 @@
-"""Notes on what counts as a record: copies of rows, groups of adjacent rows, and users in both training and evaluation set.
+"""Notes on what counts as a record: copies of rows, groups of adjacent rows, and rows or users in both data sets.
 
 Privacy: the notes say that there is something, neither how often nor where. They are printed here, and not if a tracker
 would upload what is printed.
 """
 
+import math
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
+from transformers.trainer_utils import has_length
 
 from doppler_hf.privacy.batching.columns import LABELS, is_table
-from doppler_hf.privacy.batching.data_digest import bytes_of_row
+from doppler_hf.privacy.batching.data_digest import bytes_of_row, spread
 from doppler_hf.run.logged_loss import copies_of_console
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.published_results import evaluation_sets, training_rows_in
 
 _SECONDS: Final = 0.03
 _ROWS_AT_ONCE: Final = 1 << 10
@@ -21,6 +25,20 @@ _ROWS_OF_RUNS: Final = 1 << 14
 _FEWEST_VALUES: Final = 8
 _SHARE_OF_VALUES: Final = 20  # a column that names texts or people has at least one value for every 20 rows
 _MOST_USERS: Final = 1 << 17
+# The seconds of the processor, and of the clock, to read rows of the training set, or of an evaluation set.
+_SECONDS_OF_A_SET: Final = 0.08
+_MOST_SECONDS_OF_A_SET: Final = 0.3
+_ROWS_OF_BLOCK: Final = 1 << 12
+_EVALUATED_ROWS: Final = 1 << 10  # the most rows of an evaluation set that are looked for in the training set
+_BLOCK_SECONDS: Final = 0.003
+_SHORT: Final = 1 << 10  # a longer tensor is compared by a digest
+_SHARE_OF_ROWS: Final = 0.1  # single rows may be equal by chance, such as texts of a few words
+# Columns that say little about which row it is.
+_OF_MANY_ROWS: Final = {*LABELS, "attention_mask", "token_type_ids", "special_tokens_mask", "length", "idx", "id"}
+COPIES: Final = (
+    "many rows of eval_dataset are equal to rows of train_dataset. If they are the same records, the metrics, and a best "
+    "checkpoint chosen by them, are NOT PRIVATE"
+)
 
 
 def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
@@ -39,7 +57,9 @@ def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
             f"text, or belong to one user, set privacy_unit_column={name!r}"
             for name in columns_in_runs(trainer.train_dataset)[:1]
         ]
-    elif shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
+    if has_copies_in(trainer.train_dataset, trainer.eval_dataset, known=trainer.sets_with_training_rows):
+        run.notes.append(f"{COPIES}: Evaluate on other records")
+    if unit is not None and shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
         run.notes.append(
             f"some users (column {unit!r}) are in both train_dataset and eval_dataset, so evaluations say little about new "
             "users"
@@ -90,6 +110,118 @@ def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Ge
     mixed ^= mixed >> np.uint64(29)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
     return [*zip(lengths.tolist(), (sums[starts + lengths] - sums[starts]).tolist(), strict=True)]
+
+
+def warn_of_copies(trainer: Any, evaluated: Any) -> None:
+    """Warn if a data set that is given to `evaluate` seems to have copies of training rows."""
+    if not copies_of_console(trainer.callback_handler.callbacks) and has_copies_in(trainer.train_dataset, evaluated):
+        warnings.warn(f"{COPIES}. Evaluate on other records.", stacklevel=4)
+
+
+def has_copies_in(train: Any, evaluated: Any, *, known: frozenset[str] = frozenset()) -> bool:
+    """Return whether an evaluation set has many rows equal to training rows, at other places than `training_rows_in` finds.
+
+    Some rows of both sets are read for a moment. The share of the evaluation set that is also in the training set follows
+    from how many of the rows were found, and from how many of the training rows were read.
+    """
+    known = known.union(training_rows_in(train, evaluated))
+    return any(_are_copies(train, each) for name, each in evaluation_sets(evaluated).items() if name not in known)
+
+
+def _are_copies(train: Any, evaluated: Any) -> bool:
+    if not (has_length(train) and has_length(evaluated) and len(train) and len(evaluated)):
+        return False
+    if (reader := _reader_of_keys(train, evaluated)) is None:
+        return False
+    looked_for = [key for keys in _blocks(reader(evaluated), len(evaluated), most=_EVALUATED_ROWS) for key in keys]
+    if len({*looked_for}) * 2 < len(looked_for):  # the rows say too little about a record
+        return False
+    rows, found, read = {*looked_for}, set[Any](), 0
+    for keys in _blocks(reader(train), len(train), most=len(train)):
+        found |= rows.intersection(keys)
+        read += len(keys)
+    count = sum(key in found for key in looked_for)
+    # If only a part of the training set was read, a few rows that are equal by chance count little.
+    fewest = min(2, len(looked_for)) if read == len(train) else 3
+    return count >= max(1, fewest, _SHARE_OF_ROWS * len(looked_for) * read / len(train))
+
+
+_KeysOf = Callable[[range], list[Any]]
+
+
+def _reader_of_keys(train: Any, evaluated: Any) -> Callable[[Any], _KeysOf] | None:
+    """Return a function that makes a reader of a data set, whose keys are equal for equal rows; None without common fields.
+
+    Only the fields that both data sets have are compared.
+    """
+    if is_table(train) and is_table(evaluated):
+        names = sorted({*train.column_names} & {*evaluated.column_names})
+        if not {*names} - _OF_MANY_ROWS:
+            return None
+        random, weights = np.random.default_rng(0), dict[str, np.ndarray]()
+
+        def of_table(dataset: Any) -> _KeysOf:
+            stored = dataset.with_format("arrow").select_columns(names)
+
+            def keys(rows: range) -> list[Any]:
+                table = stored[rows.start : rows.stop]
+                return [*zip(*(_of_column(table.column(name), weights, random) for name in names), strict=True)]
+
+            return keys
+
+        return of_table
+    try:
+        fields = [{*_fields(_without_format(each)[0])} for each in (train, evaluated)]
+    except Exception:  # another check reports a row that cannot be read
+        return None
+    both = fields[0] & fields[1]
+    if not both - _OF_MANY_ROWS:
+        return None
+
+    def of_rows(dataset: Any) -> _KeysOf:
+        plain = _without_format(dataset)
+        return lambda rows: [
+            bytes_of_row({name: value for name, value in _fields(plain[row]).items() if name in both}) for row in rows
+        ]
+
+    return of_rows
+
+
+def _without_format(dataset: Any) -> Any:
+    """Return a table whose values are numbers, texts and lists; any other data set as it is."""
+    return dataset.with_format(None) if is_table(dataset) else dataset
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    """Return the fields of a row by their names or places, short tensors and arrays as lists."""
+    named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, list | tuple) else [("", row)]
+    return {
+        str(name): value.tolist() if hasattr(value, "tolist") and math.prod(value.shape) <= _SHORT else value
+        for name, value in named
+    }
+
+
+def _blocks(keys_of: _KeysOf, size: int, *, most: int) -> Iterator[list[Any]]:
+    """Yield the keys of blocks of rows, spread over a data set, until a number of rows is read or a moment has passed."""
+    count, read = 1, 0
+    try:
+        keys_of(range(1))  # imports what it needs
+        # Other programs on the machine change the time of the clock, but hardly that of the processor.
+        begin, until, now = time.monotonic(), time.thread_time() + _SECONDS_OF_A_SET, time.thread_time()
+        while 4 * count <= min(_ROWS_OF_BLOCK, size, max(1, most // 8)):  # find out how many rows can be read at once
+            keys_of(range(4 * count))
+            before, now = now, time.thread_time()
+            if now - before > _BLOCK_SECONDS:
+                break
+            count *= 4
+        for block in spread(-(-size // count)):
+            keys = keys_of(range(block * count, min(size, (block + 1) * count)))
+            yield keys
+            read += len(keys)
+            if read >= most or time.thread_time() > until or time.monotonic() > begin + _MOST_SECONDS_OF_A_SET:
+                return
+    except Exception:  # another check reports a row that cannot be read
+        return
 
 
 def columns_in_runs(dataset: Any) -> list[str]:

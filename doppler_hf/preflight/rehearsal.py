@@ -30,11 +30,14 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
 from doppler_hf.preflight.values import refuse_out_of_range
 from doppler_hf.privacy.clipping.layers import modes_kept
+from doppler_hf.run.own_code import definitions, overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0
+from doppler_hf.run.published_results import evaluation_sets
 
 # The number of rows of each evaluation set, and the number for a second try if `compute_metrics` fails on two rows.
 _ROWS, _ROWS_AGAIN = 2, 64
+_EVALUATING: Final = ("prediction_step", "evaluation_loop", "evaluate")
 _MOST_BYTES: Final = 1 << 24  # enough to reach an object that cannot be sent
 
 
@@ -56,17 +59,39 @@ def rehearse(run: PrivateRun, trainer: Any) -> None:
                 "The run will evaluate, but eval_dataset is None. Pass an eval_dataset, or set eval_strategy='no'.",
             )
         _try_workers(trainer, given, collate)
-        found = _metrics_of_few_rows(trainer, ignore_keys)
+        found, is_metric_called = _metrics_of_few_rows(trainer, ignore_keys)
         metrics = found if evaluates else {}
-        if trainer.compute_metrics is not None and not any(name.endswith("_loss") for name in found):
-            run.notes.append(
-                "evaluations have no loss and maybe no metrics, because Transformers found no labels in eval_dataset: "
-                f"it looks for the columns {', '.join(trainer.label_names) or 'labels'}"
-            )
+        run.notes += _missing_results(trainer, found, is_metric_called=is_metric_called)
         if evaluates and (name := args.metric_for_best_model) is not None:
             _refuse_without_best(metrics, name)
     _try_events(trainer)
     on_process_0(lambda: _save_small(trainer, metrics))
+
+
+def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: bool) -> list[str]:
+    """Return notes on a loss that evaluations will not report, and on metrics that they will not compute."""
+    sets = evaluation_sets(trainer.eval_dataset)
+    without_loss = [each for name in sets if (each := f"eval_{name}_loss" if name else "eval_loss") not in found]
+    where = f"it looks for the columns {', '.join(trainer.label_names) or 'labels'}"
+    own = next((name for name in _EVALUATING if overrides(trainer, name)), None)
+    if without_loss and own is not None:
+        notes = [f"evaluations report no {without_loss[0]}, because {next(definitions(trainer, own)).place} returns none"]
+    elif without_loss and not is_metric_called:
+        notes = [
+            "evaluations have no loss and maybe no metrics, because Transformers found no labels in eval_dataset: " + where
+        ]
+    elif without_loss:
+        notes = [f"evaluations report no {without_loss[0]}, because Transformers found no labels in eval_dataset: {where}"]
+    else:
+        notes = []
+    if not is_metric_called and own is None and trainer.args.prediction_loss_only:
+        return [*notes, "compute_metrics is not called, because prediction_loss_only=True. Leave that argument out"]
+    if not is_metric_called and own is None and not without_loss:
+        notes.append(
+            f"compute_metrics is not called, because Transformers found no labels in eval_dataset: {where}. If the loss needs "
+            "no labels, set label_names=[], and compute_metrics is called without them"
+        )
+    return notes
 
 
 def _try_events(trainer: Any) -> None:
@@ -154,17 +179,20 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
         )
 
 
-def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[str, Any]:
-    """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known."""
+def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[dict[str, Any], bool]:
+    """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known.
+
+    The second value says whether `compute_metrics` was called. It is also true if there is none, or if it gets single batches.
+    """
     own = trainer.compute_metrics
     if own is None or trainer.args.batch_eval_metrics:
         with _errors_as_refusals("an evaluation"):
             try:
-                return _evaluated(trainer, _ROWS, ignore_keys)
+                return _evaluated(trainer, _ROWS, ignore_keys), True
             except Exception:
                 if own is None:
                     raise
-                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys)  # a metric of two rows may be undefined
+                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys), True  # a metric of two rows may be undefined
     first: Exception | None = None
     for count in (_ROWS, _ROWS_AGAIN):
         watched = Watched(own)
@@ -173,7 +201,7 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> dict[st
         # A metric may be undefined on a few rows but not on all, or the other way round. The whole set decides.
         found, error = _metrics_of_whole_sets(trainer, watched, count)
         if error is None and (found is not None or not watched.errors):
-            return metrics | (found or {})
+            return metrics | (found or {}), bool(watched.seen)
         first = first or error
     if first is not None and not watched.errors:
         said = str(first).rstrip(".")

@@ -3,22 +3,25 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
+from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import as_losses, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import coverage_kept_when_converted
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import is_training_data
+from doppler_hf.run.published_results import training_rows_in
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
@@ -32,8 +35,12 @@ class EvaluatingTrainer(ShardedTrainer):
     _run: PrivateRun | None
     _is_division_known = False
     model_accepts_loss_kwargs: bool
+    rows_per_loss: int
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
+    # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
+    sets_with_training_rows: frozenset[str] = frozenset()
+    sets_looked_at: tuple[Any, Any] | None = None
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -97,6 +104,51 @@ class EvaluatingTrainer(ShardedTrainer):
                     "Transformers). DopplerTrainer divides it, so loss and gradient are smaller here than with Trainer."
                 )
 
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluate a batch as Transformers does, and with a loss of your own also if the batch has no labels.
+
+        Transformers computes no loss for a batch without labels. But if the training batches have none either, your loss
+        does without them, as one that compares two answers does.
+        """
+        if not self._has_loss_without_labels(inputs):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        names, can_return_loss = self.label_names, self.can_return_loss
+        self.label_names, self.can_return_loss = [], True  # as TRL's trainers have it: Transformers then computes a loss
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.label_names, self.can_return_loss = names, can_return_loss
+        # Each record has one entry, since Transformers and accelerate count and cut what is predicted by records.
+        records = find_batch_size(inputs)
+        logits = pytree.tree_map_only(
+            Tensor, functools.partial(_by_record, records=records, rows=self.rows_per_loss), logits
+        )
+        return loss, logits, labels if names == [] else None
+
+    def _has_loss_without_labels(self, inputs: dict[str, Any]) -> bool:
+        names = self.label_names
+        if not overrides(self, "compute_per_sample_loss") or not isinstance(inputs, Mapping):
+            return False
+        if not names:
+            return not self.can_return_loss
+        missing = {name for name in names if inputs.get(name) is None}
+        return bool(missing) and not missing.issubset(self._names_in_training_batches)
+
+    @functools.cached_property
+    def _names_in_training_batches(self) -> frozenset[str]:
+        """The names of what the collator makes of a training row; all label names if it cannot be called here."""
+        try:
+            collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
+            row = fetch_one(self.train_dataset, 0)
+            if isinstance(row, dict):
+                row = {name: value for name, value in row.items() if name != self.args.privacy_unit_column}
+            batch = collate([row])
+            return frozenset(name for name, value in batch.items() if value is not None)
+        except Exception:
+            return frozenset(self.label_names)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -126,13 +178,19 @@ class EvaluatingTrainer(ShardedTrainer):
         """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
         metrics = super().evaluate(*args, **kwargs)
         evaluated = args[0] if args else kwargs.get("eval_dataset")
-        if evaluated is not None and is_training_data(self.train_dataset, evaluated):
+        if evaluated is not None and training_rows_in(self.train_dataset, evaluated):
             # Privacy: what is published leaves these out.
             self.evaluations_of_training_data.append(self.state.log_history[-1])
         run = self._run
         if run is not None and run.ledger is not None and not run.is_running and self.is_world_process_zero():
             print_if_not_learnt(metrics)
         return metrics
+
+
+def _by_record(values: Tensor, *, records: int | None, rows: int) -> Tensor:
+    """Return predictions of several rows for each record, shape (records · rows, …), as (records, rows, …)."""
+    is_by_row = rows > 1 and records is not None and values.ndim and len(values) == records * rows
+    return values.unflatten(0, (records, rows)) if is_by_row else values
 
 
 def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:

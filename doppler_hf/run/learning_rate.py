@@ -23,7 +23,7 @@ times their ratio to the denominators u·s, at most 1. This change is bounded fo
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
@@ -91,30 +91,79 @@ def automatic_learning_rate(args: DopplerTrainingArguments, statement: PrivacySt
     A private run of large ε uses that rate, so comparing it with a run without noise shows the effect of the noise.
     """
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
-    rates = learning_rates_of(args, steps=steps) or [1.0] * steps
+    white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
+    least = 1.0
+    if args.base_optimizer in ("adam_bc", "muon"):
+        own = args.adam_bc_floor if white else None
+        floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * shape.std(steps)) ** 2
+        least = math.sqrt(floor)
+    return learning_rate_of_rule(
+        trained_weights(model),
+        noise_multiplier=statement.noise_multiplier,
+        batch_size=statement.expected_batch_size,
+        shape=shape,
+        rates=learning_rates_of(args, steps=steps) or [1.0] * steps,
+        least=least,
+    )
+
+
+class TrainedWeights(NamedTuple):
+    """What the rule needs to know of a model's trained weights."""
+
+    number: int
+    layers: "Sequence[LayerOfSums]" = ()
+    walks_of_adapters: Sequence[float] = ()  # see `lora_step_limits`
+    has_adapters: bool = False
+
+
+def trained_weights(model: nn.Module) -> TrainedWeights:
+    """Return what the rule needs to know of the trained weights of a model."""
+    return TrainedWeights(
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        [*linear_layers(model)],
+        [*lora_step_limits(model)],
+        any(factor.weight.requires_grad for layer in adapted_layers(model) for factor in layer.lora_B.values()),
+    )
+
+
+def learning_rate_of_rule(
+    weights: TrainedWeights,
+    *,
+    noise_multiplier: float,
+    batch_size: int,
+    shape: NoiseShape,
+    rates: Sequence[float],
+    least: float = math.sqrt(DEFAULT_FLOOR_FRACTION),
+) -> float:
+    """Return the rate of the rule for some weights. Without layers and adapters, it is the most that it can be.
+
+    Args:
+        weights: The trained weights.
+        noise_multiplier: σ of the gradient.
+        batch_size: The expected batch size B.
+        shape: The shape of the noise.
+        rates: The schedule, as a share of the first rate for each step.
+        least: The least denominator u in units of a step's noise.
+    """
+    steps = len(rates)
     if not any(rates):  # the warmup is as long as the run, so no rate would train anything
         rates = [1.0] * steps
     size = shape.std(steps)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    of_adapters = list(lora_step_limits(model))
+    of_adapters = weights.walks_of_adapters
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
-    layers = list(linear_layers(model))
     of_layers = [
-        (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs) for layer in layers
+        (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs)
+        for layer in weights.layers
     ]
-    walk = min([LONGEST_WALK / math.sqrt(num_trained), *of_layers, *(share * walk for walk in of_adapters)])
-    least = 1.0
-    if args.base_optimizer in ("adam_bc", "muon"):
-        white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
-        own = args.adam_bc_floor if white else None
-        floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * size) ** 2
-        least = math.sqrt(floor)
+    walk = min([LONGEST_WALK / math.sqrt(weights.number), *of_layers, *(share * walk for walk in of_adapters)])
     step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))
-    if any(factor.weight.requires_grad for layer in adapted_layers(model) for factor in layer.lora_B.values()):
+    if weights.has_adapters:
         step = LARGEST_STEP_OF_ADAPTERS
-    noise = statement.noise_multiplier * math.sqrt(num_trained)
-    the_same = statement.expected_batch_size / noise if noise else math.inf
-    changes = [LARGEST_CHANGE / (layer.inputs * min(the_same, least * size)) for layer in layers if not layer.is_first]
+    noise = noise_multiplier * math.sqrt(weights.number)
+    the_same = batch_size / noise if noise else math.inf
+    changes = [
+        LARGEST_CHANGE / (layer.inputs * min(the_same, least * size)) for layer in weights.layers if not layer.is_first
+    ]
     return least * size * min([step, walk / shape.std_of_sum(rates), *changes])
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.batching.shared_rows import SharedRows, shared_rows
 
 _CLOCKS: Final = ("_runtime", "_per_second", "_preparation_time")
 # What tells how good a result is without being one of the model's.
@@ -23,21 +24,41 @@ class Evaluation:
     results: dict[str, float]
 
 
-def is_training_data(train_dataset: Any, evaluated: Any) -> bool:
-    """Return whether what is evaluated is or has the training set, or the same data loaded or prepared once more."""
-    sets = evaluated.values() if isinstance(evaluated, Mapping) and not hasattr(evaluated, "column_names") else [evaluated]
-    own = getattr(train_dataset, "_fingerprint", None)  # of `datasets`: the same for the same data
-    return train_dataset is not None and any(
-        each is train_dataset or (own is not None and getattr(each, "_fingerprint", None) == own) for each in sets
-    )
+def evaluation_sets(evaluated: Any) -> dict[str, Any]:
+    """Return the evaluation sets by their names; a single set has the name ""."""
+    if isinstance(evaluated, Mapping) and not isinstance(getattr(evaluated, "column_names", None), list):
+        return {str(name): each for name, each in evaluated.items()}
+    return {"": evaluated}
+
+
+def is_same_data(train_dataset: Any, evaluated: Any) -> bool:
+    """Return whether an evaluation set is the training set, or the same data loaded or prepared a second time."""
+    own = getattr(train_dataset, "_fingerprint", None)  # `datasets` gives equal data the same fingerprint
+    return evaluated is train_dataset or (own is not None and getattr(evaluated, "_fingerprint", None) == own)
+
+
+def training_rows_in(train_dataset: Any, evaluated: Any) -> dict[str, SharedRows]:
+    """Return the evaluation sets that have rows of the training set, by their names.
+
+    # Privacy: objects, fingerprints and places of rows decide, which are chosen by the user's code. No row is read.
+    """
+    found = {}
+    for name, each in evaluation_sets(evaluated).items():
+        if train_dataset is None or each is None or isinstance(each, str):
+            continue
+        if is_same_data(train_dataset, each):
+            found[name] = SharedRows(len(train_dataset), len(train_dataset), True)
+        elif shared := shared_rows(train_dataset, each):
+            found[name] = shared
+    return found
 
 
 def evaluations_of(trainer: Any) -> list[Evaluation]:
     """Return a trainer's evaluations of data that it does not train on, without clocks and ε, one for each step."""
     found: dict[int, dict[str, float]] = {}
     own = trainer.evaluations_of_training_data
-    # Privacy: of the whole training set the logs say nothing about where a result comes from.
-    if is_training_data(trainer.train_dataset, trainer.eval_dataset):
+    # Privacy: the logs do not say which evaluation set a result comes from, so all results are left out.
+    if trainer.sets_with_training_rows or training_rows_in(trainer.train_dataset, trainer.eval_dataset):
         return []
     for log in trainer.state.log_history:
         results = {

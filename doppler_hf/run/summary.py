@@ -11,6 +11,7 @@ from typing import Any, Final
 from transformers.integrations import TensorBoardCallback
 
 from doppler_hf.filters import NoiseShape
+from doppler_hf.filters.noise_shape import in_units_of_c
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
 from doppler_hf.privacy.ledger.terms import (
@@ -122,8 +123,8 @@ def print_start(
     if args.get_process_log_level() <= logging.INFO:
         of_step = run.settled_noise_std / statement.per_sample_max_grad_norm
         noises = [
-            ("noise per coordinate of a step's gradient", f"{of_step:.2g} C"),
-            ("noise per coordinate of the average gradient", f"{noise:.2g} C"),
+            ("noise per coordinate of a step's gradient", in_units_of_c(of_step)),
+            ("noise per coordinate of the average gradient", in_units_of_c(noise)),
         ]
         # Privacy: a budget of tokens may follow from the longest record, so only limits that the arguments set are shown.
         if run.sampler.cut.max_rows is not None:
@@ -257,4 +258,6 @@ def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
     more = "use larger batches, more epochs, more data or a larger ε"
-    return [f"the run may learn little, because the noise of its average gradient is {noise:.2g} C per coordinate: {more}"]
+    return [
+        f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: {more}"
+    ]

@@ -8,13 +8,16 @@ import pytest
 import scipy.signal
 from matplotlib.figure import Figure
 
-from doppler_hf.cli import main
+from doppler_hf import DopplerTrainingArguments
+from doppler_hf.cli import main, plan, random_model
 from doppler_hf.cli import planned_runs as planning
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import trade_off
+from doppler_hf.run.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
+from doppler_hf.run.optimizer import first_learning_rate
 from tests.support.tiers import thorough
-from tests.support.tiny import text_data
+from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
 WORDS = ["plan", "--num-examples", "2000", "--batch-size", "100", "--epochs", "1.5", "--epsilon", "3"]
@@ -126,6 +129,90 @@ def test_noise_is_in_units_of_the_clip_norm_with_two_digits_everywhere(tmp_path,
     terms = dict(noise_multiplier=1.005, per_device_train_batch_size=8, max_steps=40, per_sample_max_grad_norm=0.5)
     trained(trainer_of(tmp_path, data=text_data(200), **terms, log_level="info"))
     assert "noise per coordinate of the average gradient: 0.0099 C\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_the_learning_rate_is_the_one_that_a_training_chooses(tmp_path, capsys):
+    model = tiny_bert()
+    size, folder = sum(each.numel() for each in model.parameters()), tmp_path / "model"
+    model.config.save_pretrained(folder)
+    words = ["plan", "--num-examples=200", "--batch-size=16", "--max-steps=40", "--epsilon=8"]
+    auto = dict(noise_multiplier=None, target_epsilon=8.0, learning_rate=None, per_device_train_batch_size=8)
+    trainer = trained(trainer_of(tmp_path, model=model, data=text_data(200), **auto, max_steps=40))
+    (started,) = re.findall(r"learning rate +(\S+) \(auto", capsys.readouterr().out)
+    exact = printed([*words, f"--model={folder}", "--task=text-classification"], capsys)
+    assert rows(exact)["learning rate"] == f"{started} (auto)"
+    assert rows(exact)["trained weights"] == f"{size:,}"
+    most = json.loads(printed([*words, f"--trainable-parameters={size:e}", "--json"], capsys))
+    assert most["trainable_parameters"] == size
+    assert not most["learning_rate_is_exact"]
+    assert most["learning_rate"] >= 0.999 * first_learning_rate(trainer.optimizer.optimizer)
+    # Many weights: their walk together is what is bounded, and four times as many halve the rate.
+    large, larger = (
+        json.loads(printed([*words, f"--trainable-parameters={number}", "--json"], capsys))["learning_rate"]
+        for number in ("1e8", "4e8")
+    )
+    assert large == pytest.approx(2 * larger, rel=1e-6)
+    plain = printed(words, capsys)
+    assert "learning rate" not in rows(plain) and "learning rate" in rows(exact)
+
+
+def test_layers_and_adapters_only_lower_the_learning_rate():
+    terms = dict(noise_multiplier=1.0, batch_size=64, shape=NoiseShape.banded(2), rates=[1.0] * 50)
+    most = learning_rate_of_rule(TrainedWeights(10_000), **terms)
+    layers = [LayerOfSums(4096, is_of_data=False, is_first=False)]
+    assert learning_rate_of_rule(TrainedWeights(10_000, layers), **terms) < most
+    assert learning_rate_of_rule(TrainedWeights(10_000, has_adapters=True), **terms) <= most
+    assert learning_rate_of_rule(TrainedWeights(10_000, walks_of_adapters=[0.01]), **terms) < most
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--trainable-parameters=0"], "at least 1"),
+        (["--trainable-parameters=nan"], "at least 1"),
+        (["--trainable-parameters=inf"], "at least 1"),
+        (["--model=x"], "--task text-classification"),
+        (["--task=causal-lm"], "no effect without --model"),
+        (["--model=/no/such/folder", "--task=causal-lm"], "/no/such/folder"),
+    ],
+)
+def test_weights_that_are_none_are_one_line(given, said, capsys, one_cell):
+    assert main([*WORDS, *given]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+
+
+def test_the_tasks_and_the_budget_are_those_of_the_files_that_import_torch():
+    assert plan.TASKS == (*random_model.TASKS,)
+    assert DopplerTrainingArguments.train_loss_budget == plan.TRAIN_LOSS_BUDGET
+
+
+LONG = "b=" + ",".join(["0.012345"] * 12) + ";a=1,-0.85"
+WIDE = {
+    "usual": ["--num-examples=67349", "--batch-size=1000", "--epochs=3", "--epsilon=3"],
+    "large": ["--num-examples=100000000", "--batch-size=250000", "--epochs=123.456", "--noise-multiplier=0.71234"],
+    "small": ["--num-examples=200", "--batch-size=16", "--max-steps=40", "--epsilon=8", "--max-grad-norm=0.12345"],
+    "many bands": ["--num-examples=60000", "--batch-size=100", "--epochs=4", "--epsilon=1"],
+    "a long filter": ["--num-examples=2000", "--batch-size=100", "--epochs=2", "--epsilon=3", f"--low-pass-filter={LONG}"],
+    "weights": ["--num-examples=2000", "--batch-size=100", "--epochs=2", "--epsilon=3", "--trainable-parameters=1.2345e9"],
+}
+
+
+@pytest.mark.parametrize("name", thorough(*WIDE))
+def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = printed(["plan", *WIDE[name]], capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "" not in rows(text), "the second line of a row has no name"
+    title, *table = text[text.index("\nRuns of equal ε") :].strip().splitlines()
+    assert re.fullmatch(r"Runs of equal ε = [\d.]+, δ = [\d.e-]+", title)
+    first = next(number for number, line in enumerate(table) if "───" in line)
+    lines = [line for line in table[first + 1 : table.index(next(line for line in table if line.startswith("noise:")))] if line.strip()]
+    assert all(re.fullmatch(r" *→? *[\d.e+]+ +[\d,]+ +[\d,]+ +[\d.e-]+ C +[\d,]+ *", line) for line in lines)
+    # Two digits, neither more nor less.
+    noises = re.findall(r"([\d.e-]+) C\b", text)
+    assert all(len(re.sub(r"e.*|\.", "", noise).lstrip("0")) == 2 for noise in noises), noises
 
 
 def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypatch):

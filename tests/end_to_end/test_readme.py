@@ -107,6 +107,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     if page.name == "own-loss.md":
         answers = torch.arange(5, 25).repeat(60).view(300, 2, 2).tolist()
         names["pairs"] = Dataset.from_dict({"input_ids": answers, "attention_mask": [[[1, 1], [1, 1]]] * 300})
+        names["other_pairs"] = Dataset.from_dict({name: names["pairs"][name][:8] for name in names["pairs"].column_names})
         names["reward_model"] = tiny_bert(num_labels=1)
     if page == README:  # as it stands, but without the hub
         words = Dataset.from_dict({"sentence": ["good", "bad"] * 600, "label": [1, 0] * 600, "idx": range(1200)})

@@ -13,6 +13,7 @@ from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses
+from doppler_hf.run.published_results import evaluations_of
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.refusals import refused
@@ -50,7 +51,7 @@ def trainer_of(folder, name="prompt", *, cls=DopplerSFTTrainer, model=None, data
         model=tiny_llama() if model is None else model,
         args=arguments(folder, **(of_config | options)),
         train_dataset=data,
-        eval_dataset=data.select(range(4)) if isinstance(data, Dataset) else None,
+        eval_dataset=Dataset.from_list([*data.select(range(4))]) if isinstance(data, Dataset) else None,
         processing_class=chat_tokenizer(),
         **of_trainer,
     )
@@ -180,8 +181,31 @@ def test_private_arguments_are_refused_by_trls_own_trainer(tmp_path):
     ("cls", "config", "make"),
     [(DopplerSFTTrainer, DopplerSFTConfig, chat.prompts), (DopplerDPOTrainer, DopplerDPOConfig, chat.preferences)],
 )
-def test_the_training_set_as_evaluation_set_warns_although_trl_writes_it_anew(tmp_path, cls, config, make):
+@pytest.mark.parametrize(
+    ("evaluated_in", "said"),
+    [
+        (lambda data: data, r"^eval_dataset is train_dataset.*NOT PRIVATE"),
+        (lambda data: data.select([3, 1]), r"^All rows of eval_dataset are also in train_dataset.*NOT PRIVATE"),
+        (lambda data: {"a": data.select(range(4))}, r"^All rows of eval_dataset\['a'\] are also in train_dataset"),
+    ],
+)
+def test_training_rows_in_an_evaluation_set_warn_once_although_trl_makes_new_rows(
+    tmp_path, cls, config, make, evaluated_in, said
+):
     data = make()
-    options = dict(train_dataset=data, eval_dataset=data, processing_class=chat_tokenizer())
-    with pytest.warns(UserWarning, match=r"eval_dataset is train_dataset.*NOT PRIVATE"):
-        cls(model=tiny_llama(), args=arguments_of(tmp_path, cls=config), **options)
+    options = dict(train_dataset=data, eval_dataset=evaluated_in(data), processing_class=chat_tokenizer())
+    with pytest.warns(UserWarning, match=said) as caught:
+        trainer = cls(model=tiny_llama(), args=arguments_of(tmp_path, cls=config), **options)
+    trainer.state.log_history.append({"eval_loss": 1.0, "step": 1})
+    assert evaluations_of(trainer) == []
+    assert sum("NOT PRIVATE" in str(each.message) for each in caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "make"),
+    [(DopplerSFTTrainer, DopplerSFTConfig, chat.prompts), (DopplerDPOTrainer, DopplerDPOConfig, chat.preferences)],
+)
+def test_copies_of_training_rows_are_told_when_training_starts(tmp_path, cls, config, make, capsys):
+    options = dict(train_dataset=make(), eval_dataset=Dataset.from_list([*make()][:6]), processing_class=chat_tokenizer())
+    cls(model=tiny_llama(), args=arguments_of(tmp_path, cls=config, max_steps=1), **options).train()
+    assert "many rows of eval_dataset are equal to rows of train_dataset" in capsys.readouterr().out

@@ -1,11 +1,18 @@
-"""What the notes at the start say about copies of rows, windows, and users in both sets."""
+"""What the start says about copies of rows, windows, and rows or users in both sets."""
+
+import functools
+import time
+import warnings
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets, load_from_disk
 
 from doppler_hf.errors import Refusal
-from doppler_hf.preflight.records import columns_in_runs, has_equal_rows, shares_users
+from doppler_hf.preflight.records import COPIES as EQUAL
+from doppler_hf.preflight.records import columns_in_runs, has_copies_in, has_equal_rows, shares_users
+from doppler_hf.run.published_results import evaluations_of
 from tests.support.tiny import Rows, numbered, pad, text_data
 from tests.support.trainers import trained, trainer_of
 
@@ -71,7 +78,8 @@ def test_users_in_both_sets_are_told(tmp_path, capsys):
     data = windows("user")
     assert shares_users(data, {"a": None, "b": data.select(range(4))}, column="user")
     assert not shares_users(data.select(range(4, 24)), data.select(range(4)), column="user")
-    trained(trainer_of(tmp_path, data=data, evaluated=data.select(range(4)), max_steps=1, privacy_unit_column="user"))
+    sets = dict(data=data.select(range(1, 24)), evaluated=data.select([0]))
+    trained(trainer_of(tmp_path, **sets, max_steps=1, privacy_unit_column="user"))
     assert "some users (column 'user') are in both train_dataset and eval_dataset" in capsys.readouterr().out
 
 
@@ -132,12 +140,128 @@ def test_rows_that_a_models_own_forward_refuses_together_are_refused(tmp_path, m
     refused(trainer_of(tmp_path, model=make(), data=data), "ends-differ")
     mended = data.filter(lambda row: row["input_ids"].count(2) == 1)
     assert np.diff([len(mended), len(data)]) == 1
-    trained(trainer_of(tmp_path, model=make(), data=mended, evaluated=mended.select(range(4)), max_steps=1))
+    trained(trainer_of(tmp_path, model=make(), data=mended, max_steps=1))
+
+
+# --- evaluation sets with training rows -----------------------------------------------------------------------------------
+
+
+def warned_of(make):
+    """Return what warnings say about evaluation sets."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return [said for each in caught if "NOT PRIVATE" in (said := str(each.message))]
 
 
 def test_the_training_set_given_to_an_evaluation_warns(tmp_path):
     data = text_data()
     trainer = trainer_of(tmp_path, data=data)
     for given in (trainer.train_dataset, Dataset(data.data, fingerprint=data._fingerprint), {"a": trainer.train_dataset}):
-        with pytest.warns(UserWarning, match="eval_dataset is train_dataset.*NOT PRIVATE"):
-            trainer.evaluate(given)
+        (said,) = warned_of(functools.partial(trainer.evaluate, given))
+        assert said.startswith("eval_dataset is train_dataset")
+    (said,) = warned_of(functools.partial(trainer.predict, trainer.train_dataset))
+    assert said.startswith("test_dataset is train_dataset")
+    assert warned_of(functools.partial(trainer.evaluate, text_data(8, seed=1))) == []
+
+
+WHOLE = numbered(40)
+SPLIT = WHOLE.train_test_split(0.25, seed=0)
+PARTS = {
+    "some rows": (WHOLE, WHOLE.select([7, 3]), "All rows of eval_dataset are"),
+    "one of several": (WHOLE, {"a": text_data(8, seed=1), "b": WHOLE.select([7, 3])}, "All rows of eval_dataset['b'] are"),
+    "the split of another set": (WHOLE, SPLIT["test"], "All rows of eval_dataset are"),
+    "the set before its split": (SPLIT["train"], WHOLE, "Some rows of eval_dataset are"),
+    "a slice": (WHOLE, WHOLE.select(range(10)), "All rows of eval_dataset are"),
+    "slices that overlap": (WHOLE.select(range(30)), WHOLE.select(range(25, 40)), "5 of the 15 rows of eval_dataset are"),
+    "a filter": (SPLIT["train"], WHOLE.filter(lambda row: row["labels"] == 0), "Some rows of eval_dataset are"),
+    "a subset": (WHOLE, torch.utils.data.Subset(WHOLE, [4, 2]), "All rows of eval_dataset are"),
+    "a list": (LIST := [*WHOLE], LIST[5:9], "All rows of eval_dataset are"),
+    "a wrapped set": (Rows(WHOLE), torch.utils.data.Subset(Rows(WHOLE), [1]), None),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_evaluation_set_with_training_rows_warns_once(tmp_path, name):
+    train, evaluated, said = PARTS[name]
+    found = warned_of(lambda: trained(trainer_of(tmp_path, data=train, evaluated=evaluated, max_steps=1)))
+    assert len(found) == (said is not None)
+    assert said is None or found[0].startswith(f"{said} also in train_dataset")
+    # The number of rows that a filter leaves may say something about the rows.
+    assert name == "slices that overlap" or not any(figure.isdigit() for each in found for figure in each)
+
+
+def test_the_mend_of_a_wrong_split_warns_no_more(tmp_path, capsys):
+    sets = dict(data=SPLIT["train"], evaluated=SPLIT["test"])
+    assert warned_of(lambda: trained(trainer_of(tmp_path, **sets, max_steps=1))) == []
+    assert "NOT PRIVATE" not in capsys.readouterr().out.replace("noise_multiplier", "")
+
+
+def test_a_data_set_that_is_replaced_is_looked_at_again(tmp_path):
+    trainer = trainer_of(tmp_path, data=WHOLE, max_steps=1)
+    trainer.eval_dataset = WHOLE.select([1, 2])
+    assert len(warned_of(trainer.train)) == 1
+
+
+def test_results_of_training_rows_are_not_published(tmp_path):
+    for number, (evaluated, is_shown) in enumerate([(WHOLE.select([1, 2]), False), (text_data(8, seed=1), True)]):
+        options = dict(data=WHOLE, evaluated=evaluated, max_steps=1, eval_strategy="steps", eval_steps=1)
+        with warnings.catch_warnings(action="ignore"):
+            trainer = trained(trainer_of(tmp_path / str(number), **options))
+        assert bool(evaluations_of(trainer)) is is_shown
+    with warnings.catch_warnings(action="ignore"):
+        trainer.evaluate(WHOLE.select([1, 2]))
+    assert len(trainer.evaluations_of_training_data) == 1
+
+
+EQUAL_ROWS = {
+    "from a list": lambda data: Dataset.from_list([*data]),
+    "mapped": lambda data: data.map(lambda row: {"more": 1}),
+    "a part, mapped": lambda data: data.select(range(3)).map(lambda row: {"more": 1}),
+    "a list": lambda data: [*data.select(range(5))],
+    "a list of tensors": lambda data: [*data.select(range(5)).with_format("torch")],
+    "a wrapped set": Rows,
+    "one of two": lambda data: {"a": text_data(8, seed=1), "b": Dataset.from_list([*data])},
+    "a half": lambda data: concatenate_datasets([text_data(8, seed=1), Dataset.from_list([*data.select(range(8))])]),
+}
+
+
+def plain(row):
+    """Return a row of tensors as a row of lists and numbers."""
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()}
+
+
+@pytest.mark.parametrize("how", EQUAL_ROWS)
+def test_equal_rows_in_both_sets_are_told_without_their_number(tmp_path, how, capsys):
+    evaluated, collate = EQUAL_ROWS[how](numbered()), lambda rows: pad([*map(plain, rows)])
+    assert warned_of(lambda: trained(trainer_of(tmp_path, data=numbered(), evaluated=evaluated, max_steps=1, collator=collate))) == []
+    note = next(line for line in capsys.readouterr().out.splitlines() if EQUAL in line)
+    assert not any(figure.isdigit() for figure in note)
+    trainer = trainer_of(tmp_path, data=numbered(), collator=collate)
+    assert len(warned_of(lambda: trainer.evaluate(evaluated))) == 1
+
+
+def test_rows_of_a_wrapped_training_set_are_found_in_another_one(tmp_path, capsys):
+    trained(trainer_of(tmp_path, data=Rows(numbered()), evaluated=Rows(numbered().select(range(4))), max_steps=1))
+    assert EQUAL in capsys.readouterr().out
+
+
+def test_a_few_equal_rows_among_many_are_no_copies():
+    data = numbered(100)
+    assert not has_copies_in(data.select(range(60)), data.select(range(60, 100)))
+    few = concatenate_datasets([data.select(range(2)), data.select(range(60, 100))]).map(lambda row: row)
+    assert not has_copies_in(data.select(range(60)), few)
+    same = Dataset.from_dict({"x": [0, 1] * 50, "labels": [0, 1] * 50})
+    assert not has_copies_in(same, Dataset.from_list([*same]))
+    labels = Dataset.from_dict({"labels": [*range(30)], "a": [*range(30)]})
+    assert not has_copies_in(labels, Dataset.from_dict({"labels": [*range(30)], "b": [*range(30)]}))
+
+
+def test_copies_are_found_in_large_sets_in_a_moment():
+    rows = np.arange(200_000)
+    data = Dataset.from_dict({"text": [f"text {row}" for row in rows], "labels": rows % 2})
+    part = data.select(range(1000, 3000)).map(lambda row: row)
+    begin = time.process_time()
+    assert has_copies_in(data, part)
+    assert time.process_time() - begin < 1.0, "at most a tenth of a second for each set, on any machine"
+    assert not has_copies_in(data.select(range(3000, 200_000)), part)

@@ -23,7 +23,7 @@ def trainer_with(tmp_path, history, *, plot=True):
     """What of a trainer the picture is drawn from."""
     return SimpleNamespace(
         args=SimpleNamespace(output_dir=str(tmp_path), plot_training_curve=plot), train_dataset=[1], eval_dataset=[2],
-        evaluations_of_training_data=[], state=SimpleNamespace(log_history=history),
+        evaluations_of_training_data=[], sets_with_training_rows=frozenset(), state=SimpleNamespace(log_history=history),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def trainer_of(folder, name="prompt", *, cls=DopplerDPOTrainer, model=None, data
         ref_model=ref_model,
         args=arguments(folder, **options),
         train_dataset=data,
-        eval_dataset=data.select(range(min(4, len(data)))) if isinstance(data, Dataset) else None,
+        eval_dataset=Dataset.from_list([*data.select(range(min(4, len(data))))]) if isinstance(data, Dataset) else None,
         processing_class=chat_tokenizer(),
         peft_config=adapters,
     )

@@ -4,6 +4,7 @@
 - columns: lengths, units of privacy and labels of all examples, read from their table
 - data_digest: a digest of the rows in their order, by which a resumed run recognises its data
 - repeats: whether the data set contains a row more than once
+- shared_rows: how many rows of a data set are also in another one
 - cutting: how a batch is cut into the passes of the model
 - probe: a few examples for the checks before the first step
 - collators: collators in which no example decides for the others

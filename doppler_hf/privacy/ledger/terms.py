@@ -35,7 +35,7 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         ("noise multiplier σ", sigma),
         *(
-            (f"ε computed for {steps:,} steps", f"σ₀ = {joint:.6g}, sample rate q = {rate:.6g}")
+            (f"ε computed for {steps:,} steps", f"σ₀ = {joint:.4g}, sample rate q = {rate:.6g}")
             for plan in ledger.plans
             for joint, rate, steps, *_ in plan
         ),
