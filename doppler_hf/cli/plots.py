@@ -35,7 +35,10 @@ def check_picture(path: Path) -> None:
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
-    """Draw filters in time and frequency: impulse and step response, gain and group delay."""
+    """Draw filters in time and frequency: impulse and step response, gain and group delay.
+
+    The panels are one below another, so that a phone shows legible letters.
+    """
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
     # The axis reaches down to a tenth of the lowest cutoff, where every filter passes everything.
@@ -43,8 +46,8 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 6.6), layout="constrained")
-    (impulse, step), (gain, delay) = figure.subplots(2, 2)
+    figure = Figure(figsize=(5.0, 10.4), layout="constrained")
+    impulse, step, gain, delay = figure.subplots(4, 1)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
         # The colours repeat after ten filters, so the line style changes then.
@@ -58,12 +61,19 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     step.axhline(1, color="black", linewidth=0.6)
     gain.axhline(-3, color="black", linewidth=0.6, linestyle=":")
     gain.set_ylim(-60, max(5, gain.get_ylim()[1]))
-    impulse.set(xlabel="steps ago τ", ylabel="κ_τ", title="impulse response: weight of an old gradient")
-    step.set(xlabel="step t", ylabel="c_t", title="step response: divisor of the bias correction", ylim=(0, None))
-    gain.set(xlabel=FREQUENCY, ylabel="|H| (dB)", title="gain (dotted: half the power)")
-    delay.set(xlabel=FREQUENCY, ylabel="steps", title="group delay")
+    impulse.set(xlabel="age τ, in steps", ylabel="κ_τ")
+    step.set(xlabel="step t", ylabel="c_t", ylim=(0, None))
+    gain.set(xlabel=FREQUENCY, ylabel="|H| (dB)")
+    delay.set(xlabel=FREQUENCY, ylabel="steps")
+    impulse.set_title("Weight of a gradient by its age (impulse response)", fontsize="medium")
+    step.set_title("Share of a sudden change that has passed\n(step response, divides the first steps)", fontsize="medium")
+    gain.set_title("Slow changes pass, fast ones are damped\n(gain; dotted: half the power)", fontsize="medium")
+    delay.set_title("How late a change arrives (group delay)", fontsize="medium")
     widest = max(map(len, filters))
-    figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
+    # Names that need more than the picture's width are made smaller.
+    figure.legend(
+        loc="outside lower center", ncols=2 if widest < 30 else 1, fontsize="small" if widest < 60 else "xx-small"
+    )
     write(figure, path)
 
 

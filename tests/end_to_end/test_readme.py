@@ -286,6 +286,33 @@ def test_the_accuracies_of_the_readme_are_those_of_their_pages():
                 assert (mean, error) in of_page, cell
 
 
+def decimals(text):
+    """Return the decimal fractions of a text, as they are written, without versions."""
+    return [found.replace(",", "") for found in re.findall(r"(?<![\w.,])\d[\d,]*\.\d+(?![\w.])", text)]
+
+
+def missing_decimals(text, page):
+    """Return the decimal fractions of a text that no number of a page rounds to."""
+    there = [float(found) for found in decimals(page.read_text())]
+    wanted = {found: len(found.partition(".")[2]) for found in decimals(text)}
+    return [found for found, digits in wanted.items() if float(found) not in {round(value, digits) for value in there}]
+
+
+@pages
+def test_figures_in_the_text_of_a_link_are_on_the_page_that_it_leads_to(page):
+    found = re.findall(r"\[([^][]*)\]\((?!https?:)([^)#]+\.md)[^)]*\)", prose(page))
+    wrong = {(text, path): missing for text, path in found if (missing := missing_decimals(text, page.parent / path))}
+    assert wrong == {}
+
+
+def test_times_and_memory_of_the_readme_are_those_of_their_pages():
+    table = README.read_text().partition("**Time and memory**")[2].partition("\n- ")[0]
+    rows = re.findall(r"^\|[^|]*\[[^]]*\]\(([^)#]+)[^)]*\)[^|]*\|(.+)\|$", table, flags=re.MULTILINE)
+    assert len(rows) == 5
+    assert all(decimals(cells.replace("–", " ")) for _, cells in rows)
+    assert [(path, cells) for path, cells in rows if missing_decimals(cells.replace("–", " "), ROOT / path)] == []
+
+
 def test_the_readme_counts_the_models_whose_gradients_are_compared():
     assert f"on {len(MODELS)} models and adapters" in " ".join(README.read_text().split())
 
