@@ -71,9 +71,7 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     delay.set_title("How late a change arrives (group delay)", fontsize="medium")
     widest = max(map(len, filters))
     # Names that need more than the picture's width are made smaller.
-    figure.legend(
-        loc="outside lower center", ncols=2 if widest < 30 else 1, fontsize="small" if widest < 60 else "xx-small"
-    )
+    figure.legend(loc="outside lower center", ncols=2 if widest < 30 else 1, fontsize="small" if widest < 60 else "xx-small")
     write(figure, path)
 
 
