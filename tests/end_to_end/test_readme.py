@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from markdown_it import MarkdownIt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
@@ -213,6 +214,14 @@ def test_links_resolve(page):
         linked = (page.parent / path) if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+@pages
+def test_symbols_of_formulas_are_not_taken_for_italics(page):
+    """`C′_t … C′_u` in a sentence is read as Markdown's emphasis, and loses its underscores."""
+    inline = [token for token in MarkdownIt().parse(page.read_text()) if token.type == "inline"]
+    # Our own emphasis has asterisks.
+    assert [token.content for token in inline for part in token.children if "_" in part.markup] == []
 
 
 def test_no_page_and_no_picture_is_an_orphan():
