@@ -95,7 +95,7 @@ def draw(results: Mapping[str, Mapping[str, Mapping[float, np.ndarray]]], path: 
     """Draw accuracy against ε, a panel for each task, one below another so that a phone shows legible letters."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.0, 3.2 * len(results)), layout="constrained")
+    figure = Figure(figsize=(5.0, 2.7 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     styles = {"plain DP": ("C7", "s", "plain DP"), "doppler_hf": ("C0", "o", "doppler_hf, default noise and filter")}
     for axes, (name, found) in zip(panels, results.items(), strict=True):
