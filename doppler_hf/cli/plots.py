@@ -90,7 +90,7 @@ def plot_plan(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = figure.subplots()
     for epochs, runs in table.items():
         sizes = [each.expected_batch_size for each in runs]
@@ -108,10 +108,12 @@ def plot_plan(
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set(xlabel="expected batch size B", ylabel="noise per coordinate of the average gradient, in units of C")
+    axes.set(
+        xlabel="expected batch size B", ylabel="independent noise per coordinate\nof the average gradient, in units of C"
+    )
     axes.set_title(
         f"Your plan, B = {size:,} and {length:.4g} epochs, has noise {noise:.2g} C.\n"
-        f"All runs here have ε = {epsilon:.4g} and δ = {delta:.2g} for N = {planned.num_examples:,}.",
+        f"All runs have ε = {epsilon:.4g}, δ = {delta:.2g} and N = {planned.num_examples:,}.",
         fontsize="medium",
     )
     axes.legend(fontsize="small")

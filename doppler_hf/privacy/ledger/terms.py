@@ -1,8 +1,11 @@
 """The terms of a guarantee in words, as `doppler-hf verify` and the model card show them."""
 
+from typing import Final
+
 from doppler_hf.privacy.accounting.attack import attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
+HOW_COMPUTED: Final = "computed from privacy loss distributions"
 _NEARLY = 0.005  # Smaller relative differences of ε are not mentioned.
 
 
@@ -49,7 +52,7 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
         return f"Not differentially private: {ledger.why_not_private}."
     return (
         f"Trained with ({ledger.epsilon():.4g}, {statement.target_delta:.3g})-differential privacy for "
-        f"{unit_in_words(ledger)}, by the {statement.accountant} accountant. "
+        f"{unit_in_words(ledger)} (adding or removing it). ε was {HOW_COMPUTED}. "
         + " ".join(filter(None, (early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
     )
 
@@ -143,7 +146,7 @@ def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     exact = "" if last.is_closed else " (the run was interrupted; steps are counted in advance)"
     return [
         *terms_in_words(ledger),
-        (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
+        ("ε", f"{ledger.epsilon():.4g}, {HOW_COMPUTED}"),
         *attacks_in_words(ledger),
         ("steps", f"{ledger.steps_run:,} of {ledger.statement.steps_planned:,} planned{exact}"),
         ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
