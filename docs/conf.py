@@ -24,6 +24,7 @@ myst_heading_anchors = 4  # GitHub's
 myst_enable_extensions = ["colon_fence", "tasklist"]
 html_theme = "furo"
 html_extra_path = ["index.html"]
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sphinx = html_show_copyright = html_copy_source = html_show_sourcelink = False
 default_role = "code"
 napoleon_use_ivar = True

@@ -41,14 +41,18 @@ train, test = data["train"].with_transform(prepared), data["test"].with_transfor
 # The new head is all that is trained. The pretrained layers cost no ε, because they have not seen the private images.
 
 # %%
-model = AutoModelForImageClassification.from_pretrained(MODEL, num_labels=len(labels), id2label=dict(enumerate(labels)))
+model = AutoModelForImageClassification.from_pretrained(
+    MODEL,
+    num_labels=len(labels),
+    id2label=dict(enumerate(labels)),
+)
 for name, parameter in model.named_parameters():
     parameter.requires_grad = name.startswith("classifier")
 
 # %% [markdown]
 # ## Training
 #
-# `remove_unused_columns=False`, because the transform needs the column `img`, which the model does not know.
+# `remove_unused_columns=False` keeps the column `img`, which the transform needs and the model does not know.
 
 # %%
 args = DopplerTrainingArguments(
@@ -77,7 +81,7 @@ trainer.train()
 # %% [markdown]
 # ## What others get
 #
-# The whole model with its privacy ledger, and here a model card, because `create_model_card` asks for one.
+# The output folder has the whole model with its privacy ledger, and a model card, because `create_model_card` asks for one.
 
 # %%
 trainer.save_model()

@@ -33,16 +33,18 @@ data = data.map(
     batched=True,
     remove_columns=data["train"].column_names,
 )
-train, test = (data[split].select(range(min(20_000, len(data[split])))) for split in ("train", "test"))
+train = data["train"].select(range(min(20_000, len(data["train"]))))
+test = data["test"].select(range(min(20_000, len(data["test"]))))
 
 # %% [markdown]
 # ## Model
 #
-# GPT-2 keeps its weights transposed, which `fan_in_fan_out` tells PEFT.
+# GPT-2 stores its weight matrices transposed, and `fan_in_fan_out=True` tells PEFT so.
 
 # %%
 model = AutoModelForCausalLM.from_pretrained(MODEL)
-model = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, fan_in_fan_out=True))
+lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, fan_in_fan_out=True)
+model = get_peft_model(model, lora)
 
 # %% [markdown]
 # ## Training
@@ -77,7 +79,8 @@ trainer.train()
 
 # %%
 prompt = tokenizer("The food", return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)[0]))
+written = model.generate(**prompt, max_new_tokens=8, pad_token_id=tokenizer.pad_token_id)
+print(tokenizer.decode(written[0]))
 
 # %% [markdown]
 # ## What others get

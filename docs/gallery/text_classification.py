@@ -10,7 +10,8 @@ import os
 
 from datasets import load_dataset
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import DataCollatorWithPadding
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main as doppler_hf_command
@@ -28,7 +29,9 @@ DATA = os.environ.get("GALLERY_DATA", "stanfordnlp/sst2")
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 data = load_dataset(DATA)
 data = data.map(
-    lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=64), batched=True, remove_columns=["sentence"]
+    lambda rows: tokenizer(rows["sentence"], truncation=True, max_length=64),
+    batched=True,
+    remove_columns=["sentence"],
 )
 train, validation = data["train"], data["validation"]
 
@@ -46,7 +49,7 @@ model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_a
 #
 # `target_epsilon` is how much privacy you want: smaller is more private, and from 1 to 8 is usual. The random batches are
 # larger than without privacy, because the noise of a step is the same whatever the size of its batch. The learning rate is
-# chosen for the run, as it is left out.
+# left out, so the trainer chooses one that suits the noise.
 
 # %%
 args = DopplerTrainingArguments(
@@ -76,7 +79,8 @@ trainer.train()
 # ## What others get
 #
 # The output folder has the adapter, the privacy ledger, a model card that begins with privacy, and a picture of the training
-# (`training_curve.png`, where matplotlib is installed). Anyone can verify the ledger.
+# (`training_curve.png`, where matplotlib is installed). Anyone can verify the ledger: below in Python, or in a shell with
+# `doppler-hf verify text-classification`.
 
 # %%
 trainer.save_model()

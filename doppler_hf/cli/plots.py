@@ -36,7 +36,10 @@ def check_picture(path: Path) -> None:
 
 
 def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None:
-    """Draw filters in time and frequency: impulse and step response, gain and group delay."""
+    """Draw filters in time and frequency: impulse and step response, gain and group delay.
+
+    The panels are one below another, so that a phone shows legible letters.
+    """
     figures = [filter_figures(low_pass_filter) for low_pass_filter in filters.values()]
     steps = max(10, *(each.settling_steps for each in figures)) + 1
     # The axis reaches down to a tenth of the lowest cutoff, where every filter passes everything.
@@ -44,8 +47,8 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     frequencies = np.geomspace(min(1e-2, slowest / 10), 1, 1000)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 6.6), layout="constrained")
-    (impulse, step), (gain, delay) = figure.subplots(2, 2)
+    figure = Figure(figsize=(5.0, 10.4), layout="constrained")
+    impulse, step, gain, delay = figure.subplots(4, 1)
     marker = "." if steps <= 80 else None
     for index, (label, low_pass_filter) in enumerate(filters.items()):
         # The colours repeat after ten filters, so the line style changes then.
@@ -59,12 +62,17 @@ def plot_filters(filters: Mapping[str, LowPassFilter], path: str | Path) -> None
     step.axhline(1, color="black", linewidth=0.6)
     gain.axhline(-3, color="black", linewidth=0.6, linestyle=":")
     gain.set_ylim(-60, max(5, gain.get_ylim()[1]))
-    impulse.set(xlabel="steps ago τ", ylabel="κ_τ", title="impulse response: weight of an old gradient")
-    step.set(xlabel="step t", ylabel="c_t", title="step response: divisor of the bias correction", ylim=(0, None))
-    gain.set(xlabel=FREQUENCY, ylabel="|H| (dB)", title="gain (dotted: half the power)")
-    delay.set(xlabel=FREQUENCY, ylabel="steps", title="group delay")
+    impulse.set(xlabel="age τ, in steps", ylabel="κ_τ")
+    step.set(xlabel="step t", ylabel="c_t", ylim=(0, None))
+    gain.set(xlabel=FREQUENCY, ylabel="|H| (dB)")
+    delay.set(xlabel=FREQUENCY, ylabel="steps")
+    impulse.set_title("Weight of a gradient by its age (impulse response)", fontsize="medium")
+    step.set_title("Share of a sudden change that has passed\n(step response, divides the first steps)", fontsize="medium")
+    gain.set_title("Slow changes pass, fast ones are damped\n(gain; dotted: half the power)", fontsize="medium")
+    delay.set_title("How late a change arrives (group delay)", fontsize="medium")
     widest = max(map(len, filters))
-    figure.legend(loc="outside lower center", ncols=4 if widest < 20 else 2, fontsize="small" if widest < 60 else "xx-small")
+    # Names that need more than the picture's width are made smaller.
+    figure.legend(loc="outside lower center", ncols=2 if widest < 30 else 1, fontsize="small" if widest < 60 else "xx-small")
     write(figure, path)
 
 
@@ -83,7 +91,7 @@ def plot_plan(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = figure.subplots()
     for epochs, runs in table.items():
         sizes = [each.expected_batch_size for each in runs]
@@ -101,10 +109,12 @@ def plot_plan(
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set(xlabel="expected batch size B", ylabel="noise per coordinate of the average gradient, in units of C")
+    axes.set(
+        xlabel="expected batch size B", ylabel="independent noise per coordinate\nof the average gradient, in units of C"
+    )
     axes.set_title(
         f"Your plan, B = {size:,} and {length:.4g} epochs, has noise {in_units_of_c(noise)}.\n"
-        f"All runs here have ε = {epsilon:.4g} and δ = {delta:.2g} for N = {planned.num_examples:,}.",
+        f"All runs have ε = {epsilon:.4g}, δ = {delta:.2g} and N = {planned.num_examples:,}.",
         fontsize="medium",
     )
     axes.legend(fontsize="small")

@@ -36,6 +36,7 @@ from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.terms import (
+    HOW_COMPUTED,
     attacks_in_words,
     earlier_in_words,
     earlier_rule_in_words,
@@ -240,10 +241,9 @@ def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
     for path, other in ledgers_in(folder).items():
         if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
             continue
-        name, delta = other.statement.accountant, other.statement.target_delta
         lines.append(
-            f"{path.name} is the ledger of another training run: ε = {other.epsilon():.4g} at δ = {delta:.3g}, computed by "
-            f"{name}."
+            f"{path.name} is the ledger of another training run: ε = {other.epsilon():.4g} at "
+            f"δ = {other.statement.target_delta:.3g}, {HOW_COMPUTED}."
         )
     return [*lines, "If the runs used the same data, their ε add up, and so do their δ."] if lines else []
 
@@ -273,7 +273,7 @@ def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> lis
         *total_rows(ledger),
         (
             "ε of the whole plan" if ledger.earlier is None else "ε of this run's whole plan",
-            f"{ledger.epsilon():.6g}, computed by {statement.accountant}",
+            f"{ledger.epsilon():.6g}, {HOW_COMPUTED}",
         ),
         *meaning,
         ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),

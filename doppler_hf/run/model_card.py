@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 CARD_NAME: Final = "README.md"
 HEADING: Final = "## Differential privacy"
-BEGIN: Final = "<!-- doppler_hf writes this part anew with each save. Write above or below it: that text is kept. -->"
+BEGIN: Final = "<!-- doppler_hf writes this part again with each save. Write above or below it: that text is kept. -->"
 _END: Final = "<!-- doppler_hf: end of this part "
 _PART: Final = re.compile(rf"^{re.escape(BEGIN)}\n(.*?)^{re.escape(_END)}([0-9a-f ]*)-->\n?", re.MULTILINE | re.DOTALL)
 # The section that versions before 0.4 put at the end of a card.

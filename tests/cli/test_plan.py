@@ -236,7 +236,7 @@ def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypa
     assert lines["your plan"] == ([100], lines["1.5 epochs"][1][:1])
     title = axes.get_title()
     assert "B = 100 and 1.5 epochs" in title
-    assert "ε = 3 " in title
+    assert "ε = 3," in title
     assert f"noise {lines['your plan'][1][0]:.2g} C" in title
 
 

@@ -15,6 +15,7 @@ from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.record import LedgerRecord
+from doppler_hf.privacy.ledger.terms import HOW_COMPUTED
 from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.ledgers import MODEL, after, all_events, rehashed, said, statement, write
 from tests.support.tiers import further
@@ -140,8 +141,8 @@ def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
     assert check(tmp_path) == 0
     output = said(capsys)
     epsilon = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=60, delta=1e-6)
-    assert f".json is the ledger of another training run: ε = {epsilon:.4g} at δ = 1e-06, computed by pld." in output
-    assert ".json is the ledger of another training run: ε = inf at δ = 1e-05, computed by pld." in output
+    for spent, delta in ((f"{epsilon:.4g}", "1e-06"), ("inf", "1e-05")):
+        assert f".json is the ledger of another training run: ε = {spent} at δ = {delta}, {HOW_COMPUTED}." in output
     assert output.count("of another training") == 2  # the third is an earlier state of this one
     assert "If the runs used the same data, their ε add up, and so do their δ." in output
 

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from markdown_it import MarkdownIt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
@@ -216,6 +217,14 @@ def test_links_resolve(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+@pages
+def test_symbols_of_formulas_are_not_taken_for_italics(page):
+    """`C′_t … C′_u` in a sentence is read as Markdown's emphasis, and loses its underscores."""
+    inline = [token for token in MarkdownIt().parse(page.read_text()) if token.type == "inline"]
+    # Our own emphasis has asterisks.
+    assert [token.content for token in inline for part in token.children if "_" in part.markup] == []
+
+
 def test_no_page_and_no_picture_is_an_orphan():
     assert linked_pages(INDEX) == set(RESULTS.glob("*.md"))
     assert set((ROOT / "recipes" / "figures").iterdir()) <= set.union(*map(linked_pages, PAGES))
@@ -285,6 +294,33 @@ def test_the_accuracies_of_the_readme_are_those_of_their_pages():
                 assert re.search(rf"seed 1 alone[^|]*\| {re.escape(mean)} \|", page), cell
             else:
                 assert (mean, error) in of_page, cell
+
+
+def decimals(text):
+    """Return the decimal fractions of a text, as they are written, without versions."""
+    return [found.replace(",", "") for found in re.findall(r"(?<![\w.,])\d[\d,]*\.\d+(?![\w.])", text)]
+
+
+def missing_decimals(text, page):
+    """Return the decimal fractions of a text that no number of a page rounds to."""
+    there = [float(found) for found in decimals(page.read_text())]
+    wanted = {found: len(found.partition(".")[2]) for found in decimals(text)}
+    return [found for found, digits in wanted.items() if float(found) not in {round(value, digits) for value in there}]
+
+
+@pages
+def test_figures_in_the_text_of_a_link_are_on_the_page_that_it_leads_to(page):
+    found = re.findall(r"\[([^][]*)\]\((?!https?:)([^)#]+\.md)[^)]*\)", prose(page))
+    wrong = {(text, path): missing for text, path in found if (missing := missing_decimals(text, page.parent / path))}
+    assert wrong == {}
+
+
+def test_times_and_memory_of_the_readme_are_those_of_their_pages():
+    table = README.read_text().partition("**Time and memory**")[2].partition("\n- ")[0]
+    rows = re.findall(r"^\|[^|]*\[[^]]*\]\(([^)#]+)[^)]*\)[^|]*\|(.+)\|$", table, flags=re.MULTILINE)
+    assert len(rows) == 5
+    assert all(decimals(cells.replace("–", " ")) for _, cells in rows)
+    assert [(path, cells) for path, cells in rows if missing_decimals(cells.replace("–", " "), ROOT / path)] == []
 
 
 def test_the_readme_counts_the_models_whose_gradients_are_compared():

@@ -5,11 +5,13 @@ states the sum first, and then the part of this run.
 """
 
 import math
+from typing import Final
 
 from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent, trade_off_at
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
+HOW_COMPUTED: Final = "computed from privacy loss distributions"
 _NEARLY = 0.005  # Smaller relative differences of ε are not mentioned.
 
 
@@ -93,8 +95,8 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
     total = total_of(ledger, epsilon=ledger.epsilon())
     parts = parts_in_words(ledger, epsilon=ledger.epsilon())
     return (
-        f"Trained with ({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)}"
-        f"{parts and f', {parts}'}, by the {ledger.statement.accountant} accountant. "
+        f"Trained with ({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)} "
+        f"(adding or removing it){parts and f', {parts}'}. ε was {HOW_COMPUTED}. "
         + " ".join(filter(None, (early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
     )
 
@@ -212,7 +214,7 @@ def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     return [
         *terms_in_words(ledger),
         *total_rows(ledger),
-        (f"ε by {ledger.statement.accountant}", f"{ledger.epsilon():.4g}"),
+        ("ε", f"{ledger.epsilon():.4g}, {HOW_COMPUTED}"),
         *attacks_in_words(ledger),
         ("steps", f"{ledger.steps_run:,} of {ledger.statement.steps_planned:,} planned{exact}"),
         ("software", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
