@@ -14,6 +14,7 @@
 - loss: whether the model's own loss is the one that is trained
 - loop: the optimizer and the learning rate
 - saved_weights: whether the saved files will hold the model that is trained
+- loaded_adapters: whether a saved adapter, once it is loaded, gives the trained model back
 - rehearsal: a small evaluation and checkpoint
 - metrics: compute_metrics on the labels of the whole evaluation set
 - user_errors: reasons for errors that the user's own code raises later

@@ -1,8 +1,10 @@
 """Checks of a model's settings, before the engine is attached."""
 
+import inspect
 import itertools
 import re
 import sys
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
@@ -23,6 +25,8 @@ _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
 # Values of PEFT's `init_lora_weights` that compute initial weights from batches of a data set.
 _OF_DATA: Final = ("eva", "corda", "lora_ga")
+# These also subtract the initial adapter from the base model's weights. PEFT cannot do that again when it loads an adapter.
+_CHANGE_THE_BASE: Final = ("corda", "lora_ga")
 
 
 def refuse_model(run: PrivateRun, trainer: Any) -> None:
@@ -32,6 +36,7 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     _refuse_hooks_of_gradients(model)
     _refuse_mixed_adapters(model)
     _refuse_adapters(model)
+    _refuse_prefixes_without_a_place(model)
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
     _refuse_mask_without_effect(model, probe)
@@ -160,11 +165,41 @@ def _refuse_adapters(model: nn.Module) -> None:
             )
         # Privacy: such weights move with each record, before a step is counted.
         if (kind := vars(config).get("init_lora_weights")) in _OF_DATA:
+            as_loaded = f"model.peft_config[{name!r}].init_lora_weights = True"
+            mend = f"say so before train(): {as_loaded}"
+            if kind in _CHANGE_THE_BASE:
+                folder = "'start'" if name == "default" else f"'start/{name}', adapter_name={name!r}"
+                mend = (
+                    "save the adapter and the base model, which PEFT has changed too, and train what you load: "
+                    f"{as_loaded}; model.save_pretrained('start'); model.unload().save_pretrained('base'); model = "
+                    f"PeftModel.from_pretrained({type(without_adapters(model)).__name__}.from_pretrained('base'), {folder}, "
+                    "is_trainable=True)"
+                )
             raise Refusal(
                 "adapters-of-data",
                 f"The setting init_lora_weights={kind!r} computes the adapters' initial weights from data, which ε does "
-                "not cover. Leave init_lora_weights out. If these data were public, say so before train(): "
-                f"model.peft_config[{name!r}].init_lora_weights = True.",
+                f"not cover. Leave init_lora_weights out. If these data were public, {mend}.",
+            )
+
+
+# For these tasks PEFT looks into the signature of the model's forward before it passes a prefix on to it.
+_READ_FOR_PREFIXES: Final = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+_PREFIXES: Final = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def _refuse_prefixes_without_a_place(model: Any) -> None:
+    """Refuse a prefix for a model that takes none, which PEFT would notice in the first step."""
+    for config in getattr(model, "peft_config", {}).values():
+        if config.peft_type not in _PREFIXES or config.task_type not in _READ_FOR_PREFIXES:
+            continue
+        encoder = getattr(model, "transformer_backbone_name", None)
+        parts = [model.base_model, *([model.base_model.get_submodule(encoder)] if encoder else [])]
+        if not any("past_key_values" in inspect.signature(part.forward).parameters for part in parts):
+            raise Refusal(
+                "no-place-for-a-prefix",
+                f"The installed PEFT cannot give a prefix to {type(model.base_model).__name__} of Transformers "
+                f"{version('transformers')}, because its forward has no argument past_key_values. Use "
+                "PromptTuningConfig or LoraConfig instead.",
             )
 
 

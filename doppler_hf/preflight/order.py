@@ -11,6 +11,7 @@ from doppler_hf.preflight import (
     data,
     examples,
     launcher,
+    loaded_adapters,
     loop,
     loss,
     model,
@@ -128,5 +129,6 @@ def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     own_step.refuse_another_step(run, private_trainer)
     if private_trainer.args.rehearse:
         saved_weights.refuse_unsaved_weights(run, private_trainer)
+        loaded_adapters.refuse_adapters_that_load_differently(run, private_trainer)
         saved_weights.note_another_model_when_loaded(run, private_trainer)
         rehearsal.rehearse(run, private_trainer)

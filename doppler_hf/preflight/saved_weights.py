@@ -29,10 +29,8 @@ _LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")
 def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
     """Refuse trained weights, and new frozen weights next to adapters, that no saved file would hold."""
     model = trainer.model
-    saves_itself = type(model).save_pretrained if hasattr(type(model), "save_pretrained") else None
-    is_ours_to_know = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES
-    if not is_ours_to_know or any(overrides(trainer, name) for name in ("save_model", "_save")):
-        return  # it is unknown what the user's own code saves
+    if is_saved_by_own_code(trainer):
+        return
     adapters = saved_adapters(model)
     with run.unwatched():  # PEFT computes prompts when it saves them
         kept = _kept(model, adapters)
@@ -55,6 +53,13 @@ def refuse_unsaved_weights(run: PrivateRun, trainer: Any) -> None:
             f"{type(model).__name__} is saved under names of an older version of Transformers, and {collided[0]!r} would "
             "get a name that another weight already has, so it would be lost. Rename that layer of the model.",
         )
+
+
+def is_saved_by_own_code(trainer: Any) -> bool:
+    """Return whether the user's own code saves the model, so that it is unknown what the files will hold."""
+    saves_itself = getattr(type(trainer.model), "save_pretrained", None)
+    is_known = saves_itself is None or saves_itself.__module__.partition(".")[0] in _LIBRARIES
+    return not is_known or any(overrides(trainer, name) for name in ("save_model", "_save"))
 
 
 def note_another_model_when_loaded(run: PrivateRun, trainer: Any) -> None:
@@ -193,11 +198,11 @@ def outermost_modules(model: nn.Module, names: set[str]) -> list[str]:
 def adapter_fix(model: nn.Module, places: list[str]) -> str:
     """Return in words which option of an adapter's configuration trains and saves these modules and parameters."""
     parameters = dict(model.named_parameters())
-    inner = [_without_prefix(model, place) for place in places]
+    inner = [without_prefix(model, place) for place in places]
     if all(place in parameters and place.endswith("bias") for place in places):
         return "Set bias='all' in the adapter's configuration"
     wanted = {each.rpartition(".")[0] if place in parameters else each for place, each in zip(places, inner, strict=True)}
-    names = [_without_prefix(model, name) for name, _ in model.named_modules()]
+    names = [without_prefix(model, name) for name, _ in model.named_modules()]
     short: list[str] = []
     for each in sorted(wanted):
         last = each.rpartition(".")[-1]
@@ -208,7 +213,8 @@ def adapter_fix(model: nn.Module, places: list[str]) -> str:
     return f"Set modules_to_save={[*dict.fromkeys(short)]} in the adapter's configuration"
 
 
-def _without_prefix(model: nn.Module, name: str) -> str:
+def without_prefix(model: nn.Module, name: str) -> str:
+    """Return a name in an adapted model as it is in the base model."""
     return name.removeprefix("base_model.model.").removeprefix("base_model.") if hasattr(model, "base_model") else name
 
 
@@ -262,7 +268,7 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
 
 def _looks_new(model: nn.Module, base: PreTrainedModel, name: str) -> bool:
     """Return whether a weight is of a head in front of which nothing was trained: its layer's bias is still 0 everywhere."""
-    inner = _without_prefix(model, name)
+    inner = without_prefix(model, name)
     layer = model.get_submodule(name.rpartition(".")[0])
     bias = getattr(layer, "bias", None)
     is_of_head = (

@@ -90,12 +90,13 @@ class AdaptersAtStart:
 
 
 def _noted_layers(model: nn.Module) -> dict[str, Any]:
-    layers = {name: layer for name, layer in _adapted_layers(model) if _can_be_merged(_base_weight(layer))}
+    layers = {name: layer for name, layer in adapted_layers(model) if _can_be_merged(_base_weight(layer))}
     names = [*layers][:: max(1, len(layers) // _LAYERS)][:_LAYERS]
     return {name: layers[name] for name in names}
 
 
-def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers of a model that have adapters of PEFT, with their names."""
     peft = sys.modules.get("peft")
     if peft is None:
         return []
@@ -126,7 +127,7 @@ def _merged(
     adapters: Sequence[str] | None = None,
 ) -> Tensor:
     """Return the base weight in a precision with the adapters merged into it, after replacing the adapters' `values`."""
-    made = _copy_without_hooks(layer)
+    made = copy_without_hooks(layer)
     for name, value in (values or {}).items():
         made.get_parameter(name).copy_(value)
     (made if is_converted else made.get_base_layer()).to(precision)
@@ -135,7 +136,8 @@ def _merged(
     return weight
 
 
-def _copy_without_hooks(module: nn.Module) -> Any:
+def copy_without_hooks(module: nn.Module) -> Any:
+    """Return a copy of a module that nobody watches: it has neither hooks nor a `forward` of its own."""
     # Hooks may belong to the engine of per-sample gradients or to a user, and must be neither copied nor called.
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -309,7 +311,7 @@ def _with_adapters(model: nn.Module, weights: Mapping[int, Tensor], rows: Mappin
     """Return the sketches of weights with the model's own adapters merged into them, if these change anything."""
     places = {id(weights[place]): place for place in rows}
     found = {}
-    for _, layer in _adapted_layers(model):
+    for _, layer in adapted_layers(model):
         weight = _base_weight(layer)
         place = places.get(id(weight))
         if place is not None and may_change(layer):

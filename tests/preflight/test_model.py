@@ -1,5 +1,7 @@
 """Models that are refused by their settings, and train with the fix that the message names."""
 
+import re
+
 import pytest
 import torch
 from peft import (
@@ -8,13 +10,20 @@ from peft import (
     LoHaConfig,
     LoraConfig,
     MontecloraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
     TrainableTokensConfig,
     VeloraConfig,
     get_peft_model,
     initialize_lora_eva_weights,
 )
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from transformers import AlbertConfig, AlbertForSequenceClassification, BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
+from tests.support.adapters import takes_prefix
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
@@ -36,7 +45,16 @@ def named(kind):
     return model
 
 
-@pytest.mark.parametrize("made", [of_eva, lambda: named("corda"), lambda: named("lora_ga")])
+def of_corda(name="default"):
+    """LoRA whose first weights are directions of the inputs of its layers, and are taken out of the base model."""
+    corda = CordaConfig(corda_method="kpm")
+    config = LoraConfig(target_modules=["value"], r=2, init_lora_weights="corda", corda_config=corda, task_type="SEQ_CLS")
+    model, rows = tiny_bert(), text_data()
+    preprocess_corda(model, config, run_model=lambda: [model(**pad([row])) for row in rows])
+    return get_peft_model(model, config, adapter_name=name)
+
+
+@pytest.mark.parametrize("made", [of_eva, lambda: named("eva")])
 def test_adapters_that_begin_with_weights_of_data_are_refused_unless_the_data_are_public(tmp_path, made):
     trainer = checked_trainer_of(tmp_path, model=made(), max_steps=1)
     with refused("adapters-of-data"):
@@ -44,6 +62,29 @@ def test_adapters_that_begin_with_weights_of_data_are_refused_unless_the_data_ar
     assert trainer.privacy.ledger is None
     trainer.model.peft_config["default"].init_lora_weights = True
     assert trained(trainer).state.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:`corda_config` specified but will be ignored")
+@pytest.mark.parametrize(
+    ("made", "folder"), [(of_corda, ""), (lambda: of_corda("mine"), "mine"), (lambda: named("lora_ga"), "")]
+)
+def test_of_public_data_base_and_adapter_are_saved_and_what_is_trained_is_loaded_again(tmp_path, made, folder, monkeypatch):
+    """A saved adapter of CorDA or LoRA-GA alone does not fit the base model that it was trained with."""
+    model = made()
+    with refused("adapters-of-data") as refusal:
+        checked_trainer_of(tmp_path, model=model).train()
+    lines = re.search(r"train what you load: (.*)\.$", str(refusal.value))[1]
+    monkeypatch.chdir(tmp_path)
+    scope = dict(model=model, PeftModel=PeftModel, BertForSequenceClassification=BertForSequenceClassification)
+    exec(lines, scope)
+    trainer = trained(checked_trainer_of(tmp_path, model=scope["model"], max_steps=2))
+    trainer.save_model()
+    again = PeftModel.from_pretrained(
+        BertForSequenceClassification.from_pretrained("base"), f"{trainer.args.output_dir}/{folder}"
+    )
+    batch = {key: value for key, value in pad(list(text_data(8))).items() if key != "labels"}
+    found, expected = (each.eval()(**batch).logits for each in (again, trainer.model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("base", "rate"), [("adam_bc", None), ("sgd", 1e-2)])
@@ -158,3 +199,29 @@ def test_counts_of_tokens_are_taken_in_each_record_and_noted(tmp_path, capsys):
         model.bert.embeddings.word_embeddings.scale_grad_by_freq = is_scaled
         assert trained(checked_trainer_of(tmp_path / str(is_scaled), model=model)).state.global_step == 4
         assert ("scale_grad_by_freq=True" in capsys.readouterr().out) == is_scaled
+
+
+def tiny_albert():
+    torch.manual_seed(0)
+    sizes = dict(embedding_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = AlbertConfig(vocab_size=50, max_position_embeddings=16, **sizes)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return AlbertForSequenceClassification(config)
+
+
+def with_prompt(base, config):
+    return get_peft_model(base(), config(task_type="SEQ_CLS", num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize("base", [tiny_bert, tiny_albert])
+def test_a_prefix_trains_or_is_refused_with_prompts_in_its_place(tmp_path, base):
+    model = with_prompt(base, PrefixTuningConfig)
+    if takes_prefix(model):
+        assert trained(checked_trainer_of(tmp_path, model=model, max_steps=1)).state.global_step == 1
+        return
+    trainer = checked_trainer_of(tmp_path, model=model, max_steps=1)
+    with refused("no-place-for-a-prefix", match="PromptTuningConfig or LoraConfig"):
+        trainer.train()
+    assert trainer.privacy.ledger is None
+    model = with_prompt(base, PromptTuningConfig)
+    assert trained(checked_trainer_of(tmp_path / "prompts", model=model, max_steps=1)).state.global_step == 1

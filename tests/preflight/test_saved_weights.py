@@ -30,7 +30,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.saved_weights import adapter_fix, outermost_modules, why_not_loaded
 from doppler_hf.privacy import LEDGER_NAME
-from tests.support.adapters import add_adapter
+from tests.support.adapters import add_adapter, prefixed
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
@@ -231,7 +231,9 @@ def prompted(encoders, config):
 
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
 def test_prompts_are_saved(tmp_path, encoders, config):
-    trained(trainer_of(tmp_path, model=prompted(encoders, config), **EVALUATES))
+    attach = prefixed if config is PrefixTuningConfig else get_peft_model
+    model = attach(with_a_new_head(encoders), config(task_type="SEQ_CLS", num_virtual_tokens=2))
+    trained(trainer_of(tmp_path, model=model, **EVALUATES))
 
 
 @pytest.mark.parametrize("asked", ["load_best_model_at_end", "resume_from_checkpoint"])

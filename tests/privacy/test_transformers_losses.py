@@ -10,6 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuni
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.privacy.losses import task_of
+from tests.support.adapters import prefixed
 from tests.support.models import moved
 from tests.support.refusals import refused
 from tests.support.tiers import combined
@@ -117,7 +118,8 @@ def test_a_prompt_has_no_labels_and_trains(tmp_path, task, kind):
     lengths = [4, 7, 3] * 6
     rows, collate = (answer_rows(lengths), pad_answers) if task == "answers" else (token_rows(task, lengths), pad_tokens)
     config = PROMPTS[kind](peft_task)
-    model = built(lambda: get_peft_model(builds[0](), config), torch.float32)
+    attach = prefixed if (kind, task) == ("prefix", "answers") else get_peft_model
+    model = built(lambda: attach(builds[0](), config), torch.float32)
     trainer = trainer_of(tmp_path, model, rows=rows)
     trainer.data_collator = collate
     losses = trainer.compute_per_sample_loss(model, collate(rows[:3]))

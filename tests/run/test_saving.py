@@ -23,6 +23,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.weights import hashes
+from tests.support.adapters import prefixed
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, tiny_bert
@@ -44,7 +45,7 @@ def adapted(name="default"):
 
 def test_an_adapter_that_is_called_when_it_is_saved_is_saved_during_training(tmp_path):
     """PEFT reads a prefix by a call of its layer."""
-    model = get_peft_model(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+    model = prefixed(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
     trainer_of(tmp_path, model=model, **CHECKPOINTS).train()
     assert "prompt_embeddings" in load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
 

@@ -1,9 +1,11 @@
-"""Adapters that Transformers itself attaches to a model, where the installed versions can."""
+"""Adapters that Transformers itself attaches to a model, and prefixes of classifiers, where the installed versions can."""
 
 import importlib.metadata
 
 import pytest
+import torch
 from packaging.version import Version
+from peft import get_peft_model
 
 NEEDED_PEFT = {"5.24": "0.22"}  # from this version of Transformers on
 
@@ -16,7 +18,8 @@ def why_no_add_adapter(transformers, peft):
     return None
 
 
-WHY_NOT = why_no_add_adapter(importlib.metadata.version("transformers"), importlib.metadata.version("peft"))
+TRANSFORMERS, PEFT = (importlib.metadata.version(name) for name in ("transformers", "peft"))
+WHY_NOT = why_no_add_adapter(TRANSFORMERS, PEFT)
 
 
 def add_adapter(model, config, *name):
@@ -24,4 +27,23 @@ def add_adapter(model, config, *name):
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
     model.add_adapter(config, *name)
+    return model
+
+
+def takes_prefix(model):
+    """Return whether the installed PEFT can pass a prefix on to a classifier, as it cannot with Transformers 5.24."""
+    try:
+        model(input_ids=torch.ones(1, 2, dtype=torch.long))
+    except ValueError as error:
+        if "past key values" not in str(error):
+            raise
+        return False
+    return True
+
+
+def prefixed(model, config):
+    """Give a classifier a prefix, and return it; skip the test if PEFT cannot pass the prefix on."""
+    model = get_peft_model(model, config)
+    if not takes_prefix(model):
+        pytest.skip(f"PEFT {PEFT} gives no prefix to a classifier of Transformers {TRANSFORMERS}")
     return model
