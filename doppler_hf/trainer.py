@@ -209,7 +209,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _events_passed_to(self, run: PrivateRun) -> Iterator[None]:
         """Pass Transformers' events to the run in the block, after all other callbacks, since these may change things."""
         handler = self.callback_handler
-        callback = self._privacy_callback = PrivacyCallback(run, handler=handler)
+        check = functools.partial(preflight.check_callbacks, self)
+        callback = self._privacy_callback = PrivacyCallback(run, trainer=self, check_callbacks=check)
         handler.add_callback(callback)
         try:
             yield
@@ -236,6 +237,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if not self.args.disable_dp:
             preflight.check_before_first_step(self.privacy, self)
+            self._privacy_callback.note_checked_code()
         return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Return the pieces of one batch, and no count of tokens, since no loss may be scaled by it."""
         if self.args.disable_dp:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._privacy_callback.refuse_removed()
+        self._privacy_callback.refuse_changed_code()
         return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
 from doppler_hf.errors import Refusal
+from doppler_hf.run.callback import another_arguments
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import IMPRECISE
 
@@ -31,6 +32,8 @@ def refuse_autocast_around_training(args: DopplerTrainingArguments) -> None:
 
 def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator: Any) -> None:
     """Refuse settings that break or do not affect a private run, wherever they were set."""
+    if not hasattr(accelerator.state, "mixed_precision"):
+        raise another_arguments()
     state, precision = accelerator.state, accelerator.mixed_precision
     if precision in IMPRECISE or accelerator.scaler is not None:
         precision = precision if precision in IMPRECISE else "fp16"

@@ -66,6 +66,11 @@ def check_before_training(private_trainer: Any) -> None:
     signatures.refuse_callbacks_of_other_signatures(private_trainer)
 
 
+def check_callbacks(private_trainer: Any) -> None:
+    """Check callbacks that were added during the run."""
+    signatures.refuse_callbacks_of_other_signatures(private_trainer)
+
+
 def check_before_evaluation(private_trainer: Any, evaluated: Any, *, name: str) -> None:
     """Check a data set that is given to `evaluate` or `predict`."""
     data.warn_if_evaluated(private_trainer.train_dataset, evaluated, name=name)

@@ -4,13 +4,16 @@ The callback also guards the budget: steps are reserved in the ledger before the
 step that would exceed the target. Only process 0 writes ledgers.
 """
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
 
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
+from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.lineage import adapters_trained_by_others
 from doppler_hf.run.logged_loss import BoundWatch, forget_losses
@@ -20,24 +23,40 @@ from doppler_hf.run.processes import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import print_end, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
+# What a step calls on the trainer, and what it reads there.
+_CALLED: Final = (
+    "compute_per_sample_loss", "compute_loss", "compute_loss_context_manager", "training_step", "get_batch_samples",
+    "_prepare_inputs", "_prepare_input", "_clip_grad_norm", "_get_grad_norm",
+)  # fmt: skip
+_READ: Final = ("args", "model", "optimizer", "compute_loss_func", "label_smoother")
+
 
 class PrivacyCallback(TrainerCallback):
     """Opens the ledger of a run, prints its summary, counts its steps, and stops it at the end of its budget.
 
     Args:
         run: The run.
-        handler: The trainer's handler of all callbacks.
+        trainer: The trainer. The callback must be the last one in its list when it is made.
+        check_callbacks: A function that is called when the list of callbacks has changed.
     """
 
-    def __init__(self, run: PrivateRun, *, handler: CallbackHandler) -> None:
-        self._run, self._handler = run, handler
+    def __init__(self, run: PrivateRun, *, trainer: Any, check_callbacks: Callable[[], None]) -> None:
+        self._run, self._trainer, self._check_callbacks = run, trainer, check_callbacks
+        self._handler = trainer.callback_handler
+        self._checked_callbacks: list[Any] = []
+        self._checked_code: dict[str, tuple[Any, ...]] = {}
         self._bound_watch: BoundWatch | None = None  # watches a private training loss
+
+    def note_checked_code(self) -> None:
+        """Note the code with which the checks before the first step were made."""
+        self._checked_code, self._checked_callbacks = _code_of(self._trainer), [*self._handler.callbacks]
 
     def on_train_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open a ledger, or continue the ledger of an earlier run, and print the summary."""
         run, step, model = self._run, state.global_step, kwargs["model"]
         run.terms.refuse_changes(args)
-        self.refuse_removed()
+        self.refuse_changed_code()
+        _refuse_another_control(control)
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
         ledger = run.begin(model, step=step, output_dir=args.output_dir)
@@ -77,11 +96,28 @@ class PrivacyCallback(TrainerCallback):
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
 
-    def refuse_removed(self) -> None:
-        """Stop if this callback, or Transformers' `DefaultFlowCallback`, is no longer in the list."""
-        there = self._handler.callbacks
+    def refuse_changed_code(self) -> None:
+        """Stop if code that the checks before the first step have seen was removed or replaced, such as by a callback."""
+        trainer, there = self._trainer, self._trainer.callback_handler.callbacks
+        # Transformers calls the trainer's handler of callbacks, which may be another one by now.
         if self not in there or not any(isinstance(each, DefaultFlowCallback) for each in there):
             raise callbacks_removed()
+        if there != self._checked_callbacks:
+            self._check_callbacks()
+            self._checked_callbacks = [*there]
+        # Sensitivity: a loss that is set now might read the batch. And a loss that has no effect would not be trained.
+        now = _code_of(trainer)
+        for name, parts in self._checked_code.items():
+            if len(parts) != len(now[name]) or any(a is not b for a, b in zip(parts, now[name], strict=True)):
+                end = "This step is not counted" if self._run.is_running else "No ε is spent"
+                raise Refusal(
+                    "code-replaced",
+                    f"{name} was replaced during the run, probably by a callback. A private run keeps the code that was "
+                    f"checked before its first step, and other code may break the guarantee. {end}. Set {name} before "
+                    "train(), or leave it as it is.",
+                )
+        if not hasattr(trainer.accelerator.state, "mixed_precision"):
+            raise another_arguments()
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler the step of its next batch."""
@@ -90,9 +126,22 @@ class PrivacyCallback(TrainerCallback):
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps on disk before the first of them is computed; no process can release a step without process 0."""
         self._run.terms.warn_of_changes(args)
+        self.refuse_changed_code()
+        _refuse_another_control(control)
+        self._warn_of_more_steps(state)
         ledger = self._run.reserve()
         if ledger is not None and state.is_world_process_zero:
             ledger.save(args.output_dir)
+
+    def _warn_of_more_steps(self, state: TrainerState) -> None:
+        planned = self._run.statement.steps_planned
+        if state.max_steps > planned:
+            warnings.warn(
+                f"state.max_steps was changed from {planned} to {state.max_steps} during the run. This has no effect: noise "
+                "and ε were computed for the planned steps. Set max_steps before train().",
+                stacklevel=2,
+            )
+            state.max_steps = planned
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient."""
@@ -102,6 +151,7 @@ class PrivacyCallback(TrainerCallback):
         self, args: DopplerTrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
+        _refuse_another_control(control)
         self._run.sampler.is_reserved &= not control.should_training_stop
         if self._run.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
@@ -131,6 +181,39 @@ class PrivacyCallback(TrainerCallback):
             run.ledger.close()
             run.ledger.save(args.output_dir)
             print_end(run.ledger, args, logs=state.log_history)
+
+
+def _code_of(trainer: Any) -> dict[str, tuple[Any, ...]]:
+    """Return by its name what a step calls and reads: of the trainer, of its class, and of its model."""
+    own, classes = vars(trainer), type(trainer).__mro__
+    code = {
+        f"trainer.{name}": (own.get(name), *(vars(cls)[name] for cls in classes if name in vars(cls))) for name in _CALLED
+    }
+    code |= {f"trainer.{name}": (getattr(trainer, name),) for name in _READ}
+    models = [trainer.model, without_adapters(trainer.model)]
+    code["trainer.model.forward"] = tuple(each for model in models for each in (vars(model).get("forward"), type(model)))
+    # Transformers keeps a loss that is set as model.loss_function under this name.
+    code["trainer.model.loss_function"] = tuple(vars(model).get("_loss_function") for model in models)
+    return code
+
+
+def _refuse_another_control(control: Any) -> None:
+    """Refuse what a callback has returned in place of the control, since Transformers passes it on as the control."""
+    if not isinstance(control, TrainerControl):
+        raise Refusal(
+            "callback-returns",
+            f"A callback has returned a {type(control).__name__} from one of its events. Transformers takes that for the "
+            "TrainerControl and would fail. Return control, or nothing.",
+        )
+
+
+def another_arguments() -> Refusal:
+    """Return the error of a trainer whose accelerator was reset by arguments that were made later."""
+    return Refusal(
+        "accelerator-reset",
+        "The accelerator of this trainer was reset, because other TrainingArguments were made after the trainer. "
+        "Make the trainer again after them. Training would fail, as it does with Trainer.",
+    )
 
 
 def end_run(

@@ -511,6 +511,7 @@ class PrivateRun:
             parameter.grad = in_shards(gradient, like=parameter) if name in shards else gradient
         optimizer.noise_std = mechanism.noise_std(step)
         self.is_released, self.num_non_finite = True, engine.num_non_finite
+        self._may_compute = False  # Privacy: without the events that reserve and count steps, there is no other step
         engine.reset()
         return None if self.private_loss is None else self.private_loss.release(step=step)
 
@@ -538,7 +539,6 @@ class PrivateRun:
             )
         self.ledger.record_step()
         self.affordable -= 1
-        self._may_compute = False
         if self.affordable <= 0:
             self.sampler.is_reserved = False
 

@@ -259,5 +259,6 @@ def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
         return []
     more = "use larger batches, more epochs, more data or a larger ε"
     return [
-        f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: {more}"
+        f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: "
+        f"{more}"
     ]

@@ -11,7 +11,6 @@ import torch
 from accelerate import PartialState
 from datasets import Value
 from transformers import BertForSequenceClassification, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf import DopplerTrainer
@@ -89,12 +88,15 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 
 
 def test_only_process_0_writes(tmp_path):
-    run, model = PrivateRun(arguments(tmp_path), text_data(), num_trained=1), tiny_bert()
+    args, model = arguments(tmp_path), tiny_bert()
+    run = PrivateRun(args, text_data(), num_trained=1)
     run.begin(model, step=0, output_dir=tmp_path)
-    callback = PrivacyCallback(run, handler=CallbackHandler([], model, None, None, None))
+    trainer = trainer_of(tmp_path / "trainer")
+    callback = PrivacyCallback(run, trainer=trainer, check_callbacks=lambda: None)
+    trainer.add_callback(callback)
     with ClippedGradients(model) as run._engine:
         run.is_released = True
-        args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=False), TrainerControl()
+        state, control = TrainerState(is_world_process_zero=False), TrainerControl()
         callback.on_step_begin(args, state, control)
         callback.on_pre_optimizer_step(args, state, control)
         callback.on_train_end(args, state, control, model=model)

@@ -25,8 +25,8 @@ from doppler_hf.privacy.batching.collators import Collator
 # the cache, and fewer make many small products. See recipes/results/micro-batches.md.
 _WIDTHS_IN_CACHE: Final = 131_072
 _FEWEST_TOKENS, _MOST_TOKENS = 512, 4_096
-# Rows without lengths, and tokens on a CPU, may exceed the asked-for number by a quarter where that saves a pass: a batch has
-# its expected size only on average, and would otherwise need a second pass for a few rows in every other step.
+# Rows without lengths, and tokens on a CPU, may exceed the asked-for number by a quarter where that saves a pass: a batch
+# has its expected size only on average, and would otherwise need a second pass for a few rows in every other step.
 _MORE_ROWS: Final = 1.25
 _LOOKED_AT: Final = 1 << 14  # rows among which pairs are sought
 
