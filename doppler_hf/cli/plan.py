@@ -2,11 +2,13 @@
 
 Give the batch size, the length (epochs or steps), and either epsilon or the noise multiplier; the other one is computed. A
 second table keeps epsilon and shows other lengths and batch sizes. Nothing is trained and no data is read. Give the number
-of trained weights, or the model, and the plan also shows the learning rate that a run chooses.
+of trained weights, or the model, and the plan also shows the learning rate that a run chooses. With --trials the plan is for
+a search, which tries several settings and publishes only the best run.
 
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --plot plan.png
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --trainable-parameters 1.2e6
+  doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --epsilon 3 --trials 10
   doppler-hf plan --num-examples 67349 --batch-size 1000 --epochs 3 --noise-multiplier 1 --low-pass-filter first-order-v1
 """
 
@@ -22,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.cli.planned_runs import PlannedRun, PlanRequest, alternatives, epochs_of, planned_terms
+from doppler_hf.cli.planned_runs import PlannedRun, PlannedTerms, PlanRequest, alternatives, epochs_of, planned_terms
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
@@ -68,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampling", choices=get_args(Sampling), default="allocation", help="as in training (default: %(default)s)"
     )
+    parser.add_argument(
+        "--trials",
+        type=float,
+        metavar="K",
+        help="expected number of runs of a search that draws the settings of each at random and publishes only the best; "
+        "the real number is random and secret, and ε is that of the whole search",
+    )
     parser.add_argument("--max-grad-norm", type=float, default=1.0, metavar="C", help="clip norm (default: %(default)s)")
     grammar = "as first-order-v1, butterworth:order=2,cutoff=0.1 or b=0.1,0.1;a=1,-0.8 (default: %(default)s)"
     parser.add_argument("--low-pass-filter", default="auto", metavar="FILTER", help=grammar)
@@ -102,8 +111,12 @@ def run(args: argparse.Namespace) -> int:
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
-    planned = request.solve()
-    facts, best = describe(request, planned, named)
+    selection = request.selection()
+    planned = request.solve(selection=selection)
+    terms = planned_terms(request, planned, named, selection=selection)
+    facts, best = describe(request, terms)
+    if terms.selection is not None:
+        facts["search"] = describe_search(request, terms, named)
     if args.trainable_parameters is not None or args.model is not None:
         facts |= learning_rate_of(args, facts)
     console = Console()
@@ -111,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
     # The alternatives get the target ε. The plan itself reaches a slightly smaller ε, which would distort the comparison.
-    table = alternatives(request, planned, facts["target_epsilon"])
+    table = alternatives(request, planned, facts["target_epsilon"], selection=selection)
     if args.plot is not None:
         plot_plan(table, planned, args.plot, epsilon=facts["target_epsilon"], delta=facts["delta"])
     if args.json:
@@ -119,8 +132,9 @@ def run(args: argparse.Namespace) -> int:
         # JSON has no infinity; no plan contains one.
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        terms = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
-        console.print(f"\nRuns of equal {terms}", highlight=False)
+        guarantee = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
+        what = "Runs" if selection is None else "Trials of a search"
+        console.print(f"\n{what} of equal {guarantee}", highlight=False)
         console.print(alternatives_table(table, planned))
         console.print(READING)
         if args.plot is not None:
@@ -128,20 +142,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | None) -> tuple[dict[str, Any], TradeOff]:
+def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any], TradeOff]:
     """Return every number of the plan by name (the JSON object without its alternatives), and the best attack.
 
     Noise and filter are those that a training run would choose: without a given σ, it also chooses the shape of the noise.
     """
-    delta = request.target_delta
-    shape, low_pass_filter, planned = planned_terms(request, planned, named)
-    sigma = planned.noise_multiplier
-    releases = Releases(sigma, planned.sample_rate, planned.steps, shape.c, planned.sampling)
-    epsilon = get_total_epsilon([releases], delta=delta)
+    delta, (shape, low_pass_filter, planned, selection) = request.target_delta, terms
+    sigma, releases = planned.noise_multiplier, releases_of(terms)
+    epsilon = get_total_epsilon([releases], delta=delta) if selection is None else selection.epsilon
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
-    best = trade_off([releases])
+    # Only this pair of ε and δ is known of a search.
+    best = trade_off([releases]) if selection is None else TradeOff(np.array([epsilon]), np.array([delta]))
     facts = {
         "solved_for": "epsilon" if request.epsilon is None else "noise_multiplier",
         "num_examples": planned.num_examples,
@@ -154,7 +167,7 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
         "noise_multiplier": sigma,
         "noise_std": of_sigma * shape.std(planned.steps),
         "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
-        "average_noise_std": of_sigma * shape.std_of_sum([1.0] * planned.steps) / planned.steps,
+        "average_noise_std": _average_noise(terms),
         "delta": delta,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
@@ -170,6 +183,36 @@ def describe(request: PlanRequest, planned: PlannedRun, named: LowPassFilter | N
         "sampling": planned.sampling,
     }
     return facts, best
+
+
+def releases_of(terms: PlannedTerms) -> Releases:
+    """Return what the planned run releases, in the accountant's terms."""
+    run = terms.run
+    return Releases(run.noise_multiplier, run.sample_rate, run.steps, terms.shape.c, run.sampling)
+
+
+def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFilter | None) -> dict[str, Any]:
+    """Return the numbers of a search by name: what each trial satisfies, and its noise beside that of a single run."""
+    selection, of_trial = terms.selection, _average_noise(terms)
+    assert selection is not None
+    facts: dict[str, Any] = {
+        "expected_trials": selection.trials.mean,
+        "distribution": selection.trials.name,
+        "first_guarantee": [*selection.first],
+        "second_guarantee": [*selection.second],
+        "trial_epsilon": get_total_epsilon([releases_of(terms)], delta=request.target_delta),
+        "expected_examples_processed": round(selection.trials.mean * terms.run.examples_processed),
+    }
+    if request.epsilon is not None:
+        alone = dataclasses.replace(request, trials=None)
+        facts["noise_over_single_run"] = of_trial / _average_noise(planned_terms(alone, alone.solve(), named))
+    return facts
+
+
+def _average_noise(terms: PlannedTerms) -> float:
+    run = terms.run
+    per_step = run.noise_multiplier * run.max_grad_norm / run.expected_batch_size
+    return per_step * terms.shape.std_of_sum([1.0] * run.steps) / run.steps
 
 
 def facts_table(facts: dict[str, Any]) -> Table:
@@ -198,6 +241,16 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "delta": ("δ", f"{facts['delta']:.4g}"),
         "epsilon": ("ε", f"{facts['epsilon']:.4g}"),
     }
+    if search := facts.get("search"):
+        rows["epsilon"] = ("ε of the search", rows["epsilon"][1])
+        rows |= {
+            "trials": ("trials expected", f"{search['expected_trials']:g} ({search['distribution']}; the number is secret)"),
+            "trial_epsilon": ("ε of each trial", f"{search['trial_epsilon']:.4g}"),
+            "expected_work": ("records processed", f"{search['expected_examples_processed']:,} in all trials, expected"),
+        }
+        if "noise_over_single_run" in search:
+            times = f"{search['noise_over_single_run']:.3g} times that of a single run of equal ε"
+            rows["price"] = ("noise of each trial", times)
     table = Table(title="Plan", show_header=False)  # no row has more than 80 characters
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (computed)" if name == facts["solved_for"] else ""))

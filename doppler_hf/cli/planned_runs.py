@@ -7,13 +7,18 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy.accounting.accounting import Sampling, default_delta, steps_of_whole_turns
-from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_if_any
+from doppler_hf.privacy.accounting.accounting import Releases, Sampling, default_delta, steps_of_whole_turns
+from doppler_hf.privacy.accounting.calibration import (
+    get_noise_multiplier,
+    noise_multiplier_if_any,
+    noise_multiplier_of_trial,
+)
+from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget, selection_of_releases
 
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
@@ -59,6 +64,8 @@ class PlannedRun:
 class PlanRequest:
     """A run of E epochs, or T steps (`max_steps`), with either ε or σ; δ is N^−1.1 by default.
 
+    With `trials`, ε and δ are those of a search with so many expected trials, and σ is that of each trial.
+
     Raises:
         ValueError: If a number is out of range, B is missing, or not exactly one of ε and σ, and of E and T, is given.
 
@@ -76,6 +83,7 @@ class PlanRequest:
     delta: float | None = None
     max_grad_norm: float = 1.0
     sampling: Sampling = "allocation"
+    trials: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
@@ -132,30 +140,62 @@ class PlanRequest:
         assert self.batch_size is not None
         return math.ceil(self.num_examples / self.batch_size)
 
-    def solve(self, *, rough: bool = False) -> PlannedRun:
-        """Return the run with the given σ, or with the smallest σ that keeps ε; for `rough` see `get_noise_multiplier`."""
+    @property
+    def steps(self) -> int:
+        """T, before a plan with groups leaves out its last steps."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.epochs is not None
+        # Transformers' own formula (`Trainer.set_initial_training_values`).
+        return math.ceil(self.epochs * self.steps_per_epoch)
+
+    def releases(self, noise_multiplier: float, *, strategy: tuple[float, ...] = (1.0,)) -> Releases:
+        """Return what the run releases, in the accountant's terms."""
         assert self.batch_size is not None
-        steps = self.max_steps
-        if steps is None:
-            assert self.epochs is not None
-            # Transformers' own formula (`Trainer.set_initial_training_values`).
-            steps = math.ceil(self.epochs * self.steps_per_epoch)
-        sigma = self.noise_multiplier
+        return Releases(noise_multiplier, self.batch_size / self.num_examples, self.steps, strategy, self.sampling)
+
+    def selection(self, *, strategy: tuple[float, ...] = (1.0,)) -> Selection | None:
+        """Return what each trial of the search must satisfy; None for a single run."""
+        if self.trials is None:
+            return None
+        trials = NumberOfTrials(self.trials)
+        if self.noise_multiplier is not None:
+            return selection_of_releases(self.releases(self.noise_multiplier), trials, delta=self.target_delta)
+        assert self.epsilon is not None
+        return divide_budget(
+            trials, target_epsilon=self.epsilon, target_delta=self.target_delta,
+            releases_at=lambda sigma: self.releases(sigma, strategy=strategy),
+        )  # fmt: skip
+
+    def solve(self, *, rough: bool = False, selection: Selection | None = None) -> PlannedRun:
+        """Return the run with the given σ, or with the smallest σ that keeps ε; for `rough` see `get_noise_multiplier`.
+
+        A trial of a search has the smallest σ that satisfies its `selection`.
+        """
+        assert self.batch_size is not None
+        steps, sigma = self.steps, self.noise_multiplier
         if sigma is None:
             assert self.epsilon is not None
-            sigma = get_noise_multiplier(
-                target_epsilon=self.epsilon,
-                target_delta=self.target_delta,
-                sample_rate=self.batch_size / self.num_examples,
-                steps=steps,
-                sampling=self.sampling,
-                rough=rough,
+            terms: dict[str, Any] = {
+                "sample_rate": self.batch_size / self.num_examples,
+                "steps": steps,
+                "sampling": self.sampling,
+                "rough": rough,
+            }
+            sigma = (
+                get_noise_multiplier(target_epsilon=self.epsilon, target_delta=self.target_delta, **terms)
+                if selection is None
+                else noise_multiplier_of_trial(selection, **terms)
             )
         return PlannedRun(self.num_examples, self.batch_size, steps, sigma, self.max_grad_norm, self.sampling)
 
 
-def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[float, list[PlannedRun]]:
+def alternatives(
+    request: PlanRequest, run: PlannedRun, epsilon: float, *, selection: Selection | None = None
+) -> dict[float, list[PlannedRun]]:
     """Calibrate runs around the `run` of a request, with other batch sizes and numbers of epochs, to the same ε and δ.
+
+    With a `selection`, they are trials of the same search.
 
     Returns:
         Epochs → runs of that length. The epochs are ½ to 4 times those of the run, and the batch sizes ¼ to 4 times its
@@ -169,7 +209,7 @@ def alternatives(request: PlanRequest, run: PlannedRun, epsilon: float) -> dict[
             return run
         try:
             # The table shows three digits, for which the rough grid is enough.
-            return replace(same, epochs=length, batch_size=batch_size).solve(rough=True)
+            return replace(same, epochs=length, batch_size=batch_size).solve(rough=True, selection=selection)
         except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
             return None
 
@@ -187,15 +227,24 @@ def epochs_of(request: PlanRequest, run: PlannedRun) -> float:
     return run.steps / request.steps_per_epoch if request.epochs is None else request.epochs
 
 
+class PlannedTerms(NamedTuple):
+    """The noise and filter of a planned run, and the run with their σ and T."""
+
+    shape: NoiseShape
+    low_pass_filter: LowPassFilter
+    run: PlannedRun
+    selection: Selection | None  # what each trial satisfies, if the run is a trial of a search
+
+
 def planned_terms(
-    request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None
-) -> tuple[NoiseShape, LowPassFilter, PlannedRun]:
+    request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None, *, selection: Selection | None = None
+) -> PlannedTerms:
     """Return the noise shape and filter that a training run would choose, and the planned run with their σ and T.
 
     If the request has σ in place of ε, the noise is white. A given filter is kept. Assumed are Adam, a learning rate that
     falls linearly, and enough memory.
     """
-    white = WHITE, low_pass_filter or PAPER_FILTERS["none"], run
+    white = PlannedTerms(WHITE, low_pass_filter or PAPER_FILTERS["none"], run, selection)
     # Shapes are compared at equal ε, so they need a target ε. Poisson sampling may draw a record in every step, which shaped
     # noise does not allow.
     if request.epsilon is None or run.sampling == "poisson":
@@ -204,11 +253,9 @@ def planned_terms(
     def rates(steps: int) -> list[float]:
         return [1 - step / steps for step in range(steps)]
 
-    terms: dict[str, Any] = {
-        "target_epsilon": request.epsilon,
-        "target_delta": request.target_delta,
-        "sample_rate": run.sample_rate,
-    }
+    # A trial has to satisfy the first of its two guarantees, which nearly always decides about its noise.
+    epsilon, delta = (request.epsilon, request.target_delta) if selection is None else selection.first
+    terms: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": run.sample_rate}
     shape = auto_noise_shape(
         lambda bands: noise_multiplier_if_any(NoiseShape.banded(bands).c, steps=run.steps, **terms),
         run.steps,
@@ -221,5 +268,10 @@ def planned_terms(
     if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
         steps = steps_of_whole_turns(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
-    sigma = get_noise_multiplier(strategy=shape.c, steps=steps, **terms)
-    return shape, chosen, replace(run, steps=steps, noise_multiplier=sigma)
+    selection = request.selection(strategy=shape.c)
+    sigma = (
+        get_noise_multiplier(strategy=shape.c, steps=steps, **terms)
+        if selection is None
+        else noise_multiplier_of_trial(selection, sample_rate=run.sample_rate, steps=steps, strategy=shape.c)
+    )
+    return PlannedTerms(shape, chosen, replace(run, steps=steps, noise_multiplier=sigma), selection)

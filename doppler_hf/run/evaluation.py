@@ -35,6 +35,8 @@ class EvaluatingTrainer(ShardedTrainer):
     _run: PrivateRun | None
     _is_division_known = False
     model_accepts_loss_kwargs: bool
+    label_names: list[str]
+    can_return_loss: bool
     rows_per_loss: int
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]

@@ -14,6 +14,7 @@ from doppler_hf.cli import planned_runs as planning
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import trade_off
+from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, meets_second
 from doppler_hf.run.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
 from doppler_hf.run.optimizer import first_learning_rate
 from tests.support.tiers import thorough
@@ -218,6 +219,54 @@ def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     # Two digits, neither more nor less.
     noises = re.findall(r"([\d.e-]+) C\b", text)
     assert all(len(re.sub(r"e.*|\.", "", noise).lstrip("0")) == 2 for noise in noises), noises
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize("given", ["--epsilon=3", *thorough("--epsilon=3 --sampling=poisson", "--noise-multiplier=1")])
+def test_a_search_costs_its_target_and_each_trial_less(given, capsys):
+    words = ["plan", "--num-examples=2000", "--batch-size=100", "--epochs=2", "--delta=1e-4", *given.split()]
+    plan = json.loads(printed([*words, "--trials=10", "--json"], capsys))
+    search, shape = plan["search"], NoiseShape.parse(plan["noise_shape"])
+    (first, share), (second, middle) = search["first_guarantee"], search["second_guarantee"]
+    releases = Releases(plan["noise_multiplier"], 0.05, plan["steps"], shape.c, plan["sampling"])
+    # A trial satisfies both guarantees, whose parts add up to ε and δ.
+    assert get_total_epsilon([releases], delta=share) <= first * (1 + 1e-9)
+    assert meets_second([releases], Selection(NumberOfTrials(10), Guarantee(first, share), Guarantee(second, middle)))
+    assert share * 10 == pytest.approx(plan["delta"]) == pytest.approx(1e-4)
+    growth = NumberOfTrials(10).growth(np.array(second), np.array(middle))
+    assert first + growth == pytest.approx(plan["epsilon"]) == pytest.approx(plan["target_epsilon"])
+    assert search["trial_epsilon"] == get_total_epsilon([releases], delta=1e-4) < plan["epsilon"]
+    assert search["expected_examples_processed"] == 10 * plan["examples_processed"]
+    (other,) = plan["alternatives"]
+    assert other["noise_multiplier"] == plan["noise_multiplier"] or not shape.is_white
+    if given.startswith("--noise"):
+        assert plan["noise_multiplier"] == 1.0
+        return
+    assert plan["epsilon"] == pytest.approx(3.0)
+    alone = json.loads(printed([*words, "--json"], capsys))
+    assert "search" not in alone
+    assert search["noise_over_single_run"] == pytest.approx(plan["average_noise_std"] / alone["average_noise_std"])
+    assert 1.1 < search["noise_over_single_run"] < 10**0.5
+    # Of a search only its ε and δ are known, and no more of an attack than follows from them.
+    assert plan["attack"]["tpr_at_1e-3_fpr"] == pytest.approx(np.exp(3) * 1e-3 + 1e-4)
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_the_table_of_a_search_says_what_it_costs(capsys):
+    text = printed(
+        ["plan", "--num-examples=2000", "--batch-size=100", "--epochs=1", "--noise-multiplier=2", "--trials=4"], capsys
+    )
+    found = rows(text)
+    assert found["trials expected"].startswith("4 (logarithmic")
+    assert float(found["ε of each trial"]) < float(found["ε of the search"].split()[0])
+    assert found["records processed"].startswith("8,000 ")
+    assert "Trials of a search" in text
+
+
+@pytest.mark.parametrize("given", ["1", "0.5", "nan", "1e9"])
+def test_a_search_of_one_trial_or_none_is_refused(given, capsys):
+    assert main([*WORDS, f"--trials={given}"]) == 2
+    assert "expected trials" in capsys.readouterr().err
 
 
 def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 - accounting: the ε of releases, and of plans with terms that may depend on earlier results
 - attack: the meaning of ε, as bounds on the success of a membership attack
 - calibration: σ, or the number of steps, for a target ε
+- selection: the ε of a search, which publishes the best of a random number of runs
 - composition: the composition of rounds, by their privacy loss distributions
 - round_loss: the likelihood ratio of one round
 - secret_groups: bounds on ε by simulation, for units with secret groups

@@ -10,6 +10,7 @@ from scipy.optimize import brentq
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
+from doppler_hf.privacy.accounting.selection import Selection, second_epsilon
 
 # The largest share of the target ε that may stay unspent, and the smallest spacing of ln σ between tried values.
 _EXACT: Final = (1e-3, 1e-7)
@@ -83,6 +84,47 @@ def get_noise_multiplier(
             "or target_delta.",
         )
     return noise_multiplier
+
+
+def noise_multiplier_of_trial(
+    selection: Selection,
+    *,
+    sample_rate: float,
+    steps: int,
+    strategy: tuple[float, ...] = (1.0,),
+    sampling: Sampling = "allocation",
+    rough: bool = False,
+) -> float:
+    """Return a noise multiplier σ with which a trial of these steps satisfies both guarantees of a search.
+
+    For the arguments see `get_noise_multiplier`.
+
+    Raises:
+        ValueError: If an argument is out of range, or no noise multiplier up to 10⁶ is enough.
+    """
+    epsilon, delta = selection.first
+    noise_multiplier = get_noise_multiplier(
+        target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, strategy=strategy,
+        sampling=sampling, rough=rough,
+    )  # fmt: skip
+
+    def excess(log_sigma: float) -> float:
+        releases = Releases(math.exp(log_sigma), sample_rate, steps, strategy, sampling)
+        of_trial = second_epsilon([releases], selection)
+        if selection.second.epsilon == 0.0 or of_trial == 0.0:
+            return of_trial - selection.second.epsilon
+        return math.log(of_trial / selection.second.epsilon)
+
+    if excess(math.log(noise_multiplier)) <= 0.0:
+        return noise_multiplier
+    found = _least_noise(excess, start=noise_multiplier, spacing=_EXACT[1] if not rough else _OF_GROUPS[1])
+    if found is None:
+        raise Refusal(
+            "trial-out-of-reach",
+            f"A trial of {steps} steps with sample_rate={sample_rate} cannot satisfy what its search needs with any noise "
+            "multiplier up to 1e6. Raise target_epsilon or target_delta, or expect fewer trials.",
+        )
+    return max(found, noise_multiplier)
 
 
 def noise_multiplier_if_any(strategy: tuple[float, ...], **terms: Any) -> float:

@@ -54,13 +54,13 @@ def epsilons_of(rounds: Sequence[Rounds], *, delta: float, coarsening: int = 1) 
     return removal, addition
 
 
-def delta_curve(rounds: Sequence[Rounds]) -> tuple[np.ndarray, np.ndarray]:
-    """Return values of ε ≥ 0, and an upper bound on δ for each."""
-    deltas = gaussian_delta(_joint_mu(rounds), _CURVE_EPSILONS)
+def delta_curve(rounds: Sequence[Rounds], epsilons: np.ndarray = _CURVE_EPSILONS) -> tuple[np.ndarray, np.ndarray]:
+    """Return values of ε ≥ 0, and an upper bound on δ for each, of removing and of adding a unit."""
+    deltas = gaussian_delta(_joint_mu(rounds), epsilons)
     composed = _composed(rounds, lost=_LOST_OF_A_CURVE, coarsening=4)
     if composed is not None:
-        deltas = np.minimum(deltas, np.max([each.get_delta_for_epsilon(_CURVE_EPSILONS) for each in composed], axis=0))
-    return _CURVE_EPSILONS, np.clip(deltas, 0.0, 1.0)
+        deltas = np.minimum(deltas, np.max([each.get_delta_for_epsilon(epsilons) for each in composed], axis=0))
+    return epsilons, np.clip(deltas, 0.0, 1.0)
 
 
 def gaussian_delta(mu: float, epsilon: np.ndarray) -> np.ndarray:
