@@ -145,7 +145,5 @@ def warn_if_evaluated(
                 "Evaluate on other records. If you split the data, pass both parts, for example split['train'] as "
                 f"train_dataset and split['test'] as {name}."
             )
-        warnings.warn(
-            f"{fact}, so its metrics, and a best checkpoint chosen by them, are NOT PRIVATE. {mend}", stacklevel=4
-        )
+        warnings.warn(f"{fact}, so its metrics, and a best checkpoint chosen by them, are NOT PRIVATE. {mend}", stacklevel=4)
     return frozenset(found)

@@ -88,8 +88,8 @@ def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: b
         return [*notes, "compute_metrics is not called, because prediction_loss_only=True. Leave that argument out"]
     if not is_metric_called and own is None and not without_loss:
         notes.append(
-            f"compute_metrics is not called, because Transformers found no labels in eval_dataset: {where}. If the loss needs "
-            "no labels, set label_names=[], and compute_metrics is called without them"
+            f"compute_metrics is not called, because Transformers found no labels in eval_dataset: {where}. If the loss "
+            "needs no labels, set label_names=[], and compute_metrics is called without them"
         )
     return notes
 
@@ -182,7 +182,7 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[dict[str, Any], bool]:
     """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known.
 
-    The second value says whether `compute_metrics` was called. It is also true if there is none, or if it gets single batches.
+    The second value says whether `compute_metrics` was called. It is also true if there is none, or if it gets batches.
     """
     own = trainer.compute_metrics
     if own is None or trainer.args.batch_eval_metrics:

@@ -36,6 +36,8 @@ class EvaluatingTrainer(ShardedTrainer):
     _is_division_known = False
     model_accepts_loss_kwargs: bool
     rows_per_loss: int
+    label_names: list[str]
+    can_return_loss: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
     # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
@@ -122,7 +124,9 @@ class EvaluatingTrainer(ShardedTrainer):
             self.label_names, self.can_return_loss = names, can_return_loss
         # Each record has one entry, since Transformers and accelerate count and cut what is predicted by records.
         records = find_batch_size(inputs)
-        logits = pytree.tree_map_only(Tensor, functools.partial(_by_record, records=records, rows=self.rows_per_loss), logits)
+        logits = pytree.tree_map_only(
+            Tensor, functools.partial(_by_record, records=records, rows=self.rows_per_loss), logits
+        )
         return loss, logits, labels if names == [] else None
 
     def _has_loss_without_labels(self, inputs: dict[str, Any]) -> bool:

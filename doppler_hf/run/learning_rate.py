@@ -152,7 +152,8 @@ def learning_rate_of_rule(
     of_adapters = weights.walks_of_adapters
     share = (FEW_ADAPTERS / max(FEW_ADAPTERS, len(of_adapters))) ** 0.25
     of_layers = [
-        (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs) for layer in weights.layers
+        (LARGEST_OUTPUT_OF_DATA if layer.is_of_data else LARGEST_OUTPUT) / math.sqrt(layer.inputs)
+        for layer in weights.layers
     ]
     walk = min([LONGEST_WALK / math.sqrt(weights.number), *of_layers, *(share * walk for walk in of_adapters)])
     step = max(LARGEST_STEP, min(SHORTEST_PATH / math.fsum(rates), LARGEST_OF_FEW))

@@ -247,7 +247,10 @@ def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
     if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
         return []
     more = "use larger batches, more epochs, more data or a larger ε"
-    return [f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: {more}"]
+    return [
+        f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: "
+        f"{more}"
+    ]
 
 
 def spent_in_words(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, epsilon: float) -> str:

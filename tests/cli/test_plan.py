@@ -154,7 +154,8 @@ def test_the_learning_rate_is_the_one_that_a_training_chooses(tmp_path, capsys):
     )
     assert large == pytest.approx(2 * larger, rel=1e-6)
     plain = printed(words, capsys)
-    assert "learning rate" not in rows(plain) and "learning rate" in rows(exact)
+    assert "learning rate" not in rows(plain)
+    assert "learning rate" in rows(exact)
 
 
 def test_layers_and_adapters_only_lower_the_learning_rate():
@@ -184,7 +185,7 @@ def test_weights_that_are_none_are_one_line(given, said, capsys, one_cell):
 
 
 def test_the_tasks_and_the_budget_are_those_of_the_files_that_import_torch():
-    assert plan.TASKS == (*random_model.TASKS,)
+    assert (*random_model.TASKS,) == plan.TASKS
     assert DopplerTrainingArguments.train_loss_budget == plan.TRAIN_LOSS_BUDGET
 
 
@@ -208,7 +209,11 @@ def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     title, *table = text[text.index("\nRuns of equal ε") :].strip().splitlines()
     assert re.fullmatch(r"Runs of equal ε = [\d.]+, δ = [\d.e-]+", title)
     first = next(number for number, line in enumerate(table) if "───" in line)
-    lines = [line for line in table[first + 1 : table.index(next(line for line in table if line.startswith("noise:")))] if line.strip()]
+    lines = [
+        line
+        for line in table[first + 1 : table.index(next(line for line in table if line.startswith("noise:")))]
+        if line.strip()
+    ]
     assert all(re.fullmatch(r" *→? *[\d.e+]+ +[\d,]+ +[\d,]+ +[\d.e-]+ C +[\d,]+ *", line) for line in lines)
     # Two digits, neither more nor less.
     noises = re.findall(r"([\d.e-]+) C\b", text)

@@ -234,7 +234,10 @@ def plain(row):
 @pytest.mark.parametrize("how", EQUAL_ROWS)
 def test_equal_rows_in_both_sets_are_told_without_their_number(tmp_path, how, capsys):
     evaluated, collate = EQUAL_ROWS[how](numbered()), lambda rows: pad([*map(plain, rows)])
-    assert warned_of(lambda: trained(trainer_of(tmp_path, data=numbered(), evaluated=evaluated, max_steps=1, collator=collate))) == []
+    assert (
+        warned_of(lambda: trained(trainer_of(tmp_path, data=numbered(), evaluated=evaluated, max_steps=1, collator=collate)))
+        == []
+    )
     note = next(line for line in capsys.readouterr().out.splitlines() if EQUAL in line)
     assert not any(figure.isdigit() for figure in note)
     trainer = trainer_of(tmp_path, data=numbered(), collator=collate)

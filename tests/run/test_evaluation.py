@@ -38,7 +38,9 @@ def expected(trainer, data):
     return rewards.numpy(), float(-torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean())
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_dp": True, "noise_multiplier": None}, {"label_names": []}, {"prediction_loss_only": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"disable_dp": True, "noise_multiplier": None}, {"label_names": []}, {"prediction_loss_only": True}]
+)
 def test_a_loss_of_pairs_without_labels_is_evaluated(tmp_path, options):
     trainer = trained(rewarding(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **options))
     losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
@@ -59,8 +61,10 @@ def test_metrics_of_pairs_get_one_entry_for_each_pair_of_the_last_batch_too(tmp_
 
     options = dict(compute_metrics=metrics, per_device_eval_batch_size=4)
     trainer = trained(rewarding(tmp_path / "without", **options))
-    assert "compute_metrics is not called" in (said := capsys.readouterr().out) and "label_names=[]" in said
-    assert seen == [] and "eval_loss" in trainer.evaluate()
+    assert "compute_metrics is not called" in (said := capsys.readouterr().out)
+    assert "label_names=[]" in said
+    assert seen == []
+    assert "eval_loss" in trainer.evaluate()
     trainer = trained(rewarding(tmp_path / "with", label_names=[], **options))  # the mend
     assert "compute_metrics is not called" not in capsys.readouterr().out
     found = trainer.evaluate()

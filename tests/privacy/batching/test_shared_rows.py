@@ -9,7 +9,12 @@ from doppler_hf.privacy.batching.shared_rows import shared_rows
 
 SIZE = 40
 TABLE = Dataset.from_dict(
-    {"none": [None] * SIZE, "id": [*range(SIZE)], "tokens": [[n] * (n % 3) for n in range(SIZE)], "text": [*map(str, range(SIZE))]}
+    {
+        "none": [None] * SIZE,
+        "id": [*range(SIZE)],
+        "tokens": [[n] * (n % 3) for n in range(SIZE)],
+        "text": [*map(str, range(SIZE))],
+    }
 )
 LIST = [{"x": n} for n in range(SIZE)]
 TENSORS = torch.arange(3 * SIZE).reshape(SIZE, 3), torch.zeros(SIZE)
@@ -30,7 +35,9 @@ CASES = {
     "the whole set": (SPLIT["train"], TABLE, 30, False),
     "without the first columns": (TABLE, TABLE.remove_columns(["none", "id"]).select(range(10)), 10, True),
     "other names": (TABLE.remove_columns("id"), TABLE.rename_column("text", "sentence").remove_columns("tokens"), 40, True),
-    "with new rows": (TABLE.select(range(20)), concatenate_datasets([TABLE.select(range(20, 30)), TABLE.select([0, 5])]), 2, False),
+    "with new rows": (
+        TABLE.select(range(20)), concatenate_datasets([TABLE.select(range(20, 30)), TABLE.select([0, 5])]), 2, False
+    ),
     "a subset": (TABLE, Subset(TABLE, [0, -1]), 2, False),
     "a subset by a range": (TABLE, Subset(TABLE, range(5)), 5, True),
     "a split of torch's": (TABLE, random_split(TABLE, [30, 10])[1], 10, False),
