@@ -1,9 +1,17 @@
 """Estimate a private run's peak memory and time per step before training.
 
-The model gets random weights. Forward and backward passes are timed at two micro-batch sizes, and noise and optimizer on
-some millions of weights. Memory is computed without being used. The estimate is for this machine's device, or with
---processes for several such devices that exchange --bandwidth bytes per second. It leaves out data loading, padding, and
-waiting for other processes. With --memory nothing is timed: the command proposes a per_device_train_batch_size for a CUDA
+With --script, your own script runs up to its DopplerTrainer.train(). In place of the training, the command makes a few steps
+with your data, model and loss. It prints time, memory and ε of the whole run, and then ends. Nothing is trained, saved or
+spent. A recipe in a clone of the repository is estimated in the same way. The figures depend on your data: do not publish
+them.
+
+  doppler-hf estimate --script my_train.py --learning_rate 1e-3
+  doppler-hf estimate recipes/image/digits-eps8.yaml --num_train_epochs 5
+
+Without a script, the model gets random weights. Forward and backward passes are timed at two micro-batch sizes, and noise and
+optimizer on some millions of weights. Memory is computed without being used. The estimate is for this machine's device, or
+with --processes for several such devices that exchange --bandwidth bytes per second. It leaves out data loading, padding,
+and waiting for other processes. With --memory nothing is timed: the command proposes a per_device_train_batch_size for a CUDA
 card with that much memory, which need not be in this machine.
 
   doppler-hf estimate --model roberta-base --task text-classification --length 64 --batch-size 1024 --micro-batch 16
@@ -20,7 +28,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from doppler_hf.cli import script
+from doppler_hf.cli.measured_run import measured_run
 from doppler_hf.cli.random_model import TASKS, RandomModel
+from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.update import BASES
 from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
@@ -28,15 +39,22 @@ from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch,
 _MIB, _GIB = 2**20, 2**30
 # The optimizer is timed on a vector, but the time that Muon takes is spent on matrices.
 TIMED: Final = [base for base in BASES if base != "muon"]
+_NEEDED: Final = ("model", "task", "batch_size")
+# Flags that describe a model without a script.
+_OF_MODELS: Final = (
+    *_NEEDED, "length", "micro_batch", "base_optimizer", "low_pass_filter", "noise_shape", "lora_r", "lora_target_modules",
+    "processes", "bandwidth", "bf16", "memory", "device",
+)  # fmt: skip
+_OF_SCRIPT: Final = "Not included: libraries, evaluations, checkpoints."
 _USABLE = 0.9  # Libraries, and gaps between the allocator's blocks, take the rest of a card's memory.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf estimate`."""
-    parser.add_argument("--model", required=True, metavar="NAME", help="hub name, or a folder with config.json")
-    parser.add_argument("--task", required=True, choices=[*TASKS], help="the task of the training run")
+    parser.add_argument("--model", metavar="NAME", help="hub name, or a folder with config.json")
+    parser.add_argument("--task", choices=[*TASKS], help="the task of the training run")
     parser.add_argument("--length", type=int, metavar="L", help="tokens per record; leave it out for images")
-    parser.add_argument("--batch-size", type=int, required=True, metavar="B", help="expected batch size over all processes")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="expected batch size over all processes")
     parser.add_argument("--micro-batch", type=int, default=8, metavar="M", help="records per pass (default: %(default)s)")
     parser.add_argument("--base-optimizer", choices=TIMED, default="adam_bc", help="default: %(default)s")
     parser.add_argument("--low-pass-filter", default="momentum", metavar="FILTER", help="default: %(default)s")
@@ -49,10 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, metavar="GIB", help="propose a micro-batch for a card with this much memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    script.add_arguments(parser, is_required=False)
+    parser.set_defaults(defaults={each.dest: each.default for each in parser._actions})
 
 
 def run(args: argparse.Namespace) -> int:
     """Estimate time and memory, and print them."""
+    if args.script is not None or args.recipe is not None:
+        return run_of_script(args)
+    if args.fields:
+        raise Refusal("unknown-options", f"Unknown options: {' '.join(args.fields)}. See doppler-hf estimate --help.")
+    for name in _NEEDED:
+        if vars(args)[name] is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise Refusal("nothing-to-estimate", f"{flag} is missing. Give it, or your own script with --script.")
     setting = Setting(
         batch_size=args.batch_size,
         micro_batch=args.micro_batch,
@@ -88,6 +116,56 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_of_script(args: argparse.Namespace) -> int:
+    """Measure a few steps of a script or recipe in place of its training, and print what its run will take."""
+    given = [name for name in _OF_MODELS if vars(args)[name] != args.defaults[name]]
+    if given:
+        raise Refusal(
+            "no-effect",
+            f"--{given[0].replace('_', '-')} has no effect with a script or recipe, whose own arguments are estimated. "
+            "Leave it out, and change the arguments of the script.",
+        )
+    found = script.use_trainer(args, measured_run)
+    statement, who = found.statement, "record" if found.statement.unit_of_privacy == "one example" else "user"
+    if args.json:
+        totals = {"step_seconds": sum(found.seconds.values()), "peak_bytes": sum(found.bytes.values())}
+        of_run = {
+            "steps": statement.steps_planned, "run_seconds": found.run_seconds, "start_seconds": found.start_seconds,
+            "epsilon": found.epsilon, "delta": statement.target_delta, "batch_size": statement.expected_batch_size,
+            "measured_batch_size": found.measured_rows,
+        }  # fmt: skip
+        print(json.dumps({**totals, "seconds": found.seconds, "bytes": found.bytes, "passes": found.passes, **of_run}))
+        return 0
+    console = Console()
+    console.print(table_of_parts(found.seconds, found.bytes, title="One step", caption=_OF_SCRIPT))
+    batch = f"{statement.expected_batch_size:,} {who}s in about {found.passes:,} passes"
+    extrapolated = found.measured_rows < statement.expected_batch_size
+    batch += f", extrapolated from batches of {found.measured_rows:,}" if extrapolated else ""
+    lines = (
+        f"A step: {batch}.",
+        f"The run: {statement.steps_planned:,} steps in {in_hours(found.run_seconds)}, of which {found.start_seconds:.3g} s "
+        "are checks at the start.",
+        f"It will spend ε = {found.epsilon:.4g}, δ = {statement.target_delta:.3g} for one {who}. This estimate has spent "
+        "nothing.",
+        "Time and memory depend on the data: do not publish them.",
+    )
+    console.print(*lines, sep="\n", soft_wrap=True, highlight=False)
+    return 0
+
+
+def in_hours(seconds: float) -> str:
+    """Return a time in seconds, minutes or hours.
+
+    Example:
+        >>> in_hours(2.34), in_hours(754), in_hours(40_000)
+        ('2.3 s', '13 min', '11 h 7 min')
+    """
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:
     random = RandomModel(
         args.model,
@@ -113,6 +191,11 @@ def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Settin
     if setting.processes > 1:
         title += f", in each of {setting.processes} processes that exchange {setting.bandwidth:g} bytes per second (assumed)"
     caption = "Not included: libraries, data loading, padding, waiting for other processes."
+    return table_of_parts(seconds, bytes, title=title, caption=caption)
+
+
+def table_of_parts(seconds: dict[str, float], bytes: dict[str, float], *, title: str, caption: str) -> Table:
+    """Return the parts of a step and their sums as a table."""
     table = Table("part", "time or memory", title=title, caption=caption)
     if seconds:
         for name, number in (*seconds.items(), ("whole step", sum(seconds.values()))):

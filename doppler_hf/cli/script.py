@@ -1,4 +1,4 @@
-"""Run a training script up to its first training, and give its trainer to `check` or `audit`.
+"""Run a training script up to its first training, and give its trainer to `check`, `audit` or `estimate`.
 
 The script is the user's, or that of a recipe. A recipe holds the arguments of a script of the repository, and
 `scripts/training/recipe.py` knows which script. The folder `scripts` is not part of the package. It is looked for beside the
@@ -25,9 +25,9 @@ T = TypeVar("T")
 ERROR_PREFIX: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Declare the two ways to name a training run."""
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group(required=is_required)
     source.add_argument(
         "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
     )

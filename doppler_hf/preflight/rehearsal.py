@@ -182,7 +182,7 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
 def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[dict[str, Any], bool]:
     """Return the metrics of each evaluation set for predictions of a few rows, on all labels if these are known.
 
-    The second value says whether `compute_metrics` was called. It is also true if there is none, or it gets single batches.
+    The second value says whether `compute_metrics` was called. It is also true if there is none, or if it gets batches.
     """
     own = trainer.compute_metrics
     if own is None or trainer.args.batch_eval_metrics:

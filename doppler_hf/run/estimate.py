@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter, NoiseShape
+from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.optim.update import Base
 from doppler_hf.privacy import ClippedGradients, GaussianMechanism
@@ -166,6 +167,16 @@ def largest_micro_batch(bytes_of: Callable[[int], float], *, most: int, memory: 
     while (following := 2 * size if size else 1) <= most and bytes_of(following) <= memory:
         size = following
     return size
+
+
+def seconds_of_noise(setting: Setting, *, number: int, device: torch.device) -> float:
+    """Return by how many seconds the shaped noise of so many weights takes longer than white noise."""
+    sampled = min(number, _SAMPLED)
+    shaped, white = (
+        _seconds_of_a_weight(replace(setting, noise_shape=shape), device=device, sampled=sampled)[0]
+        for shape in (setting.noise_shape, WHITE)
+    )
+    return max(0.0, shaped - white) * number
 
 
 def _seconds_of_a_weight(setting: Setting, *, device: torch.device, sampled: int) -> tuple[float, float]:

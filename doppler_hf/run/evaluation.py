@@ -38,6 +38,8 @@ class EvaluatingTrainer(ShardedTrainer):
     label_names: list[str]
     can_return_loss: bool
     rows_per_loss: int
+    label_names: list[str]
+    can_return_loss: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
     # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.

@@ -54,6 +54,6 @@ def test_what_a_transform_asks_for_is_named(tmp_path):
 
 def test_who_evaluates_the_training_set_is_warned(tmp_path):
     data = Dataset.from_list([{"input_ids": [index + 1] * 4, "labels": index % 2} for index in range(12)])
-    for given in (data, {"train": data}):
-        with pytest.warns(UserWarning, match="eval_dataset is train_dataset, .* NOT PRIVATE. Evaluate on other"):
+    for given, name in ((data, "eval_dataset"), ({"train": data}, r"eval_dataset\['train'\]")):
+        with pytest.warns(UserWarning, match=f"{name} is train_dataset, .* NOT PRIVATE. Evaluate on other"):
             trainer_of(tmp_path, data=data, evaluated=given)

@@ -227,7 +227,7 @@ def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_th
         with refused("values-out-of-range", match=mend):
             trainer.train()
         assert not (tmp_path / "out" / LEDGER_NAME).exists()
-        trainer.train_dataset = trainer.eval_dataset = floats
+        trainer.train_dataset, trainer.eval_dataset = floats, datasets.Dataset.from_list([*floats], features=floats.features)
         trainer.train()
         (tmp_path / "out" / LEDGER_NAME).unlink()
 

@@ -36,10 +36,7 @@ CASES = {
     "without the first columns": (TABLE, TABLE.remove_columns(["none", "id"]).select(range(10)), 10, True),
     "other names": (TABLE.remove_columns("id"), TABLE.rename_column("text", "sentence").remove_columns("tokens"), 40, True),
     "with new rows": (
-        TABLE.select(range(20)),
-        concatenate_datasets([TABLE.select(range(20, 30)), TABLE.select([0, 5])]),
-        2,
-        False,
+        TABLE.select(range(20)), concatenate_datasets([TABLE.select(range(20, 30)), TABLE.select([0, 5])]), 2, False
     ),
     "a subset": (TABLE, Subset(TABLE, [0, -1]), 2, False),
     "a subset by a range": (TABLE, Subset(TABLE, range(5)), 5, True),
