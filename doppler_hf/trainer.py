@@ -238,14 +238,20 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if not self.args.disable_dp:
             preflight.check_before_first_step(self.privacy, self)
             self._privacy_callback.note_checked_code()
+            self.callback_handler.train_dataloader = self.privacy.other_batches()
         return prepared
 
     # --- left of the privacy boundary ---------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches."""
+        """Return a loader of random batches, each as `gradient_accumulation_steps` lists of micro-batches.
+
+        While a run reserves these batches for its steps, it returns ordinary batches of other rows to look at.
+        """
         if self.args.disable_dp or self.train_dataset is None:
             return super().get_train_dataloader()
+        if self._run is not None and (self._run.is_running or self._run.sampler.is_reserved):
+            return self._run.other_batches()
         dataset, collator = self.train_dataset, self._training_collator()
         if self.args.privacy_unit_column is not None:
             dataset = dataset.remove_columns(self.args.privacy_unit_column)
@@ -272,10 +278,19 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the pieces of one batch, and no count of tokens, since no loss may be scaled by it."""
-        if self.args.disable_dp:
+        if not self._goes_on_privately():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
+        run = self.privacy
         self._privacy_callback.refuse_changed_code()
-        return self.privacy.draw(epoch_iterator, number=num_batches, step=self.state.global_step), None
+        # A callback may have changed the arguments since Transformers computed `num_batches` from them.
+        return run.draw(epoch_iterator, number=run.sampler.pieces, step=self.state.global_step), None
+
+    def _goes_on_privately(self) -> bool:
+        """Return whether a run is private, after undoing what callbacks that were added during it may have changed."""
+        if self._run is not None and self._run.is_running:
+            self._run.terms.keep(self.args)
+            self._privacy_callback.stay_last()
+        return not self.args.disable_dp
 
     def compute_per_sample_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Float[Tensor, " batch"]:
         """Return one loss per record. Override it for a task without a rule in `privacy.losses`.
@@ -326,7 +341,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             With report_train_loss="raw", the list's share of the step's mean loss, as in `Trainer`. Otherwise the private
             mean loss of the step for the last list, if the run has one, and else 0.
         """
-        if self.args.disable_dp:
+        if not self._goes_on_privately():
             self.note_who_divides(model, inputs, num_items_in_batch)
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()

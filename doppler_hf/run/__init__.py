@@ -15,6 +15,7 @@
 - optimizer: the optimizer of the arguments
 - interruptions: Ctrl-C, errors and SIGTERM
 - checkpoints: which checkpoints are complete, and what a run reads from them
+- other_batches: batches for callbacks to look at
 - callback: the callback that passes Transformers' events to the run
 - beside_model: the ledger next to a saved model
 - trained_model: the model that a run trains, as its ledger knows it

@@ -96,12 +96,23 @@ class PrivacyCallback(TrainerCallback):
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
 
-    def refuse_changed_code(self) -> None:
-        """Stop if code that the checks before the first step have seen was removed or replaced, such as by a callback."""
-        trainer, there = self._trainer, self._trainer.callback_handler.callbacks
+    def stay_last(self) -> None:
+        """Stop if this callback, or Transformers' `DefaultFlowCallback`, is no longer in the list; else go to its end.
+
+        After each event this callback undoes what the other callbacks have changed, also those that were added later.
+        """
         # Transformers calls the trainer's handler of callbacks, which may be another one by now.
+        handler = self._trainer.callback_handler
+        there = handler.callbacks
         if self not in there or not any(isinstance(each, DefaultFlowCallback) for each in there):
             raise callbacks_removed()
+        if there[-1] is not self:
+            handler.callbacks = [*(each for each in there if each is not self), self]
+
+    def refuse_changed_code(self) -> None:
+        """Stop if code that the checks before the first step have seen was removed or replaced, such as by a callback."""
+        self.stay_last()
+        trainer, there = self._trainer, self._trainer.callback_handler.callbacks
         if there != self._checked_callbacks:
             self._check_callbacks()
             self._checked_callbacks = [*there]
@@ -119,13 +130,20 @@ class PrivacyCallback(TrainerCallback):
         if not hasattr(trainer.accelerator.state, "mixed_precision"):
             raise another_arguments()
 
+    def on_substep_end(self, args: DopplerTrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo changes of arguments, as after every event."""
+        self._run.terms.keep(args)
+
+    on_optimizer_step = on_evaluate = on_save = on_epoch_end = on_substep_end
+
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler the step of its next batch."""
+        self._run.terms.keep(args)
         self._run.begin_epoch(step=state.global_step)
 
     def on_step_begin(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Reserve steps on disk before the first of them is computed; no process can release a step without process 0."""
-        self._run.terms.warn_of_changes(args)
+        self._run.terms.keep(args)
         self.refuse_changed_code()
         _refuse_another_control(control)
         self._warn_of_more_steps(state)
@@ -145,6 +163,7 @@ class PrivacyCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the release of the private gradient."""
+        self._run.terms.keep(args)
         self._run.count_release()
 
     def on_step_end(
@@ -152,6 +171,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> None:
         """Stop if the next step would exceed the budget, and compare the processes now and then."""
         _refuse_another_control(control)
+        self._run.terms.keep(args)
         self._run.sampler.is_reserved &= not control.should_training_stop
         if self._run.affordable <= 0 and state.global_step < state.max_steps:
             control.should_training_stop = True
@@ -167,6 +187,8 @@ class PrivacyCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Say once if the private training loss is close to its bound."""
+        if self._run.is_running:
+            self._run.terms.keep(args)
         if self._bound_watch is not None and self._run.is_running and logs is not None:
             words = self._bound_watch.words_on(logs, step=state.global_step)
             if words and state.is_world_process_zero:

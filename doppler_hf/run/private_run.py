@@ -48,6 +48,7 @@ from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, fille
 from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
+from doppler_hf.run.other_batches import OtherBatches
 from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
@@ -75,8 +76,8 @@ _OF_TRANSFORMERS: Final = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "optim", "optim_args", "optim_target_modules", "bf16", "fp16",
 )  # fmt: skip
-# Arguments that are read in each step, so that a new value would change the step.
-_READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps")
+# Arguments that are read in each step, so that a new value would change the step, or what is saved after it.
+_READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps", "max_grad_norm")
 
 
 class FixedTerms:
@@ -89,6 +90,7 @@ class FixedTerms:
     def __init__(self, args: DopplerTrainingArguments) -> None:
         names = (*(field.name for field in own_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
         self._values = {name: copy.copy(getattr(args, name)) for name in names}
+        self._warned: set[str] = set()
 
     def refuse_changes(self, args: DopplerTrainingArguments) -> None:
         """Refuse changes that a callback has made before the first step, but after the run was planned."""
@@ -99,24 +101,23 @@ class FixedTerms:
                 "change would have no effect. Set it before train(). No ε is spent.",
             )
 
-    def warn_of_changes(self, args: DopplerTrainingArguments) -> None:
-        """Warn once that a change during the run has no effect, and stop if it would change the next step."""
+    def keep(self, args: DopplerTrainingArguments) -> None:
+        """Undo changes of arguments that a step reads, and warn once of every changed argument that it has no effect.
+
+        Noise and ε were computed from the values at the start. The run goes on with these, since its ε is spent.
+        """
         for name in self._changed(args):
             old, new = self._values[name], getattr(args, name)
-            changed = f"{name} was changed from {old} to {new} during the run."
             if name in _READ_IN_STEPS:
-                raise Refusal(
-                    "arguments-changed",
-                    f"{changed} It must stay {old}, because noise and ε were computed from it. This step is not counted. "
-                    "Set it before train(), and continue with resume_from_checkpoint=True.",
+                setattr(args, name, old)
+            else:
+                self._values[name] = copy.copy(new)
+            if (said := f"{name} was changed from {old} to {new} during the run.") not in self._warned:
+                self._warned.add(said)
+                warnings.warn(
+                    f"{said} This has no effect: a run keeps the arguments with which it started. Set it before train().",
+                    stacklevel=2,
                 )
-            warnings.warn(
-                f"{changed} This has no effect: a run keeps the arguments with which it started. Set it before train().",
-                stacklevel=2,
-            )
-            if name == "max_grad_norm":  # Transformers reads it in each step
-                args.max_grad_norm = old
-            self._values[name] = copy.copy(getattr(args, name))
 
     def _changed(self, args: DopplerTrainingArguments) -> list[str]:
         return [name for name, value in self._values.items() if getattr(args, name) != value]
@@ -242,6 +243,11 @@ class PrivateRun:
             prefetch_factor=args.dataloader_prefetch_factor,
         )
         return self._loader
+
+    def other_batches(self) -> OtherBatches:
+        """Return a loader for callbacks, whose batches are not those of the run."""
+        assert self._loader is not None, "the run has a loader"
+        return OtherBatches(self._loader, rows=self._args.per_device_train_batch_size, device=self._args.device)
 
     def _cut_for(self, model: nn.Module) -> Cut:
         args, lengths, views = self._args, self.sampler.lengths, self.statement.augmentation_multiplicity

@@ -8,6 +8,7 @@ import torch
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.errors import Refusal
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, arguments, assert_trained_alike, at, trained, trainer_of
 from tests.support.unspent import assert_unspent
@@ -116,14 +117,51 @@ def test_without_privacy_transformers_clips(tmp_path):
     assert norms[1] > 0.01
 
 
-@pytest.mark.parametrize(("name", "value"), [("disable_dp", True), ("noise_seed", 3), ("gradient_accumulation_steps", 1)])
-def test_a_change_that_a_step_would_see_stops_the_run_before_the_step(tmp_path, name, value):
-    trainer = trainer_of(tmp_path, callbacks=[On(step_begin=at(1, setting(name, value)))])
-    with pytest.raises(Refusal, match=rf"{name} was changed .* It must stay"):
+# Events at which a callback may change an argument that is read in every step.
+EVENTS = ("epoch_begin", "step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "save",
+          "evaluate", "epoch_end")  # fmt: skip
+SEEN_BY_STEPS = [
+    ("disable_dp", True), ("noise_seed", 3), ("gradient_accumulation_steps", 1), ("gradient_accumulation_steps", 4),
+    ("max_grad_norm", None), ("max_grad_norm", 0.01),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("name", "value"), [SEEN_BY_STEPS[0], SEEN_BY_STEPS[2], *thorough(*SEEN_BY_STEPS[3:])])
+@pytest.mark.parametrize("is_late", [False, *thorough(True)])
+def test_a_change_that_a_step_would_see_is_undone_and_the_run_goes_on(tmp_path, name, value, event, is_late):
+    """A callback that another one adds during the run is called after ours at first."""
+    options = dict(noise_seed=1, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+    as_planned = trained(trainer_of(tmp_path / "a", **options))
+    trainer = trainer_of(tmp_path / "b", **options)
+    own = On(**{event: setting(name, value)})
+    trainer.add_callback(On(step_begin=at(0, lambda **_: trainer.add_callback(own))) if is_late else own)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         trainer.train()
-    setattr(trainer.args, name, getattr(arguments(tmp_path), name))
-    assert trainer.state.global_step == 1
-    assert trainer.privacy.ledger.steps_run == 1
+    said = [str(each.message) for each in warned if str(each.message).startswith(f"{name} was changed from ")]
+    is_reached = not (is_late and event == "epoch_begin" and trainer.state.num_train_epochs == 1)
+    assert len(said) == is_reached  # once, whatever number of steps it is in
+    assert all(f" to {value} during the run. This has no effect" in each for each in said)
+    assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 4
+    assert trainer.privacy.ledger.runs[-1].is_closed
+    assert trainer.privacy.epsilon() == as_planned.privacy.epsilon()
+    assert_trained_alike(trainer, as_planned)
+    assert {path.name for path in (tmp_path / "b").rglob("*")} == {path.name for path in (tmp_path / "a").rglob("*")}
+
+
+def test_several_changes_at_once_are_each_said(tmp_path):
+    def change(args, **_):
+        args.noise_seed, args.gradient_accumulation_steps, args.noise_multiplier = 7, 1, 9.0
+
+    trainer = trainer_of(tmp_path, callbacks=[On(step_end=at(2, change))])
+    with pytest.warns(UserWarning, match="during the run") as warned:
+        trainer.train()
+    changed = {str(each.message).split(" was ")[0] for each in warned}
+    assert changed == {"noise_seed", "gradient_accumulation_steps", "noise_multiplier"}
+    assert trainer.args.noise_seed is None
+    assert trainer.args.gradient_accumulation_steps == 2
+    assert trainer.privacy.ledger.private
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.01), ("noise_multiplier", 0.1), ("disable_dp", True)])

@@ -32,10 +32,15 @@ pytestmark = pytest.mark.usefixtures("checked_arrays")
 
 
 def test_the_sampler_that_draws_is_the_one_that_is_accounted(tmp_path):
-    trainer = trainer_of(tmp_path)
     drawing = []
-    trainer.add_callback(On(train_begin=lambda train_dataloader, **_: drawing.append(train_dataloader.batch_sampler)))
-    trainer.train()
+
+    class Keeps(DopplerTrainer):
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            drawing.append(loader.batch_sampler)
+            return loader
+
+    trainer = trained(trainer_of(tmp_path, cls=Keeps))
     run = trainer.privacy
     assert drawing == [run.sampler]
     assert run.ledger is trainer.privacy.ledger

@@ -328,10 +328,9 @@ class AllocationSampler(Sampler[list[int]]):
         if self.is_reserved and not self._may_begin:
             raise Refusal(
                 "loader-read",
-                "Something other than the training loop has read train_dataloader, such as next(iter(train_dataloader)) "
-                "in a callback. Its batches are the secret random batches of the steps, and each can be used in one step "
-                "only. To look at a batch, make your own loader: DataLoader(trainer.train_dataset, batch_size=4, "
-                "collate_fn=trainer.data_collator).",
+                "The loader of this run was read outside of its training loop. Its batches are the secret random batches of "
+                "the steps, and each can be used in one step only. To look at a batch, read the train_dataloader that "
+                "callbacks get, or call trainer.get_train_dataloader() during the run.",
             )
         self._may_begin = False
         first, self._next_step = self._next_step, self._next_step + self.steps_per_epoch
