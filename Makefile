@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Or every process would compile the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart check package test test-all test-slow test-oldest test-newest gpu docs install today clean
+.PHONY: quickstart check package test test-all test-slow test-oldest test-newest test-versions gpu docs install today clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python -m scripts.quickstart $(if $(DATASET_DIR),--dataset_dir $(DATASET_DIR)) $(if $(MODEL),--model $(MODEL))
@@ -59,6 +59,10 @@ test-oldest:
 
 test-newest:
 	$(MAKE) test-all VERSIONS=newest
+
+# Both ends, one after the other. A failure of the first does not keep the second from running.
+test-versions:
+	$(MAKE) --keep-going test-oldest test-newest
 
 # Tests and benchmarks that need a CUDA device, and a page of what came out. Started again, it goes on. Nothing is installed:
 # PYTHON has torch built for the device, and the packages of pyproject.toml.

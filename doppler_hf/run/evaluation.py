@@ -35,8 +35,6 @@ class EvaluatingTrainer(ShardedTrainer):
     _run: PrivateRun | None
     _is_division_known = False
     model_accepts_loss_kwargs: bool
-    label_names: list[str]
-    can_return_loss: bool
     rows_per_loss: int
     label_names: list[str]
     can_return_loss: bool
