@@ -1,6 +1,11 @@
 """Checks of the loop: its optimizer and its learning rate."""
 
+import copy
+import inspect
+import warnings
 from typing import Any, Final
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from doppler_hf.errors import Refusal, page
 from doppler_hf.optim import DopplerOptimizer
@@ -10,6 +15,8 @@ from doppler_hf.run.private_run import PrivateRun
 
 # The number of steps, spread over the run, at which a schedule is evaluated.
 _LOOKED_AT: Final = 1000
+# The most steps for which a schedule is tried that cannot be evaluated at any step: they take half a second.
+_MOST_TRIED: Final = 20_000
 
 
 def refuse_another_optimizer(optimizer: Any) -> None:
@@ -54,13 +61,11 @@ def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
 
 def refuse_a_rate_that_never_arrives(run: PrivateRun, trainer: Any) -> None:
     """Refuse a warmup that is longer than the run, and a schedule that never reaches a tenth of the learning rate."""
-    shares = getattr(trainer.lr_scheduler, "lr_lambdas", None)
-    if not shares or is_any_rate_allowed(trainer.args):  # only lambda schedules can be evaluated beforehand
-        return
     steps = run.statement.steps_planned
-    looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), max(0, steps - 1)}
-    largest = max(share(step) for share in shares for step in looked_at)
-    warmup = trainer.args.get_warmup_steps(steps)
+    shares = _shares_of_the_rate(trainer, steps, first=run.previous.step)
+    if not shares or is_any_rate_allowed(trainer.args):
+        return
+    largest, warmup = max(shares), trainer.args.get_warmup_steps(steps)
     if largest < 1.0 / FAR or (warmup > steps and largest < 1.0):
         raise Refusal(
             "rate-never-arrives",
@@ -70,6 +75,69 @@ def refuse_a_rate_that_never_arrives(run: PrivateRun, trainer: Any) -> None:
             "spend its ε and learn little. Shorten the warmup, for example warmup_steps=0.1 (a tenth of the run), or set "
             "allow_any_learning_rate=True to try it anyway.",
         )
+
+
+def _shares_of_the_rate(trainer: Any, steps: int, *, first: int) -> list[float]:
+    """Return learning rates of the run as multiples of the set rate, or an empty list if they are not known beforehand."""
+    scheduler = trainer.lr_scheduler
+    if (lambdas := getattr(scheduler, "lr_lambdas", None)) is not None:
+        looked_at = {*range(0, steps, max(1, steps // _LOOKED_AT)), max(0, steps - 1)}
+        return [share(step) for share in lambdas for step in looked_at]
+    if not isinstance(scheduler, LRScheduler) or not _is_simple(scheduler) or not first < steps <= first + _MOST_TRIED:
+        return []
+    # Schedules of other kinds compute each rate from the one before, so a copy is moved on step by step.
+    tried, groups = _on_its_own(scheduler)
+    shares = []
+    with warnings.catch_warnings(action="ignore"):  # torch misses the optimizer's steps
+        for step in range(first, steps):
+            shares += [float(group["lr"]) / max(_set_rate(group), 1e-300) for group in groups]
+            try:
+                tried.step()
+            except Exception as error:
+                raise Refusal(
+                    "schedule-fails",
+                    f"trainer.lr_scheduler (a {type(scheduler).__name__}) fails with a {type(error).__name__} in step "
+                    f"{step + 1} of {steps:,}: {str(error).rstrip('.')}. It was tried before the first step, so no ε is "
+                    "spent. Override create_scheduler, whose num_training_steps is the number of steps.",
+                ) from error
+    return shares
+
+
+def _set_rate(group: dict[str, Any]) -> float:
+    """Return the rate of a group of parameters at which a schedule aims: OneCycleLR begins far below it."""
+    return max(float(group.get(name, 0.0)) for name in ("initial_lr", "max_lr"))
+
+
+def _is_simple(value: Any) -> bool:
+    """Return whether a schedule can be copied: it refers to an optimizer, other schedules and plain values alone."""
+    if isinstance(value, LRScheduler):
+        # ReduceLROnPlateau needs a metric, which is not known yet.
+        takes_nothing = all(each.default is not each.empty for each in inspect.signature(value.step).parameters.values())
+        return takes_nothing and all(_is_simple(each) for name, each in vars(value).items() if name != "optimizer")
+    if isinstance(value, dict | list | tuple):
+        return all(map(_is_simple, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, int | float | str) or (callable(value) and not hasattr(value, "__self__"))
+
+
+class _Groups:
+    """A stand-in for an optimizer that has only the numbers of its groups of parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = [
+            {name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self.defaults = dict(optimizer.defaults)
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def _on_its_own(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
+    """Return a copy of a schedule that moves nothing of the run, and the groups of parameters whose rates it sets."""
+    optimizer = scheduler.optimizer
+    groups = _Groups(optimizer)
+    copied = copy.deepcopy(scheduler, {id(optimizer): groups, id(getattr(optimizer, "optimizer", None)): groups})
+    return copied, groups.param_groups
 
 
 def refuse_another_schedule(trainer: Any) -> None:

@@ -80,6 +80,52 @@ def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
                     "callback-signature",
                     f"{name}.{event} {wrong}. The run would fail there after spending ε. Write `{line}`.",
                 )
+            for key in _keys_read(function):
+                if key in (*_OF_EVERY_EVENT, *own):
+                    continue
+                instead = "processing_class" if key in ("tokenizer", "image_processor", "feature_extractor") else None
+                raise Refusal(
+                    "callback-signature",
+                    f"{name}.{event} reads kwargs[{key!r}], but Transformers {transformers.__version__} does not pass it. "
+                    "The run would fail there after spending ε. "
+                    + (f"Read kwargs[{instead!r}], its new name." if instead else f"Read kwargs.get({key!r})."),
+                )
+
+
+def _keys_read(function: Any) -> Iterator[str]:
+    """Yield the keys that a callback's event reads from its `**kwargs` without asking whether they are there."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if (getattr(function, "__module__", None) or "").partition(".")[0] in LIBRARIES or (tree := _tree_of(function)) is None:
+        return
+    given = next((node.args.kwarg for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    nodes = [*ast.walk(tree)]
+    if given is None or any(isinstance(node, ast.Try) for node in nodes):
+        return
+    asked = {
+        node.value
+        for each in nodes
+        if isinstance(each, ast.Compare)
+        for node in [each.left]
+        if isinstance(node, ast.Constant)
+    }
+    for node in nodes:
+        match node:
+            case ast.Subscript(value=ast.Name(id=given.arg), slice=ast.Constant(value=str(key)), ctx=ast.Load()):
+                pass
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=given.arg), attr="pop"), args=[ast.Constant(value=str(key))]):
+                pass
+            case _:
+                continue
+        if key not in asked:
+            yield key
+
+
+def _tree_of(function: Any) -> ast.Module | None:
+    """Return the syntax tree of a function's source, or None if it has no source file, such as code from a string."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 @functools.cache
@@ -233,9 +279,7 @@ def _calls_of_super(function: Any) -> Iterator[tuple[str, Call | None]]:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if "super" not in getattr(getattr(function, "__code__", None), "co_names", ()):
         return
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # the code has no source file, such as code from a string
+    if (tree := _tree_of(function)) is None:
         return
     for node in ast.walk(tree):
         match node:

@@ -227,3 +227,52 @@ def test_a_method_of_ours_takes_what_that_of_transformers_takes_by_place_and_by_
     # What ours names itself it would otherwise pass on twice.
     own = signature.parameters
     assert [each for each in named if each in own and own[each].kind == own[each].KEYWORD_ONLY] == []
+
+
+class ReadsTokenizer(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        kwargs["tokenizer"].save_pretrained(args.output_dir)
+
+
+class TakesTokenizer(TrainerCallback):
+    def on_step_end(self, args, state, control, **more):
+        more.pop("tokenizer")
+
+
+class ReadsMetrics(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        print(kwargs["metrics"])
+
+
+@pytest.mark.parametrize("callback", [ReadsTokenizer, TakesTokenizer, ReadsMetrics])
+def test_a_callback_that_reads_what_transformers_does_not_pass_is_refused(tmp_path, callback):
+    trainer = trainer_of(tmp_path, callbacks=[callback()], save_strategy="steps", save_steps=2)
+    message = refusal_unspent(trainer, "callback-signature")
+    assert ("kwargs['processing_class']" if "okenizer" in callback.__name__ else "kwargs.get('metrics')") in message
+
+
+class Reads(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        assert kwargs["processing_class"] is None
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        assert kwargs["metrics"]
+
+    def on_log(self, args, state, control, **kwargs):
+        if "metrics" in kwargs:
+            raise AssertionError(kwargs["metrics"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        try:
+            found = kwargs["tokenizer"]
+        except KeyError:
+            found = None
+        assert found is None
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        kwargs["tokenizer"] = kwargs.get("tokenizer")
+
+
+def test_a_callback_that_reads_what_is_passed_or_asks_trains(tmp_path):
+    terms = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    assert trained(trainer_of(tmp_path, callbacks=[Reads()], **terms)).state.global_step == 4
