@@ -84,9 +84,17 @@ def slices(tensors: ParameterTensors) -> Iterator[ParameterTensors]:
 
 
 def packs(steps: Iterable[Step]) -> Iterator[tuple[list[ParameterTensors], StepConstants]]:
-    """Yield slices of parameters that have the same constants, as many at once as fit into the cache together."""
+    """Yield slices of parameters that have the same constants, as many at once as fit into the cache together.
+
+    Parameters of one storage, such as tied adapters, are in different packs: each reads what the one before has written.
+    """
     open_packs: dict[StepConstants, tuple[int, list[ParameterTensors]]] = {}
+    storages: set[int] = set()
     for tensors, constants in steps:
+        if (storage := tensors.weight.untyped_storage()._cdata) in storages:
+            yield from ((pack, those) for those, (_, pack) in open_packs.items())
+            open_packs, storages = {}, set()
+        storages.add(storage)
         for part in slices(tensors):
             size, pack = open_packs.get(constants, (0, []))
             numel = part.weight.numel()
@@ -95,8 +103,7 @@ def packs(steps: Iterable[Step]) -> Iterator[tuple[list[ParameterTensors], StepC
                 size, pack = 0, []
             pack.append(part)
             open_packs[constants] = size + numel, pack
-    for constants, (_, pack) in open_packs.items():
-        yield pack, constants
+    yield from ((pack, those) for those, (_, pack) in open_packs.items())
 
 
 def update(steps: Iterable[Step]) -> None:

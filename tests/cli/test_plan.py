@@ -217,7 +217,7 @@ def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     ]
     assert all(re.fullmatch(r" *→? *[\d.e+]+ +[\d,]+ +[\d,]+ +[\d.e-]+ C +[\d,]+ *", line) for line in lines)
     # Two digits, neither more nor less.
-    noises = re.findall(r"([\d.e-]+) C\b", text)
+    noises = re.findall(r"([\d.e-]+) C\b", text[: text.index("\nnoise:")])
     assert all(len(re.sub(r"e.*|\.", "", noise).lstrip("0")) == 2 for noise in noises), noises
 
 

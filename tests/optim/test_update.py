@@ -65,3 +65,24 @@ def test_a_pack_makes_the_steps_of_its_tensors(name, monkeypatch):
     for (one, _), (other, _) in zip(together, alone, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.of_shape, other.of_shape, strict=True))
     assert not torch.equal(together[0][0].weight, steps()[0][0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_one_storage_are_updated_one_after_the_other(dtype):
+    constants = [
+        StepConstants(padded_coefficients(PAPER_FILTERS["none"]), step_size=0.5, decay=decay) for decay in (0.5, 1.0)
+    ]
+
+    def steps():
+        numbers = normal(8, 8).to(dtype)
+        views = (numbers, numbers.T, numbers)
+        return numbers, [
+            (ParameterTensors(view, normal(8, 8, seed=seed), []), constants[seed == 2]) for seed, view in enumerate(views)
+        ]
+
+    (found, together), (expected, alone) = steps(), steps()
+    update(together)
+    for step in alone:
+        update([step])
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, steps()[0])

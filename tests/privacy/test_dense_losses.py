@@ -16,6 +16,8 @@ from tests.support.per_example import assert_equals_loop
 from tests.support.refusals import refused
 from tests.support.trainers import arguments
 
+pytestmark = pytest.mark.filterwarnings("ignore:All rows of eval_dataset are also in train_dataset")
+
 AUDIO = dict(
     vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
     conv_kernel=(4, 3), conv_stride=(4, 2), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,

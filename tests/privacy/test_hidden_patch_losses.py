@@ -11,6 +11,8 @@ from tests.support.per_example import assert_equals_loop
 from tests.support.refusals import refused
 from tests.support.trainers import arguments
 
+pytestmark = pytest.mark.filterwarnings("ignore:All rows of eval_dataset are also in train_dataset")
+
 SIZES = dict(image_size=8, patch_size=2, encoder_stride=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 STACK = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 SWIN = dict(embed_dim=8, depths=[1], num_heads=[2], window_size=2, drop_path_rate=0.0)
