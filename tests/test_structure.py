@@ -77,7 +77,8 @@ MAY_IMPORT = {
         f"{ARRAYS} torch transformers datasets",
     ),
     "cli": (
-        "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit",
+        "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit "
+        "run.filter_and_noise run.learning_rate run.memory run.private_run",
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),

@@ -1,9 +1,9 @@
 """Estimate a private run's peak memory and time per step before training.
 
-With --script, your own script runs up to its DopplerTrainer.train(). In place of the training, the command makes a few steps
-with your data, model and loss. It prints time, memory and ε of the whole run, and then ends. Nothing is trained, saved or
-spent. A recipe in a clone of the repository is estimated in the same way. The figures depend on your data: do not publish
-them.
+With --script, your own script runs up to its DopplerTrainer.train(). In place of the training, the command makes a few
+steps with your data, model and loss. It prints time, memory and ε of the whole run, and then ends. Nothing is trained,
+saved or spent. A recipe in a clone of the repository is estimated in the same way. The figures depend on your data: do not
+publish them.
 
   doppler-hf estimate --script my_train.py --learning_rate 1e-3
   doppler-hf estimate recipes/image/digits-eps8.yaml --num_train_epochs 5
@@ -11,8 +11,8 @@ them.
 Without a script, the model gets random weights. Forward and backward passes are timed at two micro-batch sizes, and noise
 and optimizer on some millions of weights. Memory is computed without being used. The estimate is for this machine's device,
 or with --processes for several such devices that exchange --bandwidth bytes per second. It leaves out data loading,
-padding, and waiting for other processes. With --memory nothing is timed: the command proposes a per_device_train_batch_size
-for a CUDA card with that much memory, which need not be in this machine.
+padding, and waiting for other processes. With --memory nothing is timed: the command proposes a
+per_device_train_batch_size for a CUDA card with that much memory, which need not be in this machine.
 
   doppler-hf estimate --model roberta-base --task text-classification --length 64 --batch-size 1024 --micro-batch 16
   doppler-hf estimate --model gpt2 --task causal-lm --length 512 --batch-size 512 --lora-r 8 --processes 8 --bandwidth 2e10

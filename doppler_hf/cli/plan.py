@@ -275,7 +275,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise Refusal("out-of-range", f"--trainable-parameters must be at least 1; got {number:g}, as in 1.2e6.")
     if args.model is not None and args.task is None:
         raise Refusal(
-            "no-task", f"--model needs the task, too: --task {', --task '.join(TASKS[:-1])} or --task {TASKS[-1]}."
+            "no-task", f"--task is missing, which --model {args.model} needs. Give it as --task {' or --task '.join(TASKS)}."
         )
     if args.task is not None and args.model is None:
         raise Refusal("no-effect", f"--task {args.task} has no effect without --model. Give the model, or leave --task out.")

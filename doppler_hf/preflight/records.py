@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from transformers.trainer_utils import has_length
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import LABELS, is_table
 from doppler_hf.privacy.batching.data_digest import bytes_of_row, spread
 from doppler_hf.run.logged_loss import copies_of_console
@@ -59,11 +60,41 @@ def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
         ]
     if has_copies_in(trainer.train_dataset, trainer.eval_dataset, known=trainer.sets_with_training_rows):
         run.notes.append(f"{COPIES}: Evaluate on other records")
+    if unit is not None and not trainer.args.metrics_per_user and trainer.compute_metrics is not None:
+        sets = evaluation_sets(trainer.eval_dataset).values()
+        has_column = all(is_table(each) and unit in each.column_names for each in sets)
+        how = "" if has_column else f", if eval_dataset has the column {unit!r}"
+        run.notes.append(
+            "compute_metrics counts rows, while training counts users, so users with many rows count more in metrics. "
+            f"metrics_per_user=True adds each metric's mean over users{how}"
+        )
     if unit is not None and shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
         run.notes.append(
             f"some users (column {unit!r}) are in both train_dataset and eval_dataset, so evaluations say little about new "
             "users"
         )
+
+
+def refuse_metrics_of_no_users(trainer: Any) -> None:
+    """Refuse metrics per user of evaluations that have no metrics, or of data sets without the column of users."""
+    column = trainer.args.privacy_unit_column
+    if not trainer.args.metrics_per_user:
+        return
+    if trainer.compute_metrics is None or trainer.args.batch_eval_metrics:
+        found = "there is none" if trainer.compute_metrics is None else "batch_eval_metrics=True gives it single batches"
+        raise Refusal(
+            "no-metrics-of-users",
+            f"metrics_per_user=True needs a compute_metrics that gets all rows; {found}. Pass compute_metrics, and leave "
+            "batch_eval_metrics out, or leave metrics_per_user out.",
+        )
+    for name, each in evaluation_sets(trainer.eval_dataset).items():
+        if each is not None and not (is_table(each) and column in each.column_names):
+            which = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+            raise Refusal(
+                "no-metrics-of-users",
+                f"metrics_per_user=True needs the column {column!r} in {which}, a datasets.Dataset, to know the user of "
+                "each row. Keep the column, as in train_dataset, or leave metrics_per_user out.",
+            )
 
 
 def has_equal_rows(dataset: Any) -> bool:

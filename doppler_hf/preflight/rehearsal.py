@@ -256,6 +256,7 @@ def _evaluated(
     """Evaluate some rows with a copy of the trainer, without callbacks, trackers, workers and warnings."""
     quiet = copy.copy(trainer)
     quiet.compute_metrics = compute_metrics or trainer.compute_metrics
+    quiet.metrics_of_rows = trainer.compute_metrics
     quiet.eval_dataset = few_rows(trainer.eval_dataset, count)
     quiet.state, quiet.control = copy.deepcopy((trainer.state, trainer.control))
     quiet.callback_handler, quiet.args = copy.copy(trainer.callback_handler), copy.copy(trainer.args)

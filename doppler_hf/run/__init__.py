@@ -1,6 +1,7 @@
 """One private run of Transformers' `Trainer`: its parts, its callback and its outputs.
 
 - evaluation: evaluations with the user's loss and a baseline
+- metrics_per_user: metrics as means over users
 - saving: models, checkpoints, cards and logs
 - renamed_weights: weights that are saved under different names than the model's own
 - private_run: the run, from its plan to its end, with the parts of every step

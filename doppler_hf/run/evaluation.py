@@ -19,6 +19,7 @@ from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import as_losses, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import coverage_kept_when_converted
+from doppler_hf.run.metrics_per_user import mean_per_user, users_of
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import training_rows_in
@@ -42,6 +43,9 @@ class EvaluatingTrainer(ShardedTrainer):
     evaluations_of_training_data: list[dict[str, float]]
     # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
     sets_with_training_rows: frozenset[str] = frozenset()
+    # With `metrics_per_user`: the user of each row that is evaluated, and the metrics if others are called in their place.
+    _users: np.ndarray | None = None
+    metrics_of_rows: Callable[[Any], dict[str, Any]] | None = None
     sets_looked_at: tuple[Any, Any] | None = None
 
     def compute_loss(
@@ -140,7 +144,7 @@ class EvaluatingTrainer(ShardedTrainer):
 
     @functools.cached_property
     def _names_in_training_batches(self) -> frozenset[str]:
-        """The names of what the collator makes of a training row; all label names if it cannot be called here."""
+        """Return the names of what the collator makes of a training row; all label names if it cannot be called here."""
         try:
             collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
             row = fetch_one(self.train_dataset, 0)
@@ -174,12 +178,20 @@ class EvaluatingTrainer(ShardedTrainer):
         if not self.args.disable_dp:
             is_own_loss = overrides(self, "compute_per_sample_loss")
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
+        users, compute = self._users, self.metrics_of_rows or self.compute_metrics
+        if users is not None and compute is not None and output.predictions is not None and output.num_samples == len(users):
+            output.metrics.update(mean_per_user(compute, output, users=users, prefix=metric_key_prefix))
         return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
-        metrics = super().evaluate(*args, **kwargs)
         evaluated = args[0] if args else kwargs.get("eval_dataset")
+        if self.args.metrics_per_user:
+            chosen = self.eval_dataset if evaluated is None else evaluated
+            chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen
+            column = self.args.privacy_unit_column
+            self._users = None if isinstance(chosen, dict) or column is None else users_of(chosen, column=column)
+        metrics = super().evaluate(*args, **kwargs)
         if evaluated is not None and training_rows_in(self.train_dataset, evaluated):
             # Privacy: what is published leaves these out.
             self.evaluations_of_training_data.append(self.state.log_history[-1])

@@ -89,7 +89,7 @@ class FixedTerms:
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
         names = (*(field.name for field in own_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
-        self._values = {name: copy.copy(getattr(args, name)) for name in names}
+        self._args, self._values = args, {name: copy.copy(getattr(args, name)) for name in names}
         self._warned: set[str] = set()
 
     def refuse_changes(self, args: DopplerTrainingArguments) -> None:
@@ -106,6 +106,8 @@ class FixedTerms:
 
         Noise and ε were computed from the values at the start. The run goes on with these, since its ε is spent.
         """
+        if args is not self._args:
+            return  # `PrivacyCallback.refuse_changed_code` stops a run whose arguments were replaced as a whole
         for name in self._changed(args):
             old, new = self._values[name], getattr(args, name)
             if name in _READ_IN_STEPS:

@@ -101,6 +101,11 @@ class DopplerTrainingArguments(TrainingArguments):
         help="With privacy_unit_column, average the gradients of a user's records and clip the mean, instead of averaging "
         "clipped gradients. All records of a user in a step must fit into memory together.",
     )
+    metrics_per_user: bool = HfArg(
+        default=False,
+        help="With privacy_unit_column, also report each metric of compute_metrics as the mean over the users of "
+        "eval_dataset, by its name with _per_user. Metrics count rows otherwise, while training counts users.",
+    )
     clipping: Clipping = HfArg(
         default="automatic",
         help="automatic: scale every per-sample gradient to norm C; in a classifier also multiply it by min(1, 2(1 - p)), "

@@ -244,7 +244,7 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     effects = {
         **{name: (False, reason, "") for name, reason in _WITHOUT_EFFECT.items()},
         **dict.fromkeys(("noise_shape", "floating_point_safe"), no_noise),
-        **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean"), no_units),
+        **dict.fromkeys(("max_examples_per_unit", "clip_unit_mean", "metrics_per_user"), no_units),
         **dict.fromkeys(("per_sample_max_loss", "train_loss_budget"), raw_loss),
         "adam_bc_floor": (args.base_optimizer in ("adam_bc", "muon"), adam, "Set base_optimizer='adam_bc'"),
         "full_determinism": (

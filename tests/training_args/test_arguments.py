@@ -85,7 +85,7 @@ PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, allow_large_delta=True,
     train_unreached_parameters=True,
     per_sample_max_grad_norm=2.0,
-    privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, clipping="vanilla",
+    privacy_unit_column="user", max_examples_per_unit=2, clip_unit_mean=False, metrics_per_user=True, clipping="vanilla",
     clipping_granularity="per_layer", augmentation_multiplicity=4, grad_sample_engine="opacus", grad_sample_self_check=False,
     rehearse=False, allow_any_learning_rate=True, max_tokens_per_micro_batch=64, low_pass_filter="momentum",
     base_optimizer="sgd", adam_bc_floor=1e-6, report_train_loss="none", per_sample_max_loss=2.0, train_loss_budget=0.1,
@@ -133,7 +133,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 31
+    assert len(OWN) == 32
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name

@@ -73,7 +73,7 @@ def other_lengths_of(dataset: Any) -> Int[np.ndarray, "num_examples columns"] | 
     return np.stack(differing, axis=1) if differing else None
 
 
-def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
+def units_of(dataset: Any, *, column: str, name: str = "train_dataset") -> Int[np.ndarray, " num_examples"]:
     """Return the unit of privacy of every example, shape (num_examples,): equal values of a column make one unit.
 
     Raises:
@@ -83,7 +83,7 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
     if column not in names:
         raise Refusal(
             "no-unit-column",
-            f"train_dataset has no column {column!r}, which privacy_unit_column names; it "
+            f"{name} has no column {column!r}, which privacy_unit_column names; it "
             + (f"has the columns {', '.join(names)}." if names else f"is a {type(dataset).__name__}.")
             + " Give a datasets.Dataset with that column.",
         )
@@ -99,8 +99,8 @@ def units_of(dataset: Any, *, column: str) -> Int[np.ndarray, " num_examples"]:
         # The message does not say which records or how many, because messages end up in logs and records are private.
         raise Refusal(
             "missing-units",
-            f"privacy_unit_column={column!r} has no value for some records, so their user is unknown. Fill in a value; if "
-            "a record belongs to no other, give it a value of its own.",
+            f"privacy_unit_column={column!r} has no value for some records of {name}, so their user is unknown. Fill in a "
+            "value; if a record belongs to no other, give it a value of its own.",
         )
     try:
         # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.

@@ -1,0 +1,61 @@
+"""Metrics of an evaluation as means over users, for runs in which a user, and not a row, is the unit of privacy.
+
+Training counts users: a batch has so many users, and each contributes one clipped gradient, however many rows it has.
+Metrics count rows. If a few users have most rows, the metrics say how good the model is for these users.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import EvalPrediction
+
+from doppler_hf.privacy.batching.columns import is_table, units_of
+
+
+def users_of(dataset: Any, *, column: str) -> np.ndarray | None:
+    """Return the user of each row of an evaluation set, or None if it has no such column."""
+    if not is_table(dataset) or column not in dataset.column_names or not len(dataset):
+        return None
+    return units_of(dataset, column=column, name="eval_dataset")
+
+
+def mean_per_user(
+    compute_metrics: Callable[[EvalPrediction], dict[str, Any]], output: Any, *, users: np.ndarray, prefix: str
+) -> dict[str, float]:
+    """Return each metric as the mean of its values for the rows of single users, by its name with "_per_user".
+
+    A user for whom a metric is undefined, such as an AUC of rows of one class, is left out of its mean.
+
+    Args:
+        compute_metrics: The metrics of some rows.
+        output: The predictions and labels of all rows, as Transformers' `evaluation_loop` returns them.
+        users: The user of each row, shape (rows,).
+        prefix: What the names begin with, such as "eval".
+    """
+    found: dict[str, list[float]] = {}
+    order = np.argsort(users, kind="stable")
+    _, starts = np.unique(users[order], return_index=True)
+    for rows in np.split(order, starts[1:]):
+        try:
+            metrics = compute_metrics(EvalPrediction(_rows_of(output.predictions, rows), _rows_of(output.label_ids, rows)))
+        except Exception:
+            continue
+        for name, value in metrics.items():
+            if isinstance(value, int | float | np.number) and not math.isnan(value):
+                found.setdefault(name.removeprefix(f"{prefix}_"), []).append(float(value))
+    if not found:
+        warnings.warn(
+            "metrics_per_user=True adds no metric, because compute_metrics fails for the rows of each single user. Leave it "
+            "out, or let compute_metrics return numbers for a few rows, too.",
+            stacklevel=4,
+        )
+    return {f"{prefix}_{name}_per_user": sum(values) / len(values) for name, values in found.items()}
+
+
+def _rows_of(values: Any, rows: np.ndarray) -> Any:
+    if isinstance(values, tuple | list):
+        return type(values)([_rows_of(each, rows) for each in values])
+    return None if values is None else values[rows]
