@@ -190,7 +190,7 @@ def test_the_tasks_and_the_budget_are_those_of_the_files_that_import_torch():
     assert DopplerTrainingArguments.train_loss_budget == plan.TRAIN_LOSS_BUDGET
 
 
-LONG = "b=" + ",".join(["0.012345"] * 12) + ";a=1,-0.85"
+LONG = "b=" + ",".join(["0.0125"] * 12) + ";a=1,-0.85"
 WIDE = {
     "usual": ["--num-examples=67349", "--batch-size=1000", "--epochs=3", "--epsilon=3"],
     "large": ["--num-examples=100000000", "--batch-size=250000", "--epochs=123.456", "--noise-multiplier=0.71234"],

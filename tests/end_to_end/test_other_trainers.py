@@ -45,7 +45,8 @@ def test_seq2seq_trainer_generates_in_evaluations(tmp_path, monkeypatch):
         [dict(input_ids=[5 + row // 20, 5 + row % 20, 4], labels=[5 + row % 9] * 3) for row in range(204)]
     )
     names = {
-        "model": t5_lm(), "train": rows.select(range(200)), "dev": rows.select(range(200, 204)), "tokenizer": sentences.tokenizer(),
+        "model": t5_lm(), "train": rows.select(range(200)), "dev": rows.select(range(200, 204)),
+        "tokenizer": sentences.tokenizer(),
         "metrics": lambda outcome: {"are_tokens": float(outcome.predictions.dtype.kind == "i")},
     }  # fmt: skip
     trainer = executed(SEQ2SEQ, names, tmp_path, monkeypatch)
