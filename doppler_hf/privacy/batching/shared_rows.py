@@ -5,10 +5,12 @@ Rows have the same place in the underlying tables after `select`, `filter`, `shu
 slices of the tensors in a `TensorDataset`. Rows of lists are compared as objects. After `map`, rows have new places.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
@@ -67,7 +69,9 @@ def _parts(dataset: Any) -> Iterator[Any]:
         for part in dataset.datasets:
             yield from _parts(part)
     elif hasattr(dataset, "__len__"):
-        yield dataset
+        with contextlib.suppress(TypeError, NotImplementedError):  # the length of a stream may be unknown
+            len(dataset)
+            yield dataset
 
 
 def _columns(part: Any) -> list[list[_Chunk]]:
@@ -76,7 +80,7 @@ def _columns(part: Any) -> list[list[_Chunk]]:
     if isinstance(part, list | tuple):
         found = [[(id(part) if isinstance(row, _VALUES) else id(row), 0, 1) for row in part]]
     elif isinstance(part, TensorDataset):
-        for tensor in part.tensors:
+        for tensor in (each for each in part.tensors if each.layout is torch.strided):
             step = tensor.stride(0)
             if step > 0 and tensor.storage_offset() % step == 0:
                 place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)

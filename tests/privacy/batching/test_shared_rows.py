@@ -45,7 +45,16 @@ CASES = {
     "a list": (LIST, LIST[5:10], 5, False),
     "tensors": (TensorDataset(*TENSORS), TensorDataset(TENSORS[0][30:], TENSORS[1][30:]), 10, True),
 }  # fmt: skip
+
+
+class WithoutLength(torch.utils.data.Dataset):
+    def __len__(self):
+        raise TypeError("unknown")
+
+
 NONE = {
+    "a length that is unknown": (TABLE, WithoutLength()),
+    "sparse tensors": (TensorDataset(torch.eye(4).to_sparse()), TensorDataset(torch.eye(4).to_sparse())),
     "two parts of a split": (SPLIT["train"], SPLIT["test"]),
     "slices": (TABLE.select(range(30)), TABLE.select(range(30, 40))),
     "equal rows": (TABLE, Dataset.from_list(list(TABLE))),
