@@ -19,7 +19,7 @@ SHARED = {
     "not-finite", "not-normalized", "not-our-arguments", "not-real", "nothing-trained", "one-of-two", "other-lengths",
     "other-number-of-losses", "out-of-range", "processes-sample-alone", "public-seed", "rows-not-numbered",
     "shared-parameters",
-    "shared-random-numbers", "steps-out-of-order", "unknown-value", "unstable-filter", "wrong-shape",
+    "shared-random-numbers", "steps-out-of-order", "unknown-value", "unstable-filter", "values-out-of-range", "wrong-shape",
 }  # fmt: skip
 # An error that keeps the code of another one, of which it says more.
 PASSED_ON = "{error.code}"
