@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -32,8 +32,6 @@ class Limit(NamedTuple):
 
     def is_exceeded(self, found: np.ndarray) -> bool:
         """Return whether one of these numbers, or lengths, is out of range."""
-        if self.kind == "no text":
-            return found.dtype.kind in "UO" and any(isinstance(value, str) for value in found.flat)
         if self.kind in _REFUSED_TYPES:
             return found.dtype.kind in _REFUSED_TYPES[self.kind]
         if found.dtype.kind not in "iuf":
@@ -52,6 +50,8 @@ class Limit(NamedTuple):
         value = next((row[name] for name in names if isinstance(row, Mapping) and name in row), None)
         if value is None:
             return False
+        if self.kind == "no text":
+            return _has_text(value)
         if isinstance(value, list) and value and isinstance(value[0], list):  # a row of several choices
             return any(self.is_exceeded_in({self.column: each}) for each in value)
         found = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
@@ -70,7 +70,6 @@ class Limit(NamedTuple):
             "boxes": (f"coordinates from 0 to {self.end - 1:,}", "other values"),
             "boxes in order": (f"boxes (x0, y0, x1, y1) with x0 ≤ x1, y0 ≤ y1, from 0 to {self.end - 1:,}", "other values"),
             "no booleans": ("class numbers", "True or False"),
-            "no text": ("class numbers", "text"),
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
         }[self.kind]
         fix = self.fix.replace("train_dataset", name)
@@ -78,6 +77,20 @@ class Limit(NamedTuple):
             "values-out-of-range",
             f"Column {self.column!r} of {name}: expected {words}; got {got} in some rows. {fix}." + hint,
         )
+
+
+def _has_text(value: Any) -> bool:
+    """Return whether a value is a text, or a list or an array of texts."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "USO" and any(isinstance(each, str) for each in value.flat)
+    return isinstance(value, str) or (isinstance(value, list | tuple) and any(map(_has_text, value)))
+
+
+def limits_of_text(columns: Collection[str], *, label_names: Collection[str]) -> Iterator[Limit]:
+    """Return the limits of the columns of labels to what is no text; see `text_labels`."""
+    for column in dict.fromkeys([*LABELS, *label_names]):
+        if column in columns:
+            yield Limit(column, "no text", 0, "")
 
 
 def limits_of(model: nn.Module, columns: Sequence[str], *, has_own_loss: bool) -> Iterator[Limit]:
@@ -153,12 +166,6 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
         lists = f"datasets.Sequence(datasets.Value({'float32' if task is None else 'int64'!r}))"
         cast = f"train_dataset.cast_column({column!r}, datasets.Value('int64')), or with {lists} for lists"
         yield Limit(column, "no booleans", end, f"Make numbers of them: {cast}")
-        encode = f"train_dataset.class_encode_column({column!r})"
-        if task is not None:
-            encode = (
-                f"train_dataset.map(lambda row: {{{column!r}: [model.config.label2id[name] for name in row[{column!r}]]}})"
-            )
-        yield Limit(column, "no text", end, f"Make numbers of them: {encode}")
 
 
 def _size(table: Any) -> int:

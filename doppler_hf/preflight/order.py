@@ -93,7 +93,13 @@ def check_data(run: PrivateRun, private_trainer: Any, *, dataset: Any, collator:
     """Check the rows that the collator will get."""
     data.refuse_own_generators(private_trainer.train_dataset, private_trainer.data_collator)
     data.refuse_another_dataset(run, private_trainer)
-    values.refuse_out_of_range(private_trainer.model, dataset, collate=collator, has_own_loss=private_trainer.has_own_loss)
+    values.refuse_out_of_range(
+        private_trainer.model,
+        dataset,
+        collate=collator,
+        has_own_loss=private_trainer.has_own_loss,
+        label_names=private_trainer.label_names or (),
+    )
     records.note_records(run, private_trainer, dataset=dataset)
 
 

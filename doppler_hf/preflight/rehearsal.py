@@ -52,7 +52,14 @@ def rehearse(run: PrivateRun, trainer: Any) -> None:
         given, has_own_loss = trainer.eval_dataset, trainer.has_own_loss
         collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
         for each in given.values() if isinstance(given, dict) else [given]:
-            refuse_out_of_range(trainer.model, each, collate=collate, has_own_loss=has_own_loss, name="eval_dataset")
+            refuse_out_of_range(
+                trainer.model,
+                each,
+                collate=collate,
+                has_own_loss=has_own_loss,
+                name="eval_dataset",
+                label_names=trainer.label_names or (),
+            )
         if given is None:
             raise Refusal(
                 "nothing-to-evaluate",

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
-from doppler_hf.preflight.limits import Limit, limits_of
+from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
+from doppler_hf.preflight.text_labels import refuse_text_as_label
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
+    columns_of_text,
     has_gaps_in_lists,
     is_stored,
     is_table,
@@ -45,10 +47,11 @@ def refuse_out_of_range(
     collate: Callable[[list[Any]], Any],
     has_own_loss: bool,
     name: str = "train_dataset",
+    label_names: Collection[str] = (),
 ) -> None:
     """Refuse a data set with missing labels, or with ids, types, lengths or labels that the model cannot take.
 
-    `name` is the name of the data set's argument, for messages.
+    `name` is the name of the data set's argument, for messages, and `label_names` are further columns of labels.
     """
     if not has_length(examples) or len(examples) == 0:
         return
@@ -62,26 +65,36 @@ def refuse_out_of_range(
         found = limits_of(model, [*columns], has_own_loss=has_own_loss)
         return frozenset(limit for limit in found if limit.column in columns)
 
-    beyond = [*_beyond_in_table(examples, limits_in(examples.column_names))] if is_table(examples) else []
+    def text_in(columns: Collection[str]) -> frozenset[Limit]:
+        return frozenset(limits_of_text(columns, label_names=label_names))
+
+    beyond = []
+    if is_table(examples):
+        beyond += [(0, limit) for limit in text_in([*columns_of_text(examples)])]
+        beyond += _beyond_in_table(examples, limits_in(examples.column_names))
     if not is_stored(examples):
         first = fetch_one(examples, 0)
         if first is None:
             raise _none_row(name)
         if isinstance(first, Mapping):
-            beyond += _beyond_in_rows(examples, limits_in(first.keys()), name=name)
+            beyond += _beyond_in_rows(examples, limits_in(first.keys()) | text_in(first.keys()), name=name)
     _refuse_other_counts_of_ends(model, examples, name)
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # an evaluation pads empty texts next to other rows
             continue
+        example = fetch_one(examples, index)
+        if limit.kind == "no text":
+            refuse_text_as_label(
+                model, examples, example, limit=limit, collate=collate, has_own_loss=has_own_loss, name=name
+            )
+            continue
         try:
-            collated = collate([fetch_one(examples, index)])
+            collated = collate([example])
         except Exception as error:
-            if limit.kind in ("no text", "not empty"):
+            if limit.kind == "not empty":
                 raise limit.refusal(name, hint) from error
             raise
-        # Transformers' default collator leaves out columns of text.
-        is_left_out = limit.kind == "no text" and isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
-        if is_left_out or limit.is_exceeded_in(collated):
+        if limit.is_exceeded_in(collated):
             raise limit.refusal(name, hint)
 
 

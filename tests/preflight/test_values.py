@@ -314,8 +314,8 @@ def labelled_tokens(labels):
     return datasets.Dataset.from_list([*[row] * 9, row | {"labels": labels}])
 
 
-def of_tokens(tmp_path, data, collator=None):
-    model = hf.BertForTokenClassification(tiny_bert().config)
+def of_tokens(tmp_path, data, collator=None, *, classes=2):
+    model = hf.BertForTokenClassification(tiny_bert(num_labels=classes).config)
     collator = collator or hf.DataCollatorForTokenClassification(TOKENIZER)
     return trainer_of(tmp_path, model=model, data=data, collator=collator, max_steps=1)
 
@@ -347,8 +347,13 @@ def test_names_of_labels_of_tokens_are_made_numbers_as_the_message_says(tmp_path
     trainer = of_tokens(tmp_path, data)
     with refused("values-out-of-range", match=r"train_dataset\.map\(lambda row: .*") as refusal:
         trainer.train()
-    fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refusal.value))[1]
+    fix = re.search(r"train_dataset(\.map\(.*\)), where names is the list", str(refusal.value))[1]
+    of_tokens(tmp_path, eval(f"data{fix}", {"data": data, "names": ["O", "A", "B"]}), classes=3).train()
+    trainer = of_tokens(tmp_path, data)
     trainer.model.config.label2id = {"O": 0, "A": 1, "B": 1}
+    with refused("values-out-of-range", match=r"model\.config\.label2id") as refusal:
+        trainer.train()
+    fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refusal.value))[1]
     of_tokens(tmp_path, eval(f"data{fix}", {"data": data, "model": trainer.model})).train()
 
 

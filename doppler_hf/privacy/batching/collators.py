@@ -32,7 +32,7 @@ def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> d
     except (RuntimeError, ValueError) as error:
         if not re.match(r"stack expects each|each element in list|Unable to create tensor", str(error)):
             raise
-        raise _unequal() from None
+        raise _text_columns(rows) or _unequal() from None
 
 
 def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
@@ -55,13 +55,26 @@ def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[s
     return {name: _joined([row[name] for row in rows]) for name in rows[0]}
 
 
+def _text_columns(rows: Sequence[Mapping[str, Any]]) -> Refusal | None:
+    """Return the error of rows with columns of text, of which no tensors can be made; None if there are none."""
+    names = [str(name) for name, value in (rows[0].items() if rows else ()) if isinstance(value, str)]
+    if not names:
+        return None
+    return Refusal(
+        "text-columns",
+        f"The data_collator cannot make tensors of text, which is in the column{'s' * (len(names) > 1)} {', '.join(names)}. "
+        f"Remove what the model does not need: train_dataset.remove_columns({names!r}). If it is a label, make numbers of "
+        "it.",
+    )
+
+
 def _unequal() -> Refusal:
     # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(
         "not-padded",
         "The records of a batch have different sizes, and the data_collator neither pads nor resizes them. For texts set "
         "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer); for token labels use "
-        "DataCollatorForTokenClassification(tokenizer). Remove columns of text.",
+        "DataCollatorForTokenClassification(tokenizer).",
     )
 
 

@@ -31,6 +31,18 @@ def is_stored(examples: Any) -> bool:
     return is_table(examples) and examples.format["type"] != "custom"
 
 
+def columns_of_text(table: Any) -> Iterator[str]:
+    """Yield the columns of a table of `datasets` that hold texts, or lists of texts."""
+    from pyarrow import types
+
+    for field in table.data.schema:
+        kind = field.type
+        while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            kind = kind.value_type
+        if types.is_string(kind) or types.is_large_string(kind):
+            yield field.name
+
+
 def length_of(tokens: Sequence[Any]) -> int:
     """Return the number of tokens of an example; if it has several choices (texts), their number after padding."""
     choices = choices_of(tokens)

@@ -1,0 +1,103 @@
+"""Labels that are texts: what is wrong with them, and how numbers are made of them."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from doppler_hf.errors import Refusal
+from doppler_hf.preflight.limits import Limit
+from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table
+from doppler_hf.privacy.losses import WITHOUT_TOKENS, task_of, without_adapters
+
+
+def refuse_text_as_label(
+    model: nn.Module,
+    examples: Any,
+    example: Any,
+    *,
+    limit: Limit,
+    collate: Callable[[list[Any]], Any],
+    has_own_loss: bool,
+    name: str,
+) -> None:
+    """Refuse a label that is a text, unless the collator makes a number of it.
+
+    A loss of the user's own, and a model that is not Transformers', may leave labels out. For these it is refused only if
+    the collator fails because of the text.
+
+    Args:
+        model: The model.
+        examples: The data set.
+        example: A row in which the label is a text.
+        limit: The limit that the label exceeds.
+        collate: The collator, of a list of rows.
+        has_own_loss: Whether code of the user's own computes the loss.
+        name: The name of the data set's argument.
+    """
+    base = without_adapters(model)
+    is_known = isinstance(base, PreTrainedModel) and not has_own_loss and task_of(base) not in WITHOUT_TOKENS
+    value = example.get(limit.column) if isinstance(example, Mapping) else None
+    try:
+        collated = collate([copy.deepcopy(example)])
+    except Exception as error:
+        if is_known or _takes_numbers(example, limit.column, collate):
+            raise _refusal(base, examples, value, column=limit.column, name=name) from error
+        raise
+    # Transformers' default collator leaves out columns of text.
+    is_left_out = isinstance(collated, Mapping) and {*LABELS}.isdisjoint(collated)
+    if is_known and limit.column in LABELS and (is_left_out or limit.is_exceeded_in(collated)):
+        raise _refusal(base, examples, value, column=limit.column, name=name)
+
+
+def _takes_numbers(example: Any, column: str, collate: Callable[[list[Any]], Any]) -> bool:
+    """Return whether a row can be collated with numbers in place of its text."""
+    with contextlib.suppress(Exception):
+        value = example[column]
+        collate([{**copy.deepcopy(example), column: [0] * len(value) if isinstance(value, list | tuple) else 0}])
+        return True
+    return False
+
+
+def _refusal(base: Any, examples: Any, value: Any, *, column: str, name: str) -> Refusal:
+    # The message shows no label, since messages end up in logs.
+    return Refusal(
+        "values-out-of-range",
+        f"Column {column!r} of {name}: expected class numbers; got text in some rows. Make numbers of the texts: "
+        f"{_mend(base, examples, value, column=column, name=name)}.",
+    )
+
+
+def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> str:
+    """Return the line that makes numbers of labels."""
+    known = getattr(getattr(base, "config", None), "label2id", None) or {}
+    has_names = any(label != f"LABEL_{number}" for label, number in known.items())
+    number = "model.config.label2id[{}]" if has_names else "names.index({})"
+    where = "" if has_names else ", where names is the list of your classes"
+    is_list, is_of_tokens = (
+        isinstance(value, list | tuple),
+        task_of(base) is not None if isinstance(base, nn.Module) else False,
+    )
+    if is_list and not is_of_tokens:
+        classes = "model.config.label2id" if has_names else "names"
+        of_row = f"[float(each in row[{column!r}]) for each in {classes}]"
+        where += ", and set problem_type='multi_label_classification' when you load the model"
+    elif is_list:
+        of_row = f"[{number.format('each')} for each in row[{column!r}]]"
+    else:
+        of_row = number.format(f"row[{column!r}]")
+    if is_stored(examples) and not is_list and not has_names:
+        return (
+            f"{name}.class_encode_column({column!r}). Do that before the data are split, because each split is numbered by "
+            "itself"
+        )
+    if is_stored(examples):
+        return f"{name}.map(lambda row: {{{column!r}: {of_row}}}){where}"
+    if is_table(examples):
+        return f"return {of_row} from its transform{where}, or change the column before with_transform"
+    if isinstance(examples, list):
+        return f"{name} = [row | {{{column!r}: {of_row}}} for row in {name}]{where}"
+    return f"return row | {{{column!r}: {of_row}}} from its __getitem__{where}"
