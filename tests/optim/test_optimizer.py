@@ -34,6 +34,16 @@ def test_equals_algorithm_3(name, base, weight_decay):
     np.testing.assert_allclose(trajectory(optimizer, p, gradients()), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [64, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_moves_every_weight_of_half_precision(dtype, size):
+    """On a CPU, torch's fused SGD moves only the last few of them (torch 2.13)."""
+    p = torch.nn.Parameter(torch.full((size,), 0.01, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    DopplerOptimizer([p], low_pass_filter=PAPER_FILTERS["none"], lr=0.5, base="sgd").step()
+    assert torch.equal(p, torch.full_like(p, float(torch.tensor(0.01, dtype=dtype)) - 0.5))
+
+
 @pytest.fixture
 def reference_basis(monkeypatch):
     """The reference's best basis for ours, which is the best up to chance."""
