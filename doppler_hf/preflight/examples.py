@@ -112,6 +112,30 @@ class _Comparison:
 
     def names_reached(self) -> set[str]:
         """Compare, and return the names of the trained parameters that a loss reaches."""
+        try:
+            return self._names_reached()
+        except Exception as error:
+            if self.has_own_loss and getattr(error, "code", "other-number-of-losses") == "other-number-of-losses":
+                self._refuse_failure_on_one_row(error)
+            raise
+
+    def _refuse_failure_on_one_row(self, error: Exception) -> None:
+        """Explain an error of the user's loss that only a batch of one row has."""
+        failed = []
+        for rows in (self.probe.short[:1], self.probe.short[:3]):
+            is_fine = False
+            with contextlib.suppress(Exception), self.clipped.unwatched(), torch.no_grad():
+                is_fine = self.losses_of(self.probe.collated(rows)).ndim == 1
+            failed += [] if is_fine else [len(rows)]
+        if failed == [1]:
+            raise Refusal(
+                "fails-on-one-row",
+                f"compute_per_sample_loss failed with a {type(error).__name__} on a batch of one row, but not on more rows. "
+                "Some random batches have one row. A squeeze() without a dimension, for example, removes the dimension of "
+                "the batch too: write squeeze(-1), or leave it out.",
+            ) from error
+
+    def _names_reached(self) -> set[str]:
         # TF32 is cuDNN's default and would round more than the tolerance.
         with away_from_zero(self.model), highest_conv_precision(), highest_matmul_precision():
             with without_dropout(self.model), nothing_written(self.model, again=self._is_random):

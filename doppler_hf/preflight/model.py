@@ -37,9 +37,11 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     _refuse_mixed_adapters(model)
     _refuse_adapters(model)
     _refuse_prefixes_without_a_place(model)
+    _refuse_merged_adapters(model)
     refuse_generators_of_layers(model)
     _refuse_changing_positions(model, probe)
     _refuse_mask_without_effect(model, probe)
+    _refuse_sparse_embeddings(model)
     scaled = [
         name
         for name, module in model.named_modules()
@@ -203,6 +205,31 @@ def _refuse_prefixes_without_a_place(model: Any) -> None:
             )
 
 
+def _refuse_merged_adapters(model: nn.Module) -> None:
+    merged = [name for name, module in model.named_modules() if getattr(module, "merged_adapters", None)]
+    if merged and getattr(model, "peft_config", None):
+        raise Refusal(
+            "adapters-merged",
+            f"The adapters of {listed(merged)} are merged into the weights, and merged adapters are not trained. Call "
+            "model.unmerge_adapter() before train().",
+        )
+
+
+def _refuse_sparse_embeddings(model: nn.Module) -> None:
+    # Privacy: noise goes to every row of the table, so its gradient is never sparse.
+    sparse = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.sparse and module.weight.requires_grad
+    ]
+    if sparse:
+        raise Refusal(
+            "sparse-embedding",
+            f"{listed(sparse)} has sparse=True, but the private gradient of a table has noise in every row. Change it: "
+            "for module in model.modules(): module.sparse = False.",
+        )
+
+
 def _refuse_shared_random_numbers(model: nn.Module) -> None:
     # Sensitivity: a draw is cut into micro-batches by what is in it, so that one more example moves the borders, and
     # examples there would follow numbers that all rows of another micro-batch share.
@@ -311,6 +338,13 @@ def _limits_of(module: nn.Module) -> list[int]:
 
 def _refuse_trainable(model: nn.Module) -> None:
     trainable = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable and getattr(model, "peft_config", None):
+        raise Refusal(
+            "nothing-trained",
+            "All parameters of the model are frozen, so nothing would be trained. PEFT loads adapters for inference unless "
+            "it is told otherwise: pass is_trainable=True to PeftModel.from_pretrained, and leave inference_mode out of the "
+            "adapter's configuration. If the adapters were switched off, call model.enable_adapter_layers().",
+        )
     if not trainable:
         raise Refusal(
             "nothing-trained",

@@ -197,6 +197,11 @@ def outermost_modules(model: nn.Module, names: set[str]) -> list[str]:
 
 def adapter_fix(model: nn.Module, places: list[str]) -> str:
     """Return in words which option of an adapter's configuration trains and saves these modules and parameters."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    kinds = {type(config).__name__: hasattr(config, "modules_to_save") for config in configs.values()}
+    if other := next((kind for kind, takes_them in kinds.items() if not takes_them), None):
+        more = " and trainable_token_indices" if other == "TrainableTokensConfig" else ""
+        return f"{other} trains and saves no other layers. Use LoraConfig, which has modules_to_save" + more
     parameters = dict(model.named_parameters())
     inner = [without_prefix(model, place) for place in places]
     if all(place in parameters and place.endswith("bias") for place in places):

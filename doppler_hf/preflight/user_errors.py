@@ -1,7 +1,6 @@
 """Explain errors in the user's code that a private run's inputs cause, with the reason and the fix."""
 
 import contextlib
-import itertools
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -11,7 +10,8 @@ from transformers import TrainingArguments
 
 from doppler_hf.errors import Refusal
 
-_OUR_CALLS: Final = ("doppler_hf.", "torch.")
+_OUR_CALLS: Final = "doppler_hf."
+_GRADIENTS: Final = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
 
 # Transformers' default collator renames these columns to `labels`.
 _RENAMED: Final = ("label", "label_ids")
@@ -56,15 +56,16 @@ def explain_gradients_in_a_loss() -> Iterator[None]:
         yield
     except RuntimeError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        is_taken = any(
-            inner.f_code is torch.autograd.grad.__code__ and not outer.f_globals.get("__name__", "").startswith(_OUR_CALLS)
-            for outer, inner in itertools.pairwise(frames)
-        )
+        # The user's loss calls torch.autograd.grad itself, and torch.autograd.backward by way of Tensor.backward.
+        outside = [frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("torch.")]
+        is_taken = any(frame.f_code in _GRADIENTS for frame in frames) and not outside[-1].f_globals.get(
+            "__name__", ""
+        ).startswith(_OUR_CALLS)
         if not is_taken and "@once_differentiable" not in str(error):
             raise
         raise Refusal(
             "gradient-in-the-loss",
-            "The loss contains a gradient (torch.autograd.grad), such as a penalty with create_graph=True. Per-sample "
-            "gradients come from a single backward pass, which cannot be differentiated again. Remove the penalty from "
-            "compute_per_sample_loss.",
+            "The loss contains a gradient (torch.autograd.grad or backward()), such as a penalty with create_graph=True. "
+            "Per-sample gradients come from a single backward pass of the run itself, which cannot be differentiated again. "
+            "Leave gradients out of compute_per_sample_loss.",
         ) from error

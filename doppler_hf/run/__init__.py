@@ -3,6 +3,7 @@
 - evaluation: evaluations with the user's loss and a baseline
 - metrics_per_user: metrics as means over users
 - saving: models, checkpoints, cards and logs
+- json_state: the state of a checkpoint in a form that JSON can hold
 - renamed_weights: weights that are saved under different names than the model's own
 - private_run: the run, from its plan to its end, with the parts of every step
 - filter_and_noise: the filter and the shape of the noise, as given or chosen

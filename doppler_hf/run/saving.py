@@ -18,6 +18,7 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
+from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
 from doppler_hf.run.model_card import CARD_NAME
 from doppler_hf.run.own_code import overrides
@@ -131,7 +132,8 @@ class SavingTrainer(ShardedTrainer):
         for callback in self.callback_handler.callbacks:  # a callback added on resume has no entry in the loaded state
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, {})
-        super()._save_checkpoint(model, trial)
+        with contextlib.nullcontext() if self.args.disable_dp else writable_state(self):
+            super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._load_renamed(resume_from_checkpoint):

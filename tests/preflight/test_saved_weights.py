@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 from torch import nn
 from transformers import (
     BartConfig,
@@ -382,3 +390,14 @@ def test_a_frozen_head_without_marks_is_noted_and_the_note_mends_it(tmp_path, en
         said = capsys.readouterr().out
         assert (f"{head}' seem to be new" in said) != is_mended
         assert (f"modules_to_save=['{head}']" in said) != is_mended
+
+
+def test_adapters_that_train_no_other_layers_name_the_kind_that_does(tmp_path, encoders):
+    config = TrainableTokensConfig(task_type="SEQ_CLS", target_modules=["word_embeddings"], token_indices=[7, 8])
+    tokens = get_peft_model(with_a_new_head(encoders), config)
+    message = refused(trainer_of(tmp_path, model=tokens, max_steps=1), "head-not-saved")
+    assert "LoraConfig" in message
+    assert "modules_to_save" in message
+    assert "trainable_token_indices" in message
+    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], trainable_token_indices=[7, 8])
+    trained(trainer_of(tmp_path / "b", model=get_peft_model(with_a_new_head(encoders), lora), max_steps=1))

@@ -99,6 +99,14 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     if reason is not None:
         raise Refusal("depends-on-others", reason)
     # The message has neither norms nor differences: they are about private examples, and messages end up in logs.
+    hooked = [name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks]
+    if hooked:
+        raise Refusal(
+            "gradient-hook",
+            f"The per-sample gradients disagree with autograd, probably because of the hook on the gradients of "
+            f"{hooked[0] or 'the model'!r} (register_full_backward_hook). A hook sees the gradients of all records at once, "
+            "so that what it makes of them cannot be clipped for each record. Remove the hook.",
+        )
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     of_place, mend = "", ""
     if place is not None:

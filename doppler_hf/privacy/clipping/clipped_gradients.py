@@ -123,6 +123,7 @@ class ClippedGradients:
         # each with its own gradient. C bounds the norm over both, and each gets its noise. That the shared weights get both
         # steps is post-processing.
         self.parameters = trainable
+        self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
         self._as_made = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
         self._finest, self._coarsest = dtypes[0], dtypes[-1]  # the dtypes in which sums are computed
@@ -286,6 +287,13 @@ class ClippedGradients:
                     "replaced-parameter",
                     f"The parameter {name!r} was replaced by another one during training, so its gradients would not be "
                     "private. Change layers and adapters before train().",
+                )
+            if known is not None and parameter.shape != self._shapes[name]:
+                raise Refusal(
+                    "parameter-resized",
+                    f"The shape of the parameter {name!r} was changed from {tuple(self._shapes[name])} to "
+                    f"{tuple(parameter.shape)} during training, for example by resize_token_embeddings, so that the "
+                    "optimizer's state no longer fits. Change the model before train().",
                 )
 
     def _sum_dtype(self, name: str) -> torch.dtype:
