@@ -677,7 +677,7 @@ REFUSED = {
         lambda: dict(collator=lambda rows: tuple(pad(rows).values())),
     ),
     "several rows of an example": (
-        "other-number-of-losses", r"\(10,\)", lambda: dict(collator=twice)
+        "other-number-of-losses", r"\(13,\)", lambda: dict(collator=twice)
     ),
     "rows that a layer takes in an order of its own": (
         "depends-on-others", r"layer 'mixed' \(Conv1d\)", lambda: dict(model=InOrderOf(), cls=OfOwnLosses)

@@ -33,6 +33,7 @@ def write_packages(folder, rows):
         csv.writer(file).writerows([("sentiment", "confidence", "text"), *rows])
 
 
+@pytest.mark.filterwarnings("ignore:many rows of eval_dataset are equal")  # the small tokenizer knows few of the words
 def test_without_arguments_and_hub_it_trains_and_attacks_twice_and_leaves_a_ledger_that_verifies(
     tmp_path, monkeypatch, capsys, no_hub
 ):
