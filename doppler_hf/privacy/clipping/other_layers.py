@@ -63,6 +63,8 @@ class LayerWithoutRule:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
         if kind not in self._copies:
+            if self._has_one_row(*args, **kwargs):
+                return self._without_batch(own, dimensions, *args, **kwargs)
             self._copies[kind] = self._try_copies(values, spec)
         copies = self._copies[kind]
         if copies is not None:
@@ -82,6 +84,14 @@ class LayerWithoutRule:
         for index, tap in zip(seen, taps, strict=True):
             outputs[index] = tap
         return pytree.tree_unflatten(outputs, output_spec)
+
+    @torch.no_grad()
+    def _has_one_row(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether all examples share the output, as of positions, of which there may be as many as examples."""
+        with self.notes.unwatched(), modes_kept(self.module):
+            self.module.eval()  # Dropout would draw.
+            outputs = [output for output in pytree.tree_leaves(self._forward(*args, **kwargs)) if is_floating(output)]
+        return self.notes.batch_size != 1 and {len(output) if output.ndim else 0 for output in outputs} == {1}
 
     def _without_batch(self, own: Mapping[str, nn.Parameter], dimensions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         def output_of(parameters: Mapping[str, Tensor]) -> Any:

@@ -160,6 +160,13 @@ class PositionsOfIds(nn.Embedding):
         return super().forward(ids + 2)
 
 
+class PositionsBesideIds(nn.Embedding):
+    """Of shape (1, length, dimension), as those of BART's decoder, which has both."""
+
+    def forward(self, ids, positions):
+        return super().forward(positions[None] + 2)
+
+
 @pytest.mark.parametrize(
     "net",
     [
@@ -178,6 +185,17 @@ def test_positions_without_a_batch_are_right_in_every_batch(net):
     with ClippedGradients(net, max_grad_norm=1.0) as clipped:
         for losses, norms in zip(batches, expected, strict=True):
             torch.testing.assert_close(clipped.backward(losses(slice(None))), norms, **TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [(6, 5, 6), (5, 6), (1, 6)])
+def test_positions_beside_the_batch_are_right_if_the_first_batch_is_as_large_as_their_number(sizes):
+    run = lambda n, x: n.first(x) + n.own(x[..., 0].long(), torch.arange(x.shape[1]))  # noqa: E731
+    net = ready(Net(run, first=nn.Linear(3, 4), own=PositionsBesideIds(9, 4)))
+    losses = [on(net, draw(size, 6, 3)) for size in sizes]
+    expected = [norms_of(gradients_of_each(net, each, size)) for each, size in zip(losses, sizes, strict=True)]
+    with ClippedGradients(net, max_grad_norm=1.0) as clipped:
+        for each, norms in zip(losses, expected, strict=True):
+            torch.testing.assert_close(clipped.backward(each(slice(None))), norms, **TOLERANCE)
 
 
 def test_a_layer_with_a_result_for_each_row_is_refused_by_name():
