@@ -242,6 +242,8 @@ def test_equal_rows_in_both_sets_are_told_without_their_number(tmp_path, how, ca
     assert not any(figure.isdigit() for figure in note)
     trainer = trainer_of(tmp_path, data=numbered(), collator=collate)
     assert len(warned_of(lambda: trainer.evaluate(evaluated))) == 1
+    if not isinstance(evaluated, dict):
+        assert warned_of(lambda: trainer.predict(evaluated)) == []  # An attack predicts training rows on purpose.
 
 
 def test_rows_of_a_wrapped_training_set_are_found_in_another_one(tmp_path, capsys):
