@@ -16,6 +16,7 @@ allocator, jemalloc and tcmalloc do; `--heap return` is glibc's default. Memory 
 """
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ from scripts.bench.measure import (
     seconds_in_turn,
     settings,
 )
+from scripts.studies.networks import Classifier, cifar_cnn, resnet50
 from scripts.training.arguments import one_line_errors, parse_args
 from scripts.training.lora import LoraArguments, add_lora
 
@@ -60,7 +62,7 @@ from scripts.training.lora import LoraArguments, add_lora
 class Work:
     """A model and a batch; `length` counts the tokens of an example, or the pixels of an image's side.
 
-    `options` are more of the model's configuration.
+    `options` are more of the model's configuration. A `network` of the studies takes the place of a model of Transformers.
     """
 
     model_type: str
@@ -74,6 +76,7 @@ class Work:
     lora_r: int = 0
     lora_target_modules: str | None = None  # by default PEFT's own choice, queries and values
     options: tuple[tuple[str, Any], ...] = ()
+    network: Callable[[], nn.Module] | None = None
 
 
 TEXT, IMAGE, LM = AutoModelForSequenceClassification, AutoModelForImageClassification, AutoModelForCausalLM
@@ -106,7 +109,14 @@ LARGE_WORKS = {
     # Four examples, so that 80 GiB hold three such models in one process.
     "qwen-7b-lora": Work("qwen2", LM, 28, 3584, 28, 152_064, 512, 4, 16, "all-linear", QWEN_7B),
 }
-ALL_WORKS = WORKS | LARGE_WORKS
+# Trained from scratch on CIFAR's images: the CNN of De et al. with a quarter of its channels, and with all.
+CNN = Work("cnn", IMAGE, 5, 16, 0, 0, length=32, batch=250, network=functools.partial(cifar_cnn, 10, width=16))
+CONVOLUTIONS = {
+    "cnn-quarter": CNN,
+    "cnn": replace(CNN, batch=64, network=functools.partial(cifar_cnn, 10)),
+    "resnet50": replace(CNN, batch=16, network=resnet50),
+}
+ALL_WORKS = WORKS | LARGE_WORKS | CONVOLUTIONS
 TINY = {
     "layers": 1,
     "hidden": 16,
@@ -162,6 +172,10 @@ def config_of(work: Work) -> PretrainedConfig:
 def build(work: Work, *, device: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a model in training mode and a batch, the same ones at every call."""
     set_seed(0)
+    if work.network is not None:
+        images = torch.randn(work.batch, 3, work.length, work.length, device=device)
+        labels = torch.arange(work.batch, device=device) % 10
+        return Classifier(work.network()).to(device).train(), {"inputs": images, "labels": labels}
     with torch.device(device):
         model = work.head.from_config(config_of(work))
         lora = LoraArguments(lora_r=work.lora_r, lora_target_modules=work.lora_target_modules)
@@ -183,6 +197,8 @@ def in_precision(batch: dict[str, Tensor], precision: str) -> torch.autocast:
 def losses_of(model: nn.Module, batch: dict[str, Tensor], *, precision: str = "float32") -> Tensor:
     """Return one loss per example as a training does, shape (batch,): logits are computed for some tokens at a time."""
     with in_precision(batch, precision):
+        if isinstance(model, Classifier):
+            return F.cross_entropy(model(batch["inputs"]).logits, batch["labels"], reduction="none")
         return per_sample_losses(model, batch, base_model=without_adapters(model))
 
 
