@@ -115,7 +115,6 @@ class GaussianMechanism:
         # rows of one matrix for each kind of values.
         self._num_past, self._past = shape.bands - 1, dict[str, list[Tensor]]()
         self._rows: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._normals: dict[tuple[torch.dtype, int], Normals] = {}
         self.source = noise_source(device, floating_point_safe=floating_point_safe, seed=seed)
         self._stream = bit_stream(seed, purpose="noise")
         self._in_kernel = seed is None and triton_support.are_usable(device)
@@ -253,11 +252,9 @@ class GaussianMechanism:
             latest = step - self._first_step - 1
             ages = [(latest - row) % self._num_past + 1 for row in range(self._num_past)]
             c = torch.tensor([self.shape.c[age] for age in ages], dtype=dtype, device=device)
-        if (normals := self._normals.get((dtype, count))) is None:
-            # It is kept for all steps: to get new memory in each takes as long as the transform.
-            normals = self._normals[dtype, count] = Normals(
-                count, std=self._white_std, stream=self._stream, dtype=dtype, floating_point_safe=self._floating_point_safe
-            )
+        normals = Normals(
+            count, std=self._white_std, stream=self._stream, dtype=dtype, floating_point_safe=self._floating_point_safe
+        )
         for piece in in_pieces(values):
             end = begin + sum(map(len, piece))
             noise = normals.draw(end - begin, step=step).to(device)
@@ -344,10 +341,10 @@ def box_muller(words: Int64[Tensor, " n"], out: Float64[Tensor, " n"], *, std: f
 
 
 class Normals:
-    """Makes noise on the CPU, a piece at a time: independent draws of 𝒩(0, std²), in `dtype`.
+    """Makes the noise of one step on the CPU, a piece at a time: independent draws of 𝒩(0, std²), in `dtype`.
 
     Args:
-        count: The number of draws that a step needs.
+        count: The number of draws that are needed.
         std: Their standard deviation.
         stream: The source of their words. No word is used twice.
         dtype: The dtype to which each finished draw is rounded.
