@@ -296,7 +296,7 @@ def test_what_cannot_be_asked_is_a_mistake_in_the_arguments(written, tmp_path, c
     assert f"There is no privacy_ledger.json at {tmp_path}" in capsys.readouterr().err
     head = json.loads(written[1])["entries"][-1]["hash"]
     assert main(["verify", str(written[0]), "--head", head[:63]]) == 2
-    assert "--head must be all 64 hexadecimal digits" in capsys.readouterr().err
+    assert "--head must be the complete last hash" in capsys.readouterr().err
 
 
 def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
