@@ -81,7 +81,8 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
         raise Refusal(
             "trainer-of-your-own",
             f"{kind.__name__} has its own __init__, so this command cannot construct it again for the audit. Audit it in "
-            f"Python: derive a class from AuditTrainer and {kind.__name__}, and call its audit() ({page('trust/audits')}).",
+            f"Python: define class Audited(AuditTrainer, {kind.__name__}), and call audit() of its trainer "
+            f"({page('trust/audits')}).",
         )
     args = copy.copy(trainer.args)
     for name, value in {**DISCARDED, "output_dir": folder}.items():

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     # Privacy: the figures go to the screen and into no file, since distances and couplings are computed from examples,
     # without noise.
     console.print(
-        "These figures are computed from training records without noise, so they are not private. Do not publish them."
+        "These figures are computed from training records without noise, so they are not private. Do not publish them.",
+        soft_wrap=True,
     )
     return 1 if result.contradicts_claim else 0
 

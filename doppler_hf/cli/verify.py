@@ -148,7 +148,8 @@ def run(args: argparse.Namespace) -> int:
     if args.head is None:
         console.print(
             "This check cannot notice that somebody has shortened the ledger or rewritten all of it. To notice that too, "
-            "publish the last hash, and pass it later as --head HASH."
+            "publish the last hash, and pass it later as --head HASH.",
+            soft_wrap=True,
         )
     return 1 if mismatches else 0
 
