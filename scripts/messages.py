@@ -1,7 +1,8 @@
 """Print every message of the package, with its code, its place and its kind: python -m scripts.messages.
 
-A message is an error, a warning, a line that is logged or a line that is printed. They are collected from the source, so
-that placeholders are shown as they are written there.
+A message is an error, a warning, a line that is logged, a line that is printed, or a note that is printed when a run starts.
+They are collected from the source, so that placeholders are shown as they are written there. If a placeholder is a name to
+which the same function gives a text, the list shows these texts below the message.
 """
 
 import ast
@@ -23,6 +24,7 @@ class Message(NamedTuple):
     kind: str
     code: str
     text: str
+    places: tuple[tuple[str, str], ...] = ()  # placeholder → a text that it may stand for
 
 
 def messages() -> list[Message]:
@@ -41,20 +43,73 @@ def messages_in(source: str, path: str) -> Iterator[Message]:
         if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
     }
     errors = {*ERRORS, *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and _is_refusal(node))}
+    assigned = _assigned_texts(tree)
+
+    def message(node: ast.expr, kind: str, code: str, *parts: ast.expr) -> Message:
+        names = {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
+        places = [(name, _text(text, texts)) for name, text in assigned.get(node, ()) if name in names - {*texts}]
+        return Message(path, node.lineno, kind, code, " ".join(_text(part, texts) for part in parts), tuple(places))
+
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name), args=[code, text], keywords=[]) if name in errors:
-                yield Message(path, node.lineno, "error", _text(code, texts), _text(text, texts))
+                yield message(node, "error", _text(code, texts), text)
             case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__"), args=[
                 ast.Constant(value=str(code)), text
             ]):  # fmt: skip
-                yield Message(path, node.lineno, "error", code, _text(text, texts))
+                yield message(node, "error", code, text)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="warnings"), attr="warn"), args=[text, *_]):
-                yield Message(path, node.lineno, "warning", "", _text(text, texts))
+                yield message(node, "warning", "", text)
             case ast.Call(func=ast.Attribute(attr=level, value=of), args=[text, *_]) if level in LEVELS and _is_log(of):
-                yield Message(path, node.lineno, "logged line", "", _text(text, texts))
+                yield message(node, "logged line", "", text)
             case ast.Call(func=ast.Name(id="print") | ast.Attribute(attr="print"), args=[_, *_] as lines):
-                yield Message(path, node.lineno, "printed line", "", " ".join(_text(line, texts) for line in lines))
+                yield message(node, "printed line", "", *lines)
+            case ast.Call(func=ast.Attribute(attr="append", value=of), args=[text]) if _is_notes(of) and _is_text(text):
+                yield message(node, "note", "", text)
+            case ast.AugAssign(target=of, value=ast.List(elts=listed) | ast.Call(args=[ast.List(elts=listed)])) if _is_notes(
+                of
+            ):
+                yield from (message(each, "note", "", each) for each in listed if _is_text(each))
+
+
+def _assigned_texts(tree: ast.Module) -> dict[ast.AST, list[tuple[str, ast.expr]]]:
+    """Return, for each node within a function, the names to which the function gives a text, with the texts."""
+    found: dict[ast.AST, list[tuple[str, ast.expr]]] = {}
+    # Inner functions come later, and keep what the outer ones have assigned.
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        own: list[tuple[str, ast.expr]] = []
+        for node in ast.walk(function):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    own += [(name, text) for text in _alternatives(value)]
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                    pairs = zip(names, values, strict=True)
+                    own += [(ast.unparse(each), text) for each, value in pairs for text in _alternatives(value)]
+        for node in ast.walk(function):
+            found[node] = [*found.get(node, ()), *(each for each in own if each not in found.get(node, ()))]
+    return found
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """Return the texts that a value may be, without empty ones; nothing if it is no text."""
+    if isinstance(node, ast.IfExp):
+        return [*_alternatives(node.body), *_alternatives(node.orelse)]
+    return [node] if _is_text(node) else []
+
+
+def _is_text(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str(text)):
+            return bool(text)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _is_text(left) or _is_text(right)
+    return isinstance(node, ast.JoinedStr)
+
+
+def _is_notes(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("run.notes", "notes", "watched")
 
 
 def _is_refusal(node: ast.ClassDef) -> bool:
@@ -86,3 +141,5 @@ def _text(node: ast.expr, texts: Mapping[str, ast.expr]) -> str:
 if __name__ == "__main__":
     for message in messages():
         print(f"{message.path}:{message.line}: {' '.join(filter(None, (message.kind, message.code)))}: {message.text!r}")
+        for name, text in message.places:
+            print(f"    {{{name}}} may be {text!r}")

@@ -27,7 +27,8 @@ def numbered_rows(
         kind = type(dataset).__name__
         raise Refusal(
             "not-a-dataset",
-            f"Expected a datasets.Dataset as the training set; got {kind}. The audit adds a column that marks the canaries.",
+            f"Expected a datasets.Dataset as the training set; got {kind}. The audit adds canaries (copies of rows that it "
+            "later tries to recognise) and a column that marks them.",
         )
     if CANARY_COLUMN in dataset.column_names:
         raise Refusal(

@@ -208,21 +208,22 @@ def _check(
     if scores.shape != included.shape:
         raise Refusal(
             "other-lengths",
-            f"scores and included must have the same length; got {len(scores)} and {len(included)}. Pass one entry of each "
-            "for every canary, in the same order.",
+            f"scores and included must have the same length; got {len(scores)} and {len(included)}. For every canary (a "
+            "record that the audit attacks), pass its score and whether it was in the training set, in the same order.",
         )
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise Refusal(
             "not-finite",
             f"scores must be finite; got {scores[worst]} for canary {worst}. If the attack diverged there, give that canary "
-            "a constant score, chosen without looking at its coin.",
+            "a constant score, chosen without knowing whether it was in the training set.",
         )
     if included.all() or not included.any():
         raise Refusal(
             "one-sided-coins",
-            f"Some canaries must be in the training set and some out of it; included has {int(included.sum())} in and "
-            f"{int((~included).sum())} out. Flip a fair coin for each canary, and use more canaries.",
+            "An audit compares canaries in the training set with canaries that were left out, and needs both; included has "
+            f"{int(included.sum())} in and {int((~included).sum())} out. Flip a fair coin for each canary to decide whether "
+            "it is in, and use more canaries.",
         )
     if not 0.0 <= delta < 1.0:
         raise Refusal("out-of-range", f"delta must be in [0, 1); got {delta}. Use the δ of the claimed guarantee.")

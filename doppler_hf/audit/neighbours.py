@@ -123,7 +123,7 @@ def neighbour_distances(
         ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
     """
     if pairs < 1:
-        raise Refusal("out-of-range", f"pairs must be at least 1; got {pairs}.")
+        raise Refusal("out-of-range", f"pairs, the number of pairs of batches to compare, must be at least 1; got {pairs}.")
     if trainer.args.disable_dp:
         raise Refusal(
             "no-privacy-to-test",
@@ -134,8 +134,8 @@ def neighbour_distances(
     if not 1 <= size < number_of_units:
         raise Refusal(
             "out-of-range",
-            f"draw_size, the number of records (or users) in a tested batch, must be from 1 to {number_of_units - 1}; got "
-            f"{size}.",
+            f"draw_size, the number of {trainer.privacy.sampler.noun}s in a tested batch, must be from 1 to "
+            f"{number_of_units - 1}; got {size}.",
         )
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]

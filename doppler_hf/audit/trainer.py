@@ -89,7 +89,10 @@ class AuditTrainer(DopplerTrainer):
                 f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
             )
         if num_canaries < 1:
-            raise Refusal("out-of-range", f"num_canaries must be at least 1; got {num_canaries}.")
+            raise Refusal(
+                "out-of-range",
+                f"num_canaries, the number of records that the audit attacks, must be at least 1; got {num_canaries}.",
+            )
         coins = np.random.default_rng()  # seeded by the operating system
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Only the number of a canary matters, so that any row may carry it.
@@ -118,7 +121,8 @@ class AuditTrainer(DopplerTrainer):
         if hasattr(model, TABLE):
             raise Refusal(
                 "audited-before",
-                f"This model has been audited before and still has the weights of canaries ({TABLE}). Load the model again.",
+                f"This model was audited before, and still has the weights {TABLE} that the earlier audit added. Load the "
+                "model again.",
             )
         table = nn.Embedding(len(self.included), 1)
         nn.init.zeros_(table.weight)

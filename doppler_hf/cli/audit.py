@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    console.print(f"Scores and coins were written to {path}.", markup=False, soft_wrap=True)
+    console.print(
+        f"The score of each canary, and whether it was in the training set, were written to {path}.",
+        markup=False,
+        soft_wrap=True,
+    )
     return 1 if result.contradicts_claim else 0
 
 
@@ -76,8 +80,9 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
     if kind.__init__ is not DopplerTrainer.__init__:
         raise Refusal(
             "trainer-of-your-own",
-            f"{kind.__name__} has an __init__ of its own, so this command does not know how to make it with canaries. Audit "
-            f"it in Python, with class Audited(AuditTrainer, {kind.__name__}): {page('trust/audits')}.",
+            f"{kind.__name__} has its own __init__, so this command cannot construct it again for the audit. Audit it in "
+            f"Python: define class Audited(AuditTrainer, {kind.__name__}), and call audit() of its trainer "
+            f"({page('trust/audits')}).",
         )
     args = copy.copy(trainer.args)
     for name, value in {**DISCARDED, "output_dir": folder}.items():

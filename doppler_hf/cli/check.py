@@ -48,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     console.print(verdict(result), soft_wrap=True)
     # Privacy: the figures go to the screen and into no file, since distances and couplings are computed from examples,
     # without noise.
-    console.print("These figures are not private: do not publish them.")
+    console.print(
+        "These figures are computed from training records without noise, so they are not private. Do not publish them.",
+        soft_wrap=True,
+    )
     return 1 if result.contradicts_claim else 0
 
 

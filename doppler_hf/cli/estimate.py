@@ -122,11 +122,11 @@ def run_of_script(args: argparse.Namespace) -> int:
     if given:
         raise Refusal(
             "no-effect",
-            f"--{given[0].replace('_', '-')} has no effect with a script or recipe, whose own arguments are estimated. "
-            "Leave it out, and change the arguments of the script.",
+            f"--{given[0].replace('_', '-')} has no effect here, because a script or recipe is measured with its own "
+            "arguments. Leave the flag out, and change the arguments of the script.",
         )
     found = script.use_trainer(args, measured_run)
-    statement, who = found.statement, "record" if found.statement.unit_of_privacy == "one example" else "user"
+    statement, who = found.statement, found.statement.noun
     if args.json:
         totals = {"step_seconds": sum(found.seconds.values()), "peak_bytes": sum(found.bytes.values())}
         of_run = {

@@ -145,7 +145,9 @@ def measured_run(trainer: DopplerTrainer) -> MeasuredRun:
         )
     if trainer.args.world_size > 1:
         raise Refusal(
-            "several-processes", "A script is estimated in one process. Start this command without torchrun or accelerate."
+            "several-processes",
+            "This command measures a script in a single process; this run has several. Start it without torchrun or "
+            "accelerate.",
         )
     planned = trainer.privacy.statement
     shape, low_pass_filter = NoiseShape.parse(planned.noise_shape), chosen_filter(trainer.args, planned)

@@ -133,8 +133,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         guarantee = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
-        what = "Runs" if selection is None else "Trials of a search"
-        console.print(f"\n{what} of equal {guarantee}", highlight=False)
+        what = "Training runs" if selection is None else "Trials of hyperparameter searches"
+        console.print(f"\n{what} with the same guarantee, {guarantee}:", highlight=False)
         console.print(alternatives_table(table, planned))
         console.print(READING)
         if args.plot is not None:

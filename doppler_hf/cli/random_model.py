@@ -53,7 +53,8 @@ class RandomModel:
         if lora_target_modules is not None and not lora_r:
             raise Refusal(
                 "no-effect",
-                f"--lora-target-modules {lora_target_modules} has no effect without adapters. Set their rank with --lora-r.",
+                f"--lora-target-modules {lora_target_modules} has no effect without LoRA adapters. Add --lora-r with the "
+                "rank of the adapters.",
             )
         self._is_image, self._is_lm = task == "image-classification", task == "causal-lm"
         if self._is_image == (length is not None):

@@ -118,8 +118,9 @@ def _script_of(words: Sequence[str]) -> list[str]:
     if clone is None:
         raise Refusal(
             "no-clone",
-            f"Recipes are trained by scripts in a clone of the repository, and none was found near {words[0]} or the "
-            "current folder. Call this command in a clone, or give your own training script with --script.",
+            "A recipe needs the training scripts of this project's repository, but no clone of it was found near "
+            f"{words[0]} or the current folder. Call this command in a clone, or give your own training script with "
+            "--script.",
         )
     with mock.patch.object(sys, "path", [str(clone), *sys.path]):
         command_of = import_module(CHOOSES_THE_SCRIPT.with_suffix("").as_posix().replace("/", ".")).command_of

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if (args.base is None) != (args.adapter is None):
         raise Refusal(
             "half-of-a-pair",
-            "--base and --adapter are only useful together. Run doppler-hf verify MERGED --base BASE --adapter FOLDER.",
+            "--base and --adapter must be given together. To verify a merged model, run doppler-hf verify MERGED --base "
+            "BASE --adapter FOLDER.",
         )
     given = args.path if args.adapter is None else args.adapter
     path = given / LEDGER_NAME if given.is_dir() else given
@@ -86,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
         # A forger could find a ledger that matches fewer digits by trial and error.
-        raise Refusal("not-a-head", f"--head must be all 64 hexadecimal digits of the hash; got {args.head!r}.")
+        raise Refusal(
+            "not-a-head", f"--head must be the complete last hash of the ledger, 64 hexadecimal digits; got {args.head!r}."
+        )
     console = Console()
     try:
         ledger = PrivacyLedger.load(path)
@@ -117,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         guarantee += f", {parts}; {ledger.steps_run:,} steps" if parts else f" after {ledger.steps_run:,} steps"
         console.print(f"{verdict_on(weights)} {guarantee}.", markup=False, soft_wrap=True)
         if weights:
-            console.print(f"Weights checked: {', '.join(weights)}.", markup=False, soft_wrap=True)
+            console.print(f"The ledger matches the weights in {', '.join(weights)}.", markup=False, soft_wrap=True)
         else:
             console.print("No weight files were found next to the ledger. Copy them there to check them too.")
         if args.adapter is not None:
@@ -141,9 +144,13 @@ def run(args: argparse.Namespace) -> int:
         markup=False,
         soft_wrap=True,
     )
-    console.print(f"Head (last hash) of the ledger: {ledger.head}", soft_wrap=True)
+    console.print(f"Last hash of the ledger: {ledger.head}", soft_wrap=True)
     if args.head is None:
-        console.print("Without --head, this command does not notice a ledger that was cut off or rewritten as a whole.")
+        console.print(
+            "This check cannot notice that somebody has shortened the ledger or rewritten all of it. To notice that too, "
+            "publish the last hash, and pass it later as --head HASH.",
+            soft_wrap=True,
+        )
     return 1 if mismatches else 0
 
 

@@ -58,7 +58,7 @@ def butterworth(order: int, cutoff: float) -> LowPassFilter:
     if abs(gain - 0.5**0.5) > CUTOFF_GAIN_ATOL:
         raise Refusal(
             "unstable-filter",
-            f"Rounding to float64 spoils the coefficients of {name}: the gain at the cutoff should be 0.7071, and is "
+            f"The coefficients of {name} are too inaccurate in float64: the gain at the cutoff should be 0.7071, but is "
             f"{gain:.4g}. Lower the order or raise the cutoff.",
         )
     return low_pass_filter

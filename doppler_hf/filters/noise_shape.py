@@ -72,7 +72,7 @@ class NoiseShape:
         if bands < 1:
             raise Refusal(
                 "out-of-range",
-                f"A noise shape needs at least 1 band, which is white noise; got {bands} bands. Leave noise_shape out to "
+                f"A noise shape needs at least 1 band (1 band is white noise); got {bands} bands. Leave noise_shape out to "
                 "have it chosen automatically.",
             )
         # c_k = (2k choose k) / 4^k

@@ -38,8 +38,9 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
     if getattr(collator, "seed", None) is not None:
         raise Refusal(
             "public-seed",
-            f"{type(collator).__name__} has seed={collator.seed}, so its random numbers would be public, which a private "
-            "run does not allow. Leave the seed out.",
+            f"{type(collator).__name__} has seed={collator.seed}, so anybody who knows the seed can repeat its random "
+            "numbers. They must be secret in a private run. Leave the seed out; the trainer then provides secret random "
+            "numbers.",
         )
 
 

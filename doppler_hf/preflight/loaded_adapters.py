@@ -60,9 +60,9 @@ def _refuse(model: Any, name: str, config: Any, *, folder: str) -> None:
         mend = "Update peft, since a newer version may draw the same numbers again, or use LoraConfig"
     raise Refusal(
         "adapter-loads-differently",
-        f"A saved adapter with {what} would not give the trained model back. PEFT draws random numbers when it makes the "
-        "adapter, and draws different ones when it loads it, so the loaded model would differ from the trained one with all "
-        f"of ε spent. {mend}.",
+        f"A saved adapter with {what} would not restore the trained model. PEFT draws random numbers when it makes the "
+        "adapter, and draws different ones when it loads it, so the loaded model would differ from the trained one, after "
+        f"all of ε is spent. {mend}.",
     )
 
 

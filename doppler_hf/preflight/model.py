@@ -49,8 +49,8 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     ]
     if scaled:
         run.notes.append(
-            f"{listed(scaled)} has scale_grad_by_freq=True: a token's gradient is divided by its count in each "
-            "record, and not by that in the batch, whose counts would let one record change what others contribute"
+            f"{listed(scaled)} has scale_grad_by_freq=True: a private run divides the gradient of a token by its count in "
+            "the record, not by its count in the batch, through which one record would change what the others contribute"
         )
     _refuse_quantized(model)
     # Sensitivity: each expert of NLLB's mixture takes so many tokens of the whole micro-batch, and leaves out the rest.
@@ -301,9 +301,9 @@ def _refuse_mask_without_effect(model: nn.Module, probe: Probe) -> None:
     other = ", or load the model with attn_implementation='sdpa'" if mask.dtype == torch.bool else ""
     raise Refusal(
         "mask-without-effect",
-        f"The collator's attention_mask has {kind} for each pair of tokens, and the model's attention adds them to "
-        "its scores as numbers, so it would read padding and all that the mask should hide. Return "
-        "torch.where(mask.bool(), 0.0, "
+        f"The collator's attention_mask has {kind} for each pair of tokens, but this model's attention expects a mask that "
+        "it can add to its scores: 0 for visible tokens, a very negative number for hidden ones. With the collator's mask "
+        "it would attend to padding and all hidden tokens. Return torch.where(mask.bool(), 0.0, "
         f"torch.finfo(torch.float32).min) as attention_mask{other}.",
     )
 

@@ -67,7 +67,11 @@ class _Counted:
     def add_piece(self, piece: Sequence[MicroBatch]) -> Tensor:
         """Count a piece."""
         if not all(isinstance(each, MicroBatch) for each in piece):
-            raise TypeRefusal("own-training-step", "Expected a list of micro-batches; got a list with other things.")
+            raise TypeRefusal(
+                "own-training-step",
+                "Expected the list of micro-batches that your training_step received; super().training_step got a list "
+                "with other items. Pass the inputs on unchanged.",
+            )
         self.pieces += 1
         return torch.zeros(0)
 

@@ -49,8 +49,8 @@ def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
     unit = trainer.args.privacy_unit_column
     if unit is None and has_equal_rows(dataset):
         run.notes.append(
-            "some rows are identical: ε holds for a single row, so a record with several copies (such as from oversampling) "
-            "is protected less. If they are copies, remove them"
+            "some rows are identical. If they are copies of one record (such as from oversampling), remove them: ε "
+            "protects one row, so a record with several copies is protected less"
         )
     if unit is None:
         run.notes += [

@@ -181,7 +181,7 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
     if isinstance(best, float) and math.isnan(best):
         warnings.warn(
             f"metric_for_best_model={name!r} is NaN on the first rows. A checkpoint whose metric is NaN is never chosen as "
-            "the best.",
+            "the best, so check compute_metrics.",
             stacklevel=3,
         )
 

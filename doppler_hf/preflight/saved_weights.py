@@ -178,7 +178,8 @@ def _lost(model: nn.Module, lost: dict[str, Tensor], adapters: list[str]) -> Ref
     return Refusal(
         "weights-not-saved",
         f"The weights {first} would be trained but not saved: PEFT saves only adapters and modules_to_save, so the trained "
-        f"weights would be lost with all of ε spent. {adapter_fix(model, places)}, instead of calling requires_grad_(True).",
+        f"weights would be lost after all of ε is spent. {adapter_fix(model, places)}, instead of calling "
+        "requires_grad_(True).",
     )
 
 

@@ -72,7 +72,8 @@ def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
             if function is None:
                 raise Refusal(
                     "callback-signature",
-                    f"The callback {name} has no {event}, which Transformers calls. Derive its class from TrainerCallback.",
+                    f"The callback {name} has no method {event}, but Transformers calls it. Derive its class from "
+                    "TrainerCallback.",
                 )
             wrong = _what_is_wrong(function, Call(3, (*_OF_EVERY_EVENT, *own)), ("args", "state", "control"))
             if wrong:

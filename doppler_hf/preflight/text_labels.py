@@ -66,7 +66,7 @@ def _refusal(base: Any, examples: Any, value: Any, *, column: str, name: str) ->
     # The message shows no label, since messages end up in logs.
     return Refusal(
         "values-out-of-range",
-        f"Column {column!r} of {name}: expected class numbers; got text in some rows. Make numbers of the texts: "
+        f"Column {column!r} of {name}: expected class numbers; got text in some rows. Convert the texts to numbers: "
         f"{_mend(base, examples, value, column=column, name=name)}.",
     )
 

@@ -132,7 +132,7 @@ def note_methods_of_another_library(run: Any, trainer: Any) -> None:
     hidden += [_own_definition(trainer, name, behind_ours=True) for name in _REPLACED]
     if places := [each.place for each in hidden if each is not None and each.is_installed]:
         run.notes.append(
-            f"these methods are not used, because DopplerTrainer makes the batches and the optimizer: {', '.join(places)}"
+            f"these methods are not called, because DopplerTrainer makes the batches and the optimizer: {', '.join(places)}"
         )
 
 

@@ -176,9 +176,10 @@ def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> 
             # The message says neither which rows nor how many, since messages end up in logs.
             raise Refusal(
                 "ends-differ",
-                f"{type(base).__name__} needs the same number of eos tokens ({base.config.eos_token_id}) in every row, but "
-                f"rows of {name} differ, for example because a text contains '</s>' or was cut. Keep the rows with n of "
-                f"them: {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
+                f"{type(base).__name__} needs the same number of end-of-text tokens "
+                f"(eos_token_id={base.config.eos_token_id}) in every row, but the rows of {name} have different numbers, "
+                "for example because a text contains '</s>' or was truncated. Keep only the rows with n end-of-text tokens "
+                f"(usually n = 1): {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
             )
         if time.monotonic() > end:
             return

@@ -97,9 +97,10 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
         raise Refusal(
             "generator-of-its-own",
             f"The layer {names[module]!r} ({type(module).__name__}) has its own random generator, a "
-            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. Its numbers may be known to an attacker, "
-            "and one record more would shift the numbers of all other records. Let the layer use the global generators, "
-            "which are secret here: leave out a seed such as generator_seed, or set the attribute to None.",
+            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. An attacker may know its random numbers, "
+            "and adding one record would change the random numbers that all other records get. Let the layer use the "
+            "global generators, which the trainer seeds secretly: leave out a seed such as generator_seed, or set the "
+            "attribute to None.",
         )
 
 
@@ -118,10 +119,10 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
         # Sensitivity: after seeding, the numbers of a row are known, and depend on its place in the batch.
         raise Refusal(
             "public-seed",
-            f"{what} seeds the global generator of {' and '.join(seeded)}, so its random numbers are the same every time. "
-            "An attacker may know them, and one record more would shift the numbers of all other records. Remove the call "
-            "of manual_seed, random.seed, np.random.seed or set_seed; the trainer fills these generators with secret "
-            "numbers.",
+            f"{what} seeds the global generator of {' and '.join(seeded)}, so it draws the same random numbers every time. "
+            "An attacker may know them, and adding one record would change the random numbers that all other records get. "
+            "Remove the call of manual_seed, random.seed, np.random.seed or set_seed; the trainer seeds these generators "
+            "secretly.",
         )
     if not is_same(found[0], found[2]):
         raise Refusal(

@@ -152,8 +152,9 @@ def as_losses(returned: Any) -> Losses:
     if weights.device != values.device:
         raise Refusal(
             "weights-of-losses",
-            f"The weights are on {weights.device} and the losses on {values.device}, so every step would wait for a copy "
-            "between devices. Return weights.to(losses.device), or keep the table of weights on that device.",
+            f"compute_per_sample_loss returned weights on {weights.device} and losses on {values.device}. Moving the "
+            "weights would slow down every step. Return weights.to(losses.device), or create the class weights on that "
+            "device.",
         )
     # Sensitivity: weights in [0, 1] make a clipped gradient shorter, never longer, and the engine clamps them to that range.
     # Like a loss, each weight must depend on its own example only, which the checks before the first step test.

@@ -80,9 +80,8 @@ class PrivacyCallback(TrainerCallback):
                 f"The adapter {', '.join(unknown)} was already trained (it changes the model's output), and no ledger on "
                 "this machine covers it. If it was trained on the same data, its ε adds to the ε of this run.": unknown,
                 f"The ledger of an earlier run in {args.output_dir} was renamed to {aside and aside.name}. {add_up}": aside,
-                f"This run continues the ledger of the model's earlier run, so the {counted} steps of that run count. If "
-                "you "
-                "train on different data, make a new trainer with another output_dir.": step == 0 and counted,
+                f"This run continues the ledger of the model's earlier run, so the {counted} steps of that run count, too. "
+                "If you train on different data, make a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
                 "The earlier run was complete, and this run may depend on its results, so it counts as a plan of its own "
                 "and "
@@ -224,8 +223,8 @@ def _refuse_another_control(control: Any) -> None:
     if not isinstance(control, TrainerControl):
         raise Refusal(
             "callback-returns",
-            f"A callback has returned a {type(control).__name__} from one of its events. Transformers takes that for the "
-            "TrainerControl and would fail. Return control, or nothing.",
+            f"A callback has returned a {type(control).__name__} from one of its events. Transformers would take it for the "
+            "TrainerControl and fail. Return control, or nothing.",
         )
 
 

@@ -18,8 +18,8 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
     if unknown:
         raise Refusal(
             "weights-without-account",
-            f"The weight files {', '.join(unknown)} in {checkpoint} do not match its ledger, so it is unknown what their "
-            "training cost. Put the saved files back, or load these weights with from_pretrained and train from the start.",
+            f"The weight files {', '.join(unknown)} in {checkpoint} do not match its ledger, so the ε of their training is "
+            "unknown. Put the saved files back, or load these weights with from_pretrained and train from the start.",
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
     return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]

@@ -48,8 +48,8 @@ def mean_per_user(
                 found.setdefault(name.removeprefix(f"{prefix}_"), []).append(float(value))
     if not found:
         warnings.warn(
-            "metrics_per_user=True adds no metric, because compute_metrics fails for the rows of each single user. Leave it "
-            "out, or let compute_metrics return numbers for a few rows, too.",
+            "metrics_per_user=True adds no metric, because compute_metrics fails on the rows of a single user. Make "
+            "compute_metrics work on a few rows, or leave metrics_per_user out.",
             stacklevel=4,
         )
     return {f"{prefix}_{name}_per_user": sum(values) / len(values) for name, values in found.items()}

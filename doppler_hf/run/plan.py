@@ -67,17 +67,17 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     if units < 2:
         raise Refusal(
             "too-few-records",
-            f"train_dataset must have at least 2 records (or users); got {units}. Privacy means that a record is hidden "
-            "among others. To learn anything, use a thousand records or more.",
+            f"train_dataset must have at least 2 {sampler.noun}s; got {units}. Privacy means that a {sampler.noun} is "
+            f"hidden among others. To learn anything, use a thousand {sampler.noun}s or more.",
         )
     delta = default_delta(units) if args.target_delta is None else args.target_delta
     # With a larger δ, even a mechanism that publishes one of the N units at random satisfies DP.
     if delta * units >= 1.0 and not args.allow_large_delta:
         raise Refusal(
             "delta-too-large",
-            f"target_delta must be less than 1/N, with N = {units:,} records (or users); got {delta:g}. A δ of 1/N or more "
-            "would allow one record to be published in full. Leave target_delta out to use N^-1.1. To study such a run, "
-            "which is not private, set allow_large_delta=True.",
+            f"target_delta must be less than 1/N, with N = {units:,} {sampler.noun}s; got {delta:g}. A δ of 1/N or more "
+            f"would allow one {sampler.noun} to be published in full. Leave target_delta out to use N^-1.1. To study such "
+            "a run, which is not private, set allow_large_delta=True.",
         )
     return delta
 

@@ -78,8 +78,8 @@ def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch,
     assert [each.name for each in (tmp_path / "mine" / "out").iterdir()] == ["privacy_audit.json"]
     assert main([*words, "Mine"]) == 2
     error = capsys.readouterr().err
-    assert "error: Mine has an __init__ of its own" in error
-    assert "class Audited(AuditTrainer, Mine)" in error  # which tests/audit does
+    assert "error: Mine has its own __init__" in error
+    assert "define class Audited(AuditTrainer, Mine)" in error  # which tests/audit does
 
 
 @pytest.mark.parametrize(

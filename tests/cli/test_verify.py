@@ -53,7 +53,7 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     for shown in (
         head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one record",
         "1,000 (public, not protected)", "a test", "10 (the run ended)",
-        "the training loss, which was logged without noise", "Without --head", "steps planned 10", "target ε 8",
+        "the training loss, which was logged without noise", "later as --head HASH", "steps planned 10", "target ε 8",
     ):  # fmt: skip
         assert shown in output, shown
 
@@ -82,7 +82,7 @@ def test_a_delta_that_protects_nobody_is_not_verified_as_private(tmp_path, capsy
     ledger.save(tmp_path)
     assert check(tmp_path) == 1
     output = said(capsys)
-    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 records (or users) could be published in full." in output
+    assert "- NOT PRIVATE: δ ≥ 1/N, with which one of the 1,000 records could be published in full." in output
     assert not re.search(r"(?<!NOT )VERIFIED|LEDGER ONLY|differential privacy", output)
 
 
@@ -296,7 +296,7 @@ def test_what_cannot_be_asked_is_a_mistake_in_the_arguments(written, tmp_path, c
     assert f"There is no privacy_ledger.json at {tmp_path}" in capsys.readouterr().err
     head = json.loads(written[1])["entries"][-1]["hash"]
     assert main(["verify", str(written[0]), "--head", head[:63]]) == 2
-    assert "--head must be all 64 hexadecimal digits" in capsys.readouterr().err
+    assert "--head must be the complete last hash" in capsys.readouterr().err
 
 
 def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
@@ -314,7 +314,7 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     for text in ("first", "second"):  # those of a checkpoint that Transformers has copied, or the last ones
         (tmp_path / "model.safetensors").write_text(text)
         assert check(tmp_path) == 0
-        words = r"VERIFIED: .* steps\. Weights checked: model\.safetensors\. The ε of the whole"
+        words = r"VERIFIED: .* steps\. The ledger matches the weights in model\.safetensors\. The ε of the whole"
         assert re.match(words, said(capsys))
     (tmp_path / "model.safetensors").unlink()
     assert check(tmp_path) == 0

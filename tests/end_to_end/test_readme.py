@@ -203,9 +203,12 @@ def test_paths_in_the_text_exist(page):
         assert (ROOT / path).exists(), path
 
 
+def anchor_of(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
 def anchors(page):
-    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor_of(heading) for heading in re.findall(r"^#+ .+$", prose(page), flags=re.MULTILINE)}
 
 
 @pages
@@ -301,9 +304,9 @@ def decimals(text):
     return [found.replace(",", "") for found in re.findall(r"(?<![\w.,])\d[\d,]*\.\d+(?![\w.])", text)]
 
 
-def missing_decimals(text, page):
-    """Return the decimal fractions of a text that no number of a page rounds to."""
-    there = [float(found) for found in decimals(page.read_text())]
+def missing_decimals(text, shown):
+    """Return the decimal fractions of a text that no number of another text rounds to."""
+    there = [float(found) for found in decimals(shown)]
     wanted = {found: len(found.partition(".")[2]) for found in decimals(text)}
     return [found for found, digits in wanted.items() if float(found) not in {round(value, digits) for value in there}]
 
@@ -311,16 +314,64 @@ def missing_decimals(text, page):
 @pages
 def test_figures_in_the_text_of_a_link_are_on_the_page_that_it_leads_to(page):
     found = re.findall(r"\[([^][]*)\]\((?!https?:)([^)#]+\.md)[^)]*\)", prose(page))
-    wrong = {(text, path): missing for text, path in found if (missing := missing_decimals(text, page.parent / path))}
+    wrong = {
+        (text, path): missing
+        for text, path in found
+        if (missing := missing_decimals(text, (page.parent / path).read_text()))
+    }
     assert wrong == {}
+
+
+def cited_part(page, anchor):
+    """Return what is current of the part of a page that a link cites: its tables, or its text if it has none.
+
+    The part is the section of the anchor, with the sections within it; without an anchor, what is before the first section.
+    A column that says "before" or "earlier" in its heading is left out, since it has the figures of an earlier version.
+    """
+    lines = prose(page).splitlines()
+    headings = [
+        (0, 1, ""),
+        *((at, line.index(" "), anchor_of(line)) for at, line in enumerate(lines) if line.startswith("##")),
+    ]
+    (found,) = [place for place, (_, _, name) in enumerate(headings) if name == anchor]
+    start, level, _ = headings[found]
+    ends = (at for at, other, _ in headings[found + 1 :] if other <= level or not anchor)
+    lines = lines[start : next(ends, None)]
+    kept, old = [], set()
+    for number, line in enumerate(lines):
+        if not line.startswith("|"):
+            continue
+        cells = line.strip("|").split("|")
+        if not lines[number - 1].startswith("|"):
+            old = {column for column, cell in enumerate(cells) if re.match(r" *(before|earlier)\b", cell)}
+        kept += [cell for column, cell in enumerate(cells) if column not in old]
+    return "\n".join(kept or lines)
+
+
+def figures_not_in_the_part_that_they_cite(text):
+    """Return the links of a text in the root of the repository with decimal fractions that are not in the cited part."""
+    found = re.findall(r"\[([^][]*)\]\((?!https?:)([^)#]+\.md)#?([^)]*)\)", text)
+    wrong = {(text, path, anchor): missing_decimals(text, cited_part(ROOT / path, anchor)) for text, path, anchor in found}
+    return {link: missing for link, missing in wrong.items() if missing}
+
+
+def test_figures_in_the_links_of_the_readme_are_in_the_current_table_that_they_cite():
+    assert figures_not_in_the_part_that_they_cite(prose(README)) == {}
+
+
+def test_a_figure_of_an_earlier_version_is_not_a_current_one():
+    small = "recipes/results/micro-batches.md#small-networks"
+    assert decimals(cited_part(RESULTS / "micro-batches.md", "small-networks")) != []
+    assert figures_not_in_the_part_that_they_cite(f"[3.9 times]({small})") != {}
 
 
 def test_times_and_memory_of_the_readme_are_those_of_their_pages():
     table = README.read_text().partition("**Time and memory**")[2].partition("\n- ")[0]
-    rows = re.findall(r"^\|[^|]*\[[^]]*\]\(([^)#]+)[^)]*\)[^|]*\|(.+)\|$", table, flags=re.MULTILINE)
+    rows = re.findall(r"^\|[^|]*\[[^]]*\]\(([^)#]+)#?([^)]*)\)[^|]*\|(.+)\|$", table, flags=re.MULTILINE)
     assert len(rows) == 5
-    assert all(decimals(cells.replace("–", " ")) for _, cells in rows)
-    assert [(path, cells) for path, cells in rows if missing_decimals(cells.replace("–", " "), ROOT / path)] == []
+    found = [(path, anchor, cells.replace("–", " ")) for path, anchor, cells in rows]
+    assert all(decimals(cells) for _, _, cells in found)
+    assert [row for row in found if missing_decimals(row[2], cited_part(ROOT / row[0], row[1]))] == []
 
 
 def test_the_readme_counts_the_models_whose_gradients_are_compared():

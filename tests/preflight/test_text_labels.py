@@ -111,7 +111,7 @@ FEW = ["a tokenizer's collator", "a loss of one's own", "a name of one's own", "
 
 def mended(message, data, model):
     """Return the data set as the message makes it."""
-    line = re.search(r"Make numbers of the texts: (.*?)(?:\. Do that before|, where names is|\.$)", message)[1]
+    line = re.search(r"Convert the texts to numbers: (.*?)(?:\. Do that before|, where names is|\.$)", message)[1]
     if line.startswith("return row"):
         change = eval(
             "lambda row: " + line.removeprefix("return ").removesuffix(" from its __getitem__"), globals() | {"model": model}

@@ -136,7 +136,7 @@ def test_what_is_missing_is_said(folders, tmp_path, capsys):
     merged(folders)
     for options in (["--base", "base"], ["--adapter", str(folders / "out")]):
         assert main(["verify", str(folders / "merged"), *options]) == 2
-        assert "--base and --adapter are only useful together" in capsys.readouterr().err
+        assert "--base and --adapter must be given together" in capsys.readouterr().err
     shutil.copy(folders / "out" / LEDGER_NAME, tmp_path)
     assert main(["verify", str(folders / "merged"), "--base", str(folders / "base"), "--adapter", str(tmp_path)]) == 1
     assert f"There is no adapter in {tmp_path}." in said(capsys)

@@ -41,6 +41,13 @@ def refuse(name, value):
     if name:
         raise Refusal("a-code", f"{name} must be 1" + (f", got {value!r}." if value else "."))
     return OwnError("another-code", WORDS)
+
+def note(run, found):
+    what, how = f"{found} rows", 1
+    fix = "Remove them" if found else ""
+    run.notes.append(f"{what} are {how}. {fix}")
+    run.notes += ["one", *found]
+    found.append("no message")
 """
 
 
@@ -52,14 +59,21 @@ def test_every_kind_of_message_is_found_with_its_place():
         Message("a.py", 9, "error", "own", "{name} is wrong."),
         Message("a.py", 13, "error", "a-code", "{name} must be 1{f', got {value!r}.' if value else '.'}"),
         Message("a.py", 14, "error", "another-code", "All words."),
-    ]
+        Message(
+            "a.py", 19, "note", "", "{what} are {how}. {fix}", (("what", "{found} rows"), ("fix", "Remove them")),
+        ),
+        Message("a.py", 20, "note", "", "one"),
+    ]  # fmt: skip
 
 
 def test_the_command_prints_them_by_file():
     printed = subprocess.run(
         [sys.executable, "-m", "scripts.messages"], cwd=ROOT, capture_output=True, check=True, text=True
     ).stdout.splitlines()
-    assert len(printed) == len(messages())
+    placeholders = [line for line in printed if line.startswith("    {")]
+    assert len(placeholders) == sum(len(message.places) for message in messages()) > 50
+    assert "    {guarantee} may be \"ε = {facts['target_epsilon']}, δ = {facts['delta']}\"" in placeholders
+    printed = [line for line in printed if line not in placeholders]
     assert [line.partition(":")[0] for line in printed] == [message.path for message in messages()]
     (line,) = [line for line in printed if "error budget-spent" in line]
     assert re.match(r"doppler_hf/run/plan\.py:\d+: error budget-spent: ", line)

@@ -103,9 +103,9 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
     if hooked:
         raise Refusal(
             "gradient-hook",
-            f"The per-sample gradients disagree with autograd, probably because of the hook on the gradients of "
+            "The per-sample gradients disagree with autograd, probably because of the hook on the gradients of "
             f"{hooked[0] or 'the model'!r} (register_full_backward_hook). A hook sees the gradients of all records at once, "
-            "so that what it makes of them cannot be clipped for each record. Remove the hook.",
+            "so its result cannot be clipped for each record. Remove the hook.",
         )
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     of_place, mend = "", ""

@@ -121,8 +121,9 @@ def noise_multiplier_of_trial(
     if found is None:
         raise Refusal(
             "trial-out-of-reach",
-            f"A trial of {steps} steps with sample_rate={sample_rate} cannot satisfy what its search needs with any noise "
-            "multiplier up to 1e6. Raise target_epsilon or target_delta, or expect fewer trials.",
+            f"This hyperparameter search cannot reach its privacy budget: its trials, of {steps} steps each with "
+            f"sample_rate={sample_rate}, would need a noise multiplier above 1e6. Raise target_epsilon or target_delta, or "
+            "expect fewer trials.",
         )
     return max(found, noise_multiplier)
 

@@ -99,8 +99,8 @@ def _parameter(mean: float, shape: float) -> float:
     if not (1.0 < mean <= MOST_TRIALS and shape > -1.0):
         raise Refusal(
             "out-of-range",
-            f"A search needs more than 1 and at most {MOST_TRIALS:,} expected trials; got {mean:g} (shape {shape:g}). For a "
-            "single run, leave the number of trials out.",
+            f"A hyperparameter search needs more than 1 and at most {MOST_TRIALS:,} expected trials; got {mean:g} (shape "
+            f"{shape:g}). For a single run, leave the number of trials out.",
         )
     if shape == math.inf:
         return float(brentq(lambda rate: -rate / math.expm1(-rate) - mean, 1e-9, 2.0 * mean + 1.0, xtol=1e-13))
@@ -206,8 +206,9 @@ def divide_budget(
         if high >= largest:
             raise Refusal(
                 "search-out-of-reach",
-                f"A search at ε = {target_epsilon:g} and δ = {target_delta:g} with {trials.mean:g} expected trials needs "
-                "more noise than a noise multiplier of 1e6. Raise target_epsilon or target_delta, or expect fewer trials.",
+                f"A hyperparameter search at ε = {target_epsilon:g} and δ = {target_delta:g} with {trials.mean:g} expected "
+                "trials would need a noise multiplier above 1e6. Raise target_epsilon or target_delta, or expect fewer "
+                "trials.",
             )
         low, high = high, min(high + 0.7, largest)
     while low == high or excess(low) < 0.0:

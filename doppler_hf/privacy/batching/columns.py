@@ -111,8 +111,8 @@ def units_of(dataset: Any, *, column: str, name: str = "train_dataset") -> Int[n
         # The message does not say which records or how many, because messages end up in logs and records are private.
         raise Refusal(
             "missing-units",
-            f"privacy_unit_column={column!r} has no value for some records of {name}, so their user is unknown. Fill in a "
-            "value; if a record belongs to no other, give it a value of its own.",
+            f"privacy_unit_column={column!r} has no value for some records of {name}, so it is unknown which user they "
+            "belong to. Fill in the missing values. If the user of a record is unknown, give the record a unique value.",
         )
     try:
         # Sensitivity: -0.0 and 0.0 differ in their bits, but are one value, and so one unit.

@@ -66,8 +66,8 @@ def fetch_one(examples: Any, index: int) -> Any:
         raise Refusal(
             "rows-not-examples",
             "The transform of train_dataset returns more or fewer rows than it is asked for, but each record must be one "
-            "row. Make a row of each window or piece before training, for example with datasets.Dataset.map, and set "
-            "privacy_unit_column to the column of the original record.",
+            "row. If you split long records into windows, do it before training, for example with datasets.Dataset.map, "
+            "and set privacy_unit_column to a column that names the original record.",
         )
     return rows[0]
 
@@ -225,7 +225,7 @@ def check_token_budget(
         raise Refusal(
             "micro-batch-too-small",
             f"max_tokens_per_micro_batch={max_tokens} is too small for "
-            + (f"the views (augmentation_multiplicity={views}) of " if views > 1 else "")
+            + (f"all augmented versions (augmentation_multiplicity={views}) of " if views > 1 else "")
             + ("all records of a user" if counts is not None else "the longest record")
             + ", which must be in one micro-batch"
             + (" because of clip_unit_mean=True" if counts is not None else "")

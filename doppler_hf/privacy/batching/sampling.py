@@ -144,8 +144,8 @@ class AllocationSampler(Sampler[list[int]]):
         if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
             raise Refusal(
                 "out-of-range",
-                "The argument max_examples_per_unit must be at least 1, and needs the argument units, which says whose a "
-                f"record is; got {max_examples_per_unit}.",
+                "The argument max_examples_per_unit must be at least 1, and needs the argument units, which gives the user "
+                f"of each record; got {max_examples_per_unit}.",
             )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size
@@ -171,12 +171,11 @@ class AllocationSampler(Sampler[list[int]]):
             limit = self.unit_sizes.max() if max_examples_per_unit is None else max_examples_per_unit
             self.num_units, self.counts = len(self.unit_sizes), np.minimum(self.unit_sizes, limit)[self.units]
         if not 1 <= expected_batch_size <= self.num_units:
-            what = "records" if units is None else "users"
             raise Refusal(
                 "batch-out-of-range",
                 f"The expected batch size is {expected_batch_size} (per_device_train_batch_size × "
-                f"gradient_accumulation_steps × processes), but the training set has {self.num_units} {what}. Lower one of "
-                "these factors.",
+                f"gradient_accumulation_steps × processes), but the training set has {self.num_units} {self.noun}s. Lower "
+                "one of these factors.",
             )
         self._rank, self._world_size = rank, world_size
         self._stream = bit_stream(seed, purpose="sampling", rank=rank)
@@ -193,14 +192,14 @@ class AllocationSampler(Sampler[list[int]]):
         if groups * self.expected_batch_size > self.num_units:
             raise Refusal(
                 "too-few-units",
-                f"The noise shape divides the records (or users) into {groups} groups that take turns, which needs "
-                f"{groups} × the expected batch size of {self.expected_batch_size} of them; the training set has "
-                f"{self.num_units}. Use a noise_shape with fewer bands, or a smaller batch.",
+                f"The noise shape divides the {self.noun}s into {groups} groups that take turns, and each group must fill a "
+                f"batch of {self.expected_batch_size}. So {groups * self.expected_batch_size} {self.noun}s are needed; the "
+                f"training set has {self.num_units}. Use a noise_shape with fewer bands, or a smaller batch.",
             )
         if groups > 1 and self.sampling == "poisson":
             raise Refusal(
                 "groups-with-poisson",
-                f"Poisson sampling cannot divide the records into groups, but a noise shape with {groups} bands needs "
+                f"Poisson sampling cannot divide the {self.noun}s into groups, but a noise shape with {groups} bands needs "
                 f"{groups} groups. Set noise_shape='white' or sampling='allocation'.",
             )
         self.groups, batch = groups, groups * self.expected_batch_size
@@ -214,6 +213,11 @@ class AllocationSampler(Sampler[list[int]]):
         """Continue with the groups and turns of a sampler of the same units, whose first round began at `first_step`."""
         # Sensitivity: a round that continues is the same round. A unit that had its turn gets no other turn in it.
         self.secret, self._words, self.first_step = secret, WordsByNumber(secret), first_step
+
+    @property
+    def noun(self) -> str:
+        """What is sampled, in a message: "record" or "user"."""
+        return "record" if self.units is None else "user"
 
     @property
     def sample_rate(self) -> float:

@@ -208,8 +208,8 @@ class ClippedGradients:
         if views < 1 or len(losses) % views:
             raise Refusal(
                 "out-of-range",
-                f"The number of views must be at least 1 and divide the number of losses; got {views}. Put all views of a "
-                "record next to each other, in one call of the model.",
+                "views, the number of augmented versions of each record, must be at least 1 and divide the number of "
+                f"losses; got {views}. Pass all versions of a record next to each other, in one call of the model.",
             )
         batch_size = len(losses) // views
         if weights is not None and weights.shape != (batch_size,):

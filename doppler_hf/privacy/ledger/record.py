@@ -198,7 +198,7 @@ class LedgerRecord:
             _refuse(entry, "the ledger is open")
         earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
         for name, there, here in (
-            ("The number of records (or users)", earlier.num_units, statement.num_units),
+            (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
             ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),
             ("target_delta", earlier.target_delta, statement.target_delta),
         ):

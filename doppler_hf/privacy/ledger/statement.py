@@ -58,6 +58,12 @@ class PrivacyStatement:
         return NoiseShape.parse(self.noise_shape).bands
 
     @property
+    def noun(self) -> str:
+        """What N counts: "record" or "user"."""
+        # A ledger that covers single rows says "one example" in its file, whose format is fixed.
+        return "record" if self.unit_of_privacy == "one example" else "user"
+
+    @property
     def mechanism(self) -> str:
         """The mechanism in one line."""
         what = "Gaussian mechanism" if self.groups == 1 else "Banded matrix factorization"
@@ -70,7 +76,7 @@ class PrivacyStatement:
         """The reason why nothing is guaranteed; None if the run was private."""
         if self.target_delta * self.num_units >= 1.0:
             # A mechanism that publishes one of the N units at random satisfies DP with such a δ.
-            return f"δ ≥ 1/N, with which one of the {self.num_units:,} records (or users) could be published in full"
+            return f"δ ≥ 1/N, with which one of the {self.num_units:,} {self.noun}s could be published in full"
         if self.private:
             return None
         if self.noise_multiplier == 0.0:
@@ -83,7 +89,7 @@ class PrivacyStatement:
         once = (
             "independent from step to step"
             if self.groups == 1
-            else f"each record (or user) takes part at most once in {self.groups} steps"
+            else f"each {self.noun} takes part at most once in {self.groups} steps"
         )
         return f"{self.noise_shape}: {once}"
 

@@ -178,8 +178,7 @@ def record_in_words(ledger: PrivacyLedger) -> str:
 
 def noun_in_words(ledger: PrivacyLedger) -> str:
     """Return "record" or "user": what N counts."""
-    # A ledger that covers single rows says "one example" in its file, whose format is fixed.
-    return "record" if ledger.statement.unit_of_privacy == "one example" else "user"
+    return ledger.statement.noun
 
 
 def unit_in_words(ledger: PrivacyLedger) -> str:
@@ -190,7 +189,7 @@ def unit_in_words(ledger: PrivacyLedger) -> str:
 
 def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:
     """Return what ε does not cover; a ledger says "units" and "examples" in its file, whose format is fixed."""
-    lines = (line.replace("number of units", "number of records (or users)") for line in ledger.not_covered)
+    lines = (line.replace("number of units", f"number of {noun_in_words(ledger)}s") for line in ledger.not_covered)
     return [line.replace("training examples", "training records") for line in lines]
 
 
