@@ -155,7 +155,7 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
     [
         (dict(expected_batch_size=11), "batch-out-of-range", "11 .* 10 "),
         (dict(expected_batch_size=0), "batch-out-of-range", "0"),
-        (dict(groups=3), "too-few-units", "3 × .*5 .*10"),
+        (dict(groups=3), "too-few-units", "3 groups .*5.* 15 .*10"),
         (dict(groups=2, sampling="poisson"), "groups-with-poisson", "2"),
         (dict(rank=2, world_size=2), "out-of-range", "world_size=2; got 2"),
         (dict(lengths=[1, 2]), "other-lengths", "lengths .*10 .*2"),
