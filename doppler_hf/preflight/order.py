@@ -101,6 +101,7 @@ def check_data(run: PrivateRun, private_trainer: Any, *, dataset: Any, collator:
         has_own_loss=private_trainer.has_own_loss,
         label_names=private_trainer.label_names or (),
     )
+    values.refuse_uncollated(dataset, collate=collator)
     records.note_records(run, private_trainer, dataset=dataset)
 
 
