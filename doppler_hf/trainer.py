@@ -80,7 +80,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        preflight.check_class(cls)
+        preflight.check_class(cls, ours=DopplerTrainer)
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
+        preflight.check_class(type(self), ours=DopplerTrainer)  # a base may have an __init_subclass__ of its own
         if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
             raise Refusal("no-kto", NO_KTO)
         if not isinstance(args, DopplerTrainingArguments):

@@ -68,15 +68,21 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     if not overrides(trainer, "compute_per_sample_loss"):
         return
     inputs = run.probe.collated(run.probe.short)
-    if not rules.has_one_label(base, inputs.get("labels")):
+    if not isinstance(inputs.get("labels"), Tensor):
         return
+    has_one_label = rules.has_one_label(base, inputs["labels"])
     found: list[Any] = []
     with without_dropout(model), run.unwatched():
         with model.register_forward_hook(lambda _module, _args, outputs: found.append(outputs)):
             losses, _, weights = trainer._losses(dict(inputs))
         logits = getattr(found[0], "logits", None) if len(found) == 1 else None
         labels = trainer._prepare_inputs(inputs)["labels"]
-        if weights is not None or not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim != 2:
+        if weights is None and isinstance(logits, Tensor) and logits.requires_grad and logits[0].numel() == 1:
+            _note_one_output(run, losses, logits, labels)
+            return
+        if weights is not None or not has_one_label:
+            return
+        if not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim != 2:
             return
         (own,) = torch.autograd.grad(losses.sum(), logits, allow_unused=True)
     if own is None:
@@ -93,6 +99,26 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
         "compute_per_sample_loss returns the model's cross-entropy times a factor per record (class weights, focal loss). "
         "With clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. "
         "Return (losses, weights) with weights from 0 to 1, which are applied after clipping"
+    )
+
+
+def _note_one_output(run: PrivateRun, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Note a user's loss of a model with one output that has factors, such as class weights or a focal loss."""
+    (own,) = torch.autograd.grad(losses.sum(), logits, allow_unused=True)
+    if own is None:
+        return
+    own, values, targets = own.flatten().float(), logits.detach().flatten().float(), labels.flatten().float()
+    if len(own) != len(targets):
+        return
+    for plain in (values.sigmoid() - targets, values - targets, (values - targets).sign()):
+        factors = own / plain
+        factors = factors[factors.isfinite()]
+        if len(factors) and float(factors.abs().max()) < _DIFFERENT * float(factors.abs().min()):
+            return
+    run.notes.append(
+        "the model has one output, so with clipping='automatic' the gradient of each record has the same length, whatever "
+        "factors (class weights, focal loss) compute_per_sample_loss contains. Return (losses, weights) with weights from 0 "
+        "to 1, which are applied after clipping"
     )
 
 

@@ -29,9 +29,9 @@ from doppler_hf.run.processes import refuse_processes_that_draw_alone
 from doppler_hf.training_args import DopplerTrainingArguments
 
 
-def check_class(cls: type) -> None:
-    """Check a class of trainers when it is defined."""
-    trainer.refuse_other_bases(cls)
+def check_class(cls: type, *, ours: type) -> None:
+    """Check a class of trainers when it is defined; `ours` is `DopplerTrainer`."""
+    trainer.refuse_other_bases(cls, ours=ours)
 
 
 def check_before_trainer(args: DopplerTrainingArguments, *, model: Any, train_dataset: Any) -> None:
@@ -101,6 +101,7 @@ def check_data(run: PrivateRun, private_trainer: Any, *, dataset: Any, collator:
         has_own_loss=private_trainer.has_own_loss,
         label_names=private_trainer.label_names or (),
     )
+    values.refuse_uncollated(dataset, collate=collator)
     records.note_records(run, private_trainer, dataset=dataset)
 
 

@@ -4,23 +4,27 @@ Privacy: the notes say that there is something, neither how often nor where. The
 would upload what is printed.
 """
 
+import contextlib
 import math
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
+from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import LABELS, is_table
 from doppler_hf.privacy.batching.data_digest import bytes_of_row, spread
+from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.run.logged_loss import copies_of_console
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import evaluation_sets, training_rows_in
 
-_SECONDS: Final = 0.03
+_SECONDS: Final = 0.1
 _ROWS_AT_ONCE: Final = 1 << 10
 _ROWS_OF_RUNS: Final = 1 << 14
 _FEWEST_VALUES: Final = 8
@@ -40,6 +44,13 @@ COPIES: Final = (
     "many rows of eval_dataset are equal to rows of train_dataset. If they are the same records, the metrics, and a best "
     "checkpoint chosen by them, are NOT PRIVATE"
 )
+_NAMES_OF_USERS: Final = re.compile(
+    r"^(overflow_to_sample_mapping|(example|user|author|patient|speaker|subject|person|client|customer|participant)(_?id)?)$",
+    re.IGNORECASE,
+)
+# A user with so many times the rows of the median user, and at least so many rows, makes steps slow.
+_MANY_ROWS: Final = 10
+_KNOWN: Final = (int, float, str, bool, list, Tensor, np.ndarray, np.generic)
 
 
 def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
@@ -57,6 +68,10 @@ def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
             f"adjacent rows have the same {name!r}, but each row counts as a record of its own. If they are parts of one "
             f"text, or belong to one user, set privacy_unit_column={name!r}"
             for name in columns_in_runs(trainer.train_dataset)[:1]
+        ] or [
+            f"several rows have the same {name!r}, but each row counts as a record of its own. If one user has several "
+            f"rows, or one text several parts, set privacy_unit_column={name!r}"
+            for name in columns_of_users(trainer.train_dataset)[:1]
         ]
     if has_copies_in(trainer.train_dataset, trainer.eval_dataset, known=trainer.sets_with_training_rows):
         run.notes.append(f"{COPIES}: Evaluate on other records")
@@ -67,6 +82,12 @@ def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:
         run.notes.append(
             "compute_metrics counts rows, while training counts users, so users with many rows count more in metrics. "
             f"metrics_per_user=True adds each metric's mean over users{how}"
+        )
+    sizes = run.sampler.unit_sizes
+    if sizes is not None and trainer.args.max_examples_per_unit is None and sizes.max() >= _MANY_ROWS * np.median(sizes):
+        run.notes.append(
+            "some users have many times the rows of most users, and all rows of a user are in one step, which takes time "
+            "and memory. Set max_examples_per_unit to limit them. This does not change ε"
         )
     if unit is not None and shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
         run.notes.append(
@@ -99,48 +120,71 @@ def refuse_metrics_of_no_users(trainer: Any) -> None:
 
 def has_equal_rows(dataset: Any) -> bool:
     """Return whether two of the first rows are equal, as far as they can be read in a moment."""
-    seen: set[Any] = set()
-    count, end = 0, time.monotonic() + _SECONDS
-    for keys in _keys(dataset):
-        seen.update(keys)
-        count += len(keys)
-        if len(seen) < count or time.monotonic() > end:
+    keys, end = [np.zeros(0, np.uint64)], time.monotonic() + _SECONDS
+    for of_part in _keys(dataset):
+        keys.append(of_part)
+        if time.monotonic() > end:
             break
-    return len(seen) < count
+    all_keys = np.concatenate(keys)
+    return len(np.unique(all_keys)) < len(all_keys)
 
 
-def _keys(dataset: Any) -> Iterator[list[Any]]:
-    """Yield a key for each row, many rows at a time, for stored rows only."""
+def _keys(dataset: Any) -> Iterator[np.ndarray]:
+    """Yield a key for each row, many rows at a time. Different rows have different keys, but for one case in 2**60."""
     if is_table(dataset):
         random = np.random.default_rng(0)
         weights: dict[str, np.ndarray] = {}
         for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
-            columns = [_of_column(table.column(name), weights, random) for name in sorted(table.column_names)]
-            yield [*zip(*columns, strict=True)]
+            keys = np.zeros(len(table), np.uint64)
+            for name in sorted(table.column_names):
+                of_column = weights.setdefault(f"{name} as a column", _odd(random, 1))
+                keys = _mixed(keys + of_column * _of_column(table.column(name), weights, random))
+            yield keys
     elif type(dataset) in (list, tuple):
         for start in range(0, len(dataset), _ROWS_AT_ONCE):
-            yield [bytes_of_row(row) for row in dataset[start : start + _ROWS_AT_ONCE]]
+            yield _hashed(map(bytes_of_row, dataset[start : start + _ROWS_AT_ONCE]))
+    else:  # a data set that makes its rows
+        with contextlib.suppress(Exception):  # other checks explain rows that cannot be read
+            for index in range(len(dataset)):
+                row = fetch_one(dataset, index)
+                # The content of other values is not known.
+                if not isinstance(row, Mapping) or not all(isinstance(each, _KNOWN) for each in row.values()):
+                    return
+                yield _hashed([bytes_of_row(row)])
 
 
-def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Generator) -> list[Any]:
+def _hashed(values: Iterable[Any]) -> np.ndarray:
+    return np.array([hash(each) & 0xFFFF_FFFF_FFFF_FFFF for each in values], np.uint64)
+
+
+def _odd(random: np.random.Generator, number: int) -> np.ndarray:
+    return random.integers(0, 1 << 63, size=number, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    mixed: np.ndarray = (values ^ (values >> np.uint64(29))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Generator) -> np.ndarray:
     """Return for each row a key that differs for different values; for lists of integers it is a random weighted sum."""
     from pyarrow import compute, types
 
     values = column.combine_chunks()
     kind = values.type
+    if types.is_integer(kind) and not values.null_count:
+        return _mixed(values.to_numpy(zero_copy_only=False).astype(np.int64).astype(np.uint64) + np.uint64(1))
     if not (types.is_list(kind) and types.is_integer(kind.value_type)) or values.null_count or values.flatten().null_count:
-        return [repr(each) for each in values.to_pylist()]
+        return _hashed(map(repr, values.to_pylist()))
     lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     known = weights.get("", np.zeros(0, np.uint64))
     if (longest := int(lengths.max(initial=0))) > len(known):
-        more = random.integers(0, 1 << 63, size=longest - len(known), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-        known = weights[""] = np.concatenate([known, more])
+        known = weights[""] = np.concatenate([known, _odd(random, longest - len(known))])
     numbers = values.flatten().to_numpy(zero_copy_only=False).astype(np.int64).astype(np.uint64)
-    mixed = (numbers + np.uint64(1)) * known[np.arange(len(numbers)) - np.repeat(starts, lengths)]
-    mixed ^= mixed >> np.uint64(29)
+    mixed = _mixed((numbers + np.uint64(1)) * known[np.arange(len(numbers)) - np.repeat(starts, lengths)])
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-    return [*zip(lengths.tolist(), (sums[starts + lengths] - sums[starts]).tolist(), strict=True)]
+    return _mixed(sums[starts + lengths] - sums[starts] + lengths.astype(np.uint64))
 
 
 def warn_of_copies(trainer: Any, evaluated: Any) -> None:
@@ -275,6 +319,19 @@ def columns_in_runs(dataset: Any) -> list[str]:
         if changes == distinct < len(values) and is_of_many:
             found.append(name)
     return sorted(found, key=lambda name: "id" not in name.lower())
+
+
+def columns_of_users(dataset: Any) -> list[str]:
+    """Return the columns of a table whose name says that they hold texts or people, and in which a value is repeated."""
+    if not is_table(dataset):
+        return []
+    found = []
+    for name in dataset.column_names:
+        if _NAMES_OF_USERS.search(name):
+            values = dataset.with_format("arrow")[:_ROWS_OF_RUNS].column(name)
+            if not hasattr(values.type, "value_type") and len(values.unique()) < len(values) - values.null_count:
+                found.append(name)
+    return found
 
 
 def shares_users(train: Any, evaluated: Any, *, column: str) -> bool:

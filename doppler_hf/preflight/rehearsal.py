@@ -28,7 +28,7 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
-from doppler_hf.preflight.values import refuse_out_of_range
+from doppler_hf.preflight.values import refuse_out_of_range, refuse_uncollated
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.run.own_code import definitions, overrides
 from doppler_hf.run.private_run import PrivateRun
@@ -60,6 +60,7 @@ def rehearse(run: PrivateRun, trainer: Any) -> None:
                 name="eval_dataset",
                 label_names=trainer.label_names or (),
             )
+            refuse_uncollated(each, collate=collate, most_rows=args.per_device_eval_batch_size, name="eval_dataset")
         if given is None:
             raise Refusal(
                 "nothing-to-evaluate",

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import DefaultFlowCallback
+from transformers import DefaultFlowCallback, Trainer
 
 from doppler_hf.errors import Refusal, TypeRefusal, page
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import refuse_bases_in_front
 
 # A method of Transformers → why an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
@@ -36,8 +37,11 @@ _OF_TRL: Final = {
 }
 
 
-def refuse_other_bases(trainer: type) -> None:
-    """Refuse a class that also derives from a trainer of TRL, which handles arguments, data and loss in its own way."""
+def refuse_other_bases(trainer: type, *, ours: type) -> None:
+    """Refuse a class that also derives from a trainer of TRL, or that has another trainer in front of ours.
+
+    A trainer of TRL handles arguments, data and loss in its own way.
+    """
     other = next((kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")), None)
     if other is not None and f"Doppler{other}" not in {kind.__name__ for kind in trainer.__mro__}:
         fix = _OF_TRL.get(other, "Use DopplerSFTTrainer or DopplerDPOTrainer")
@@ -45,6 +49,8 @@ def refuse_other_bases(trainer: type) -> None:
             "trainer-of-trl",
             f"{trainer.__name__} derives from DopplerTrainer and from {other} of TRL, which do not fit together. {fix}.",
         )
+    why = "the training step, batches and optimizer of {other} would be used before those that keep the run private"
+    refuse_bases_in_front(trainer, ours=ours, stock=Trainer, why=why)
 
 
 def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:

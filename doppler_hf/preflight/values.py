@@ -7,6 +7,7 @@ user's own makes up missing labels.
 """
 
 import contextlib
+import copy
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,10 +26,12 @@ from doppler_hf.privacy.batching.columns import (
     LENGTH_COLUMN,
     columns_of_text,
     has_gaps_in_lists,
+    has_nan,
     is_stored,
     is_table,
     lengths_of,
     numbers_in,
+    row_with_gap,
     rows_with_gaps,
 )
 from doppler_hf.privacy.batching.micro_batches import fetch_one
@@ -37,6 +40,8 @@ from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
 MOST_SECONDS_OF_ROWS: Final = 1.0
+MOST_SECONDS_OF_COLLATING: Final = 0.2
+_COLLATED_AT_ONCE: Final = 8
 _ROWS_AT_ONCE: Final = 1 << 14
 
 
@@ -57,9 +62,10 @@ def refuse_out_of_range(
         return
     hint = " Change rows before with_transform, or in it." if is_table(examples) else " Or change what its rows return."
     hint = "" if is_stored(examples) or isinstance(examples, list) else hint
-    _refuse_missing_labels(examples, name, hint)
+    _refuse_missing_labels(examples, name, hint, is_read_by_model=not has_own_loss)
     if task_of(without_adapters(model)) in ("token_classification", "causal_lm", "masked_lm") and is_stored(examples):
         _refuse_labels_beside_tokens(examples, collate, name)
+    _refuse_gaps(examples, collate, name)
 
     def limits_in(columns: Collection[str]) -> frozenset[Limit]:
         found = limits_of(model, [*columns], has_own_loss=has_own_loss)
@@ -77,7 +83,9 @@ def refuse_out_of_range(
         if first is None:
             raise _none_row(name)
         if isinstance(first, Mapping):
-            beyond += _beyond_in_rows(examples, limits_in(first.keys()) | text_in(first.keys()), name=name)
+            own = None if has_own_loss else without_adapters(model)
+            among = limits_in(first.keys()) | text_in(first.keys())
+            beyond += _beyond_in_rows(examples, among, name=name, model=own, hint=hint)
     _refuse_other_counts_of_ends(model, examples, name)
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # an evaluation pads empty texts next to other rows
@@ -98,18 +106,79 @@ def refuse_out_of_range(
             raise limit.refusal(name, hint)
 
 
-def _refuse_missing_labels(examples: Any, name: str, hint: str) -> None:
+def _refuse_missing_labels(examples: Any, name: str, hint: str, *, is_read_by_model: bool) -> None:
+    for column in LABELS if is_stored(examples) and is_read_by_model and name == "train_dataset" else ():
+        # pandas writes NaN for a missing number, and the loss of the row would be NaN. A user's own loss may leave it out.
+        if column in examples.column_names and has_nan(examples, column=column):
+            raise _missing_labels(name, column, f"row[{column!r}] == row[{column!r}]", hint)
     for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
         # A transform may add the label. Rows of a stored table are not fetched, since a number format would replace None.
         example = {column: None} if is_stored(examples) else fetch_one(examples, row)
         if any(example[key] is None for key in LABELS if key in example):
-            # The loss of such rows would end the run after ε was spent. The message says neither which rows nor how many,
-            # since messages end up in logs.
-            raise Refusal(
-                "missing-labels",
-                f"Some rows of {name} have no label in the column {column!r}. Remove them: "
-                f"{name}.filter(lambda row: row[{column!r}] is not None)." + hint,
-            )
+            # The loss of such rows would end the run after ε was spent.
+            raise _missing_labels(name, column, f"row[{column!r}] is not None", hint)
+
+
+def _missing_labels(name: str, column: str, is_there: str, hint: str) -> Refusal:
+    # The message says neither which rows nor how many, since messages end up in logs.
+    return Refusal(
+        "missing-labels",
+        f"Some rows of {name} have no label in the column {column!r}. Remove them: {name}.filter(lambda row: {is_there})."
+        + hint,
+    )
+
+
+def _refuse_gaps(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:
+    """Refuse a table with missing values, in lists too, with which the collator fails."""
+    for column in examples.column_names if is_stored(examples) else ():
+        if (row := row_with_gap(examples, column=column)) is None:
+            continue
+        # A collator may leave out the column, or fill in a value. It may also go by the first row of a batch.
+        with_gap, other = fetch_one(examples, row), fetch_one(examples, 0 if row else len(examples) - 1)
+        for rows in ([with_gap], [with_gap, other], [other, with_gap]):
+            if error := _error_of(collate, rows):
+                # The refusal leaves out the error's words, which may hold a part of a row.
+                raise Refusal(
+                    "missing-values",
+                    f"Some rows of {name} have no value (None) in the column {column!r}, or in its lists, and data_collator "
+                    f"fails on them with a {type(error).__name__}. Remove them, for example {name}.filter(lambda row: "
+                    f"row[{column!r}] is not None), fill in a value, or make a collator that takes them.",
+                ) from error
+
+
+def refuse_uncollated(
+    examples: Any, *, collate: Callable[[list[Any]], Any], most_rows: int = 8, name: str = "train_dataset"
+) -> None:
+    """Refuse a data set of which some rows cannot be collated together, such as images of other sizes; look for a moment.
+
+    At most `most_rows` rows are collated at once.
+    """
+    if not has_length(examples) or len(examples) == 0:
+        return
+    end, places = time.monotonic() + MOST_SECONDS_OF_COLLATING, np.random.default_rng(1).permutation(len(examples))
+    number = min(most_rows, _COLLATED_AT_ONCE)
+    for start in range(0, len(places), number):
+        if time.monotonic() > end:
+            return
+        rows = [fetch_one(examples, place) for place in places[start : start + number].tolist()]
+        if (error := _error_of(collate, rows)) is None:
+            continue
+        if all(_error_of(collate, [row]) is not None for row in rows):  # other checks explain a collator that always fails
+            return
+        raise Refusal(
+            "rows-not-collated",
+            f"data_collator fails with a {type(error).__name__} on some rows of {name}, so the run would end when they are "
+            "sampled. Look for rows whose values have another shape or type, such as images with another size or number of "
+            "channels, and change or remove them.",
+        ) from error
+
+
+def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:
+    try:
+        collate(copy.deepcopy(rows))  # a collator may change its rows, and a list of rows has no others
+    except Exception as error:
+        return error
+    return None
 
 
 def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:
@@ -173,16 +242,19 @@ def _refuse_other_counts_of_ends(model: nn.Module, examples: Any, name: str) -> 
             stops = np.cumsum(lengths)
             found |= {*np.unique(ends[stops] - ends[stops - lengths]).tolist()}
         if len(found) > 1:
-            # The message says neither which rows nor how many, since messages end up in logs.
-            raise Refusal(
-                "ends-differ",
-                f"{type(base).__name__} needs the same number of end-of-text tokens "
-                f"(eos_token_id={base.config.eos_token_id}) in every row, but the rows of {name} have different numbers, "
-                "for example because a text contains '</s>' or was truncated. Keep only the rows with n end-of-text tokens "
-                f"(usually n = 1): {name}.filter(lambda row: row['input_ids'].count({base.config.eos_token_id}) == n).",
-            )
+            raise _ends_differ(base, name, base.config.eos_token_id)
         if time.monotonic() > end:
             return
+
+
+def _ends_differ(model: Any, name: str, token: int) -> Refusal:
+    # The message says neither which rows nor how many, since messages end up in logs.
+    return Refusal(
+        "ends-differ",
+        f"{type(model).__name__} needs the same number of end-of-text tokens (eos_token_id={token}) in every row, but the rows "
+        f"of {name} have different numbers, for example because a text contains '</s>' or was truncated. Keep only the rows "
+        f"with n end-of-text tokens (usually n = 1): {name}.filter(lambda row: row['input_ids'].count({token}) == n).",
+    )
 
 
 def compute_lengths(chunk: Any) -> np.ndarray:
@@ -200,15 +272,29 @@ def _compares_ends(kind: type) -> bool:
     return False
 
 
-def _beyond_in_rows(examples: Any, limits: frozenset[Limit], *, name: str) -> Iterator[tuple[int, Limit]]:
-    """Yield for each limit the first random row that exceeds it, for at most a second."""
+def _beyond_in_rows(
+    examples: Any, limits: frozenset[Limit], *, name: str, model: nn.Module | None, hint: str
+) -> Iterator[tuple[int, Limit]]:
+    """Yield for each limit the first random row that exceeds it, for at most a second.
+
+    `model` is given if it computes the loss, and so refuses missing labels, and some models other counts of end tokens.
+    """
     left, end = {*limits}, time.monotonic() + MOST_SECONDS_OF_ROWS
+    counts: set[int] = set()
+    token = model.config.eos_token_id if isinstance(model, PreTrainedModel) and _compares_ends(type(model)) else None
     for index in np.random.default_rng(0).permutation(len(examples)).tolist():  # the same on every process
         if time.monotonic() > end:
             return
         row = fetch_one(examples, index)
         if row is None:
             raise _none_row(name)
+        for column in LABELS if model is not None and name == "train_dataset" else ():
+            if column in row and row[column] is None:
+                raise _missing_labels(name, column, f"row[{column!r}] is not None", hint)
+        if token is not None and LENGTH_COLUMN in row:
+            counts.add(int((np.asarray(row[LENGTH_COLUMN]) == token).sum()))
+            if len(counts) > 1:
+                raise _ends_differ(model, name, token)
         for limit in [limit for limit in left if limit.is_exceeded_in(row)]:
             left.remove(limit)
             yield index, limit

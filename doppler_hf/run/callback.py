@@ -201,7 +201,7 @@ class PrivacyCallback(TrainerCallback):
         if run.ledger is not None and state.is_world_process_zero:
             run.ledger.close()
             run.ledger.save(args.output_dir)
-            print_end(run.ledger, args, logs=state.log_history)
+            run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
 
 
 def _code_of(trainer: Any) -> dict[str, tuple[Any, ...]]:

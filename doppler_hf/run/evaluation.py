@@ -184,7 +184,7 @@ class EvaluatingTrainer(ShardedTrainer):
         return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as Transformers does. After a private run, print if the model has learnt little."""
+        """Evaluate as Transformers does. After a private run, print once if the model has learnt little."""
         evaluated = args[0] if args else kwargs.get("eval_dataset")
         if self.args.metrics_per_user:
             chosen = self.eval_dataset if evaluated is None else evaluated
@@ -196,8 +196,9 @@ class EvaluatingTrainer(ShardedTrainer):
             # Privacy: what is published leaves these out.
             self.evaluations_of_training_data.append(self.state.log_history[-1])
         run = self._run
-        if run is not None and run.ledger is not None and not run.is_running and self.is_world_process_zero():
-            print_if_not_learnt(metrics)
+        has_ended = run is not None and run.ledger is not None and not run.is_running
+        if run is not None and has_ended and not run.is_little_said and self.is_world_process_zero():
+            run.is_little_said = print_if_not_learnt(metrics)
         return metrics
 
 

@@ -137,6 +137,7 @@ class PrivateRun:
         is_running: Whether the run is still training.
         notes: Remarks of the checks, which are printed when the run starts.
         words: The learning rate and the filter in words, once they are known.
+        is_little_said: Whether a line has said that the model learnt little.
         shown: Names and values that trackers get in addition to the arguments, once they are known.
     """
 
@@ -185,7 +186,7 @@ class PrivateRun:
         self._continues_rounds = self._rounds.continue_from(previous, self.statement)
         self.ledger: PrivacyLedger | None = None
         self.trained_model: TrainedModel | None = None
-        self.is_running = False
+        self.is_running = self.is_little_said = False
         self.notes: list[str] = []
         self.pads_each_row_alone = False  # whether every row has a padded length of its own
         self.words: dict[str, str] = {}

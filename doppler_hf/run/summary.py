@@ -107,7 +107,7 @@ def print_start(
         )
         watched.append(f"ε does not cover rounding in bf16: {how} all rows to one length, or use float32")
     if statement.train_loss == "private" and statement.loss_noise_multiplier:
-        watched += loss_noise_notes(statement, logging_steps=args.logging_steps)
+        watched += loss_noise_notes(statement, args, steps_per_epoch=run.sampler.steps_per_epoch)
     if statement.train_loss == "raw":
         watched = [*raw_loss_notes(callbacks, output_dir=args.output_dir), *watched]
     lines = (
@@ -140,8 +140,12 @@ def print_start(
         print(*(f"{name}: {said}" for name, said in (*terms_in_words(ledger), *noises, *slow)), sep="\n")
 
 
-def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> None:
-    """Print what a run has spent, where its ledger is, and whether the last evaluation shows that it learnt little."""
+def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Sequence[Mapping[str, float]]) -> bool:
+    """Print what a run has spent, where its ledger is, and whether the last evaluation shows that it learnt little.
+
+    Returns:
+        Whether it printed that the run learnt little, which is said once.
+    """
     spent = guarantee_in_words(ledger, epsilon=ledger.epsilon())
     in_steps = f" in {ledger.steps_run:,} steps" if ledger.earlier is None else f"; this run made {ledger.steps_run:,} steps"
     print(
@@ -159,11 +163,17 @@ def print_end(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, logs: Se
         "explains what ε means.",
         sep="\n",
     )
-    print_if_not_learnt(next((log for log in reversed(logs) if not {"eval_accuracy", "eval_loss"}.isdisjoint(log)), {}))
+    return print_if_not_learnt(
+        next((log for log in reversed(logs) if not {"eval_accuracy", "eval_loss"}.isdisjoint(log)), {})
+    )
 
 
-def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
-    """Print if an evaluation is not clearly better than always predicting one class, the mean label, or one answer."""
+def print_if_not_learnt(metrics: Mapping[str, float]) -> bool:
+    """Print if an evaluation is not clearly better than always predicting one class, the mean label, or one answer.
+
+    Returns:
+        Whether it printed that.
+    """
     accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
     loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
     predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
@@ -177,12 +187,13 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> None:
     elif loss > (1.0 - _LITTLE) * of_mean:
         words = f"loss ({loss:.3g}) is not clearly below the loss of always predicting the mean label ({of_mean:.3g})"
     else:
-        return
+        return False
     print(
         f"The model may have learnt little: its {words} in the evaluation set. If you have set learning_rate, leave it out. "
         "Larger batches, more epochs, more data, a larger ε, or a pretrained model with LoRA may help, too. To find out "
         "whether privacy is the reason, train on public data with disable_dp=True."
     )
+    return True
 
 
 def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *, error: BaseException | None = None) -> None:
@@ -217,14 +228,29 @@ def first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
     return {"epoch": run.sampler.steps_per_epoch, "best": every}.get(args.save_strategy, math.inf)
 
 
-def loss_noise_notes(statement: PrivacyStatement, *, logging_steps: float) -> list[str]:
-    """Return a note on the noise of the logged loss, if a single value says little about the loss."""
-    steps = logging_steps if logging_steps >= 1 else math.ceil(logging_steps * statement.steps_planned)
-    noise = noise_of_loss(statement, steps=min(int(steps), statement.steps_planned))
-    assert statement.per_sample_max_loss is not None
-    if noise <= _NOISY * statement.per_sample_max_loss:
+def loss_noise_notes(statement: PrivacyStatement, args: DopplerTrainingArguments, *, steps_per_epoch: int) -> list[str]:
+    """Return a note on the noise of the logged loss if a single value says little about the loss, and what helps."""
+    planned, largest = statement.steps_planned, statement.per_sample_max_loss
+    assert largest is not None
+    if args.logging_strategy == "no":
         return []
-    return [f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or use larger batches"]
+    every = args.logging_steps if args.logging_steps >= 1 else math.ceil(args.logging_steps * planned)
+    every = min(int(every) if args.logging_strategy == "steps" else steps_per_epoch, planned)
+    noise, of_step = noise_of_loss(statement, steps=every), noise_of_loss(statement, steps=1)
+    if noise <= _NOISY * largest:
+        return []
+    enough = math.ceil((of_step / (_NOISY * largest)) ** 2)
+    clipped = f"losses are between 0 and {largest:.3g}"
+    if enough > planned:
+        over_all = noise_of_loss(statement, steps=planned)
+        return [
+            f"the logged training loss says little, because {clipped}, and even its mean over all {planned:,} steps has "
+            f"noise of ± {over_all:.2g}: look at evaluations instead (eval_strategy), and set report_train_loss='none'"
+        ]
+    return [
+        f"each value of the logged training loss has noise of ± {noise:.2g}, while {clipped}: set "
+        f"logging_strategy='steps' and logging_steps={enough} for noise of ± {noise_of_loss(statement, steps=enough):.2g}"
+    ]
 
 
 def raw_loss_notes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:

@@ -246,6 +246,11 @@ class DopplerTrainingArguments(TrainingArguments):
         used = {name: value for name, value in given.items() if name not in checks.unused(self)}
         return {**used, **terms}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        why = "the defaults of {other}, such as those of max_grad_norm and learning_rate, would replace the private ones"
+        checks.refuse_bases_in_front(cls, ours=DopplerTrainingArguments, stock=TrainingArguments, why=why)
+
     def __post_init__(self) -> None:
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)

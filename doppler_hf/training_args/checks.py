@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, TypeRefusal
 from doppler_hf.filters.grammar import did_you_mean
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
@@ -154,6 +154,28 @@ class NoEffectError(Refusal):
     def __init__(self, name: str, value: Any, *, beside: str, because: str, fix: str) -> None:
         super().__init__("no-effect", f"{name}={value!r} has no effect with {beside}={because}. {fix}.")
         self.name, self.beside = name, beside
+
+
+def refuse_bases_in_front(cls: type, *, ours: type, stock: type, why: str) -> None:
+    """Refuse a class in which another class of Transformers' kind comes before ours in Python's order of bases.
+
+    Args:
+        cls: The class.
+        ours: Our class, `DopplerTrainer` or `DopplerTrainingArguments`.
+        stock: The class of Transformers from which ours derives.
+        why: What goes wrong in the other order, with "{other}" for the name of the other class.
+    """
+    first = next(place for place, each in enumerate(cls.__mro__) if each.__module__.partition(".")[0] == "doppler_hf")
+    other = next((each for each in cls.__mro__[:first] if issubclass(each, stock) and not issubclass(each, ours)), None)
+    if other is None:
+        return
+    private = [base.__name__ for base in cls.__bases__ if issubclass(base, ours)]
+    others = [base.__name__ for base in cls.__bases__ if not issubclass(base, ours)]
+    raise TypeRefusal(
+        "order-of-bases",
+        f"{other.__name__} comes before {cls.__mro__[first].__name__} among the bases of {cls.__name__}, so "
+        f"{why.format(other=other.__name__)}. Write `class {cls.__name__}({', '.join([*private, *others])})`.",
+    )
 
 
 def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:

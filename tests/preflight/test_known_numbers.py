@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from peft import PveraConfig, VeraConfig, get_peft_model
+from peft import VeraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import neighbour_distances
+from tests.support.adapters import config_of
 from tests.support.refusals import refused
 from tests.support.tiny import pad, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -71,7 +72,8 @@ def pvera(**options):
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes, pad_token_id=0, max_position_embeddings=16))
-    return get_peft_model(model, PveraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", **options))
+    config = config_of("PveraConfig", r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", **options)
+    return get_peft_model(model, config)
 
 
 HELD = {

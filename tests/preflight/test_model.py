@@ -9,12 +9,10 @@ from peft import (
     EvaConfig,
     LoHaConfig,
     LoraConfig,
-    MontecloraConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
     TrainableTokensConfig,
-    VeloraConfig,
     get_peft_model,
     initialize_lora_eva_weights,
 )
@@ -23,7 +21,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from transformers import AlbertConfig, AlbertForSequenceClassification, BertForSequenceClassification
 
 from doppler_hf import DopplerTrainer
-from tests.support.adapters import takes_prefix
+from tests.support.adapters import config_of, takes_prefix
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
@@ -138,12 +136,11 @@ def test_a_model_of_mixed_adapters_is_refused_and_one_kind_trains(tmp_path):
     assert trains(tmp_path, get_peft_model(tiny_bert(), config))
 
 
-@pytest.mark.parametrize(
-    "option", [dict(velora_config=VeloraConfig()), dict(monteclora_config=MontecloraConfig())], ids=["velora", "monteclora"]
-)
-def test_a_variant_of_lora_is_refused_by_its_option(tmp_path, option):
-    with refused("variant-of-lora", match=next(iter(option))):
-        checked_trainer_of(tmp_path, model=lora(**option), max_steps=1).train()
+@pytest.mark.parametrize(("option", "kind"), [("velora_config", "VeloraConfig"), ("monteclora_config", "MontecloraConfig")])
+def test_a_variant_of_lora_is_refused_by_its_option(tmp_path, option, kind):
+    model = lora(**{option: config_of(kind)})
+    with refused("variant-of-lora", match=option):
+        checked_trainer_of(tmp_path, model=model, max_steps=1).train()
     assert trains(tmp_path, lora())
 
 

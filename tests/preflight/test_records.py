@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets, load_from_disk
+from torch.utils.data import ConcatDataset
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight import records
 from doppler_hf.preflight.records import COPIES as EQUAL
-from doppler_hf.preflight.records import columns_in_runs, has_copies_in, has_equal_rows, shares_users
+from doppler_hf.preflight.records import columns_in_runs, columns_of_users, has_copies_in, has_equal_rows, shares_users
 from doppler_hf.run.published_results import evaluations_of
 from tests.support.tiny import Rows, numbered, pad, text_data
 from tests.support.trainers import trained, trainer_of
@@ -270,3 +272,53 @@ def test_copies_are_found_in_large_sets_in_a_moment():
     assert has_copies_in(data, part)
     assert time.process_time() - begin < 1.0, "at most a tenth of a second for each set, on any machine"
     assert not has_copies_in(data.select(range(3000, 200_000)), part)
+
+
+# --- data sets that make their rows, other columns, and large users -------------------------------------------------------
+
+
+class Opaque:
+    """A value whose content nobody knows."""
+
+
+def test_copies_in_a_torch_data_set_are_told_if_its_rows_can_be_compared(tmp_path, capsys):
+    rows = [dict(row) for row in numbered()]
+    assert has_equal_rows(Rows([*rows, rows[3]]))
+    assert has_equal_rows(ConcatDataset([Rows(rows), Rows(rows[:5])]))
+    assert has_equal_rows(Rows([{"x": torch.tensor([value])} for value in (1.0, 2.0, 1.0)]))
+    assert not has_equal_rows(Rows(rows))
+    assert not has_equal_rows(Rows([{"x": torch.tensor([value])} for value in (1.0, 2.0, 3.0)]))
+    assert not has_equal_rows(Rows([{"x": Opaque()}, {"x": Opaque()}]))
+    trained(trainer_of(tmp_path, data=Rows([*rows, rows[3]]), max_steps=1))
+    assert COPIES in capsys.readouterr().out
+
+
+def test_copies_at_the_end_of_a_large_table_are_found_in_the_moment_that_there_is(monkeypatch):
+    table = Dataset.from_dict(
+        {"input_ids": np.random.default_rng(0).integers(0, 99, (20_000, 12)).tolist(), "labels": [0] * 20_000}
+    )
+    whole = concatenate_datasets([table, Dataset.from_list(table.select([19_999]).to_list())])
+    monkeypatch.setattr(records, "_SECONDS", 10.0)
+    assert not has_equal_rows(table)
+    assert has_equal_rows(whole)
+
+
+@pytest.mark.parametrize("column", ["user_id", "overflow_to_sample_mapping", "Patient"])
+def test_several_rows_of_a_user_that_are_not_adjacent_are_told(tmp_path, column, capsys):
+    data = numbered().add_column(column, [row % 12 for row in range(24)])
+    trained(trainer_of(tmp_path, data=data, max_steps=1))
+    assert f"several rows have the same {column!r}" in capsys.readouterr().out
+    trained(trainer_of(tmp_path / "mended", data=data, max_steps=1, privacy_unit_column=column))
+    assert "several rows" not in capsys.readouterr().out
+    assert columns_of_users(numbered().add_column(column, range(24))) == []
+    assert columns_of_users(numbered().add_column("kind", [row % 12 for row in range(24)])) == []
+
+
+def test_users_with_many_more_rows_than_most_are_told(tmp_path, capsys):
+    data = numbered().add_column("user", [0] * 12 + [*range(1, 13)])
+    trained(trainer_of(tmp_path, data=data, max_steps=1, privacy_unit_column="user", per_device_train_batch_size=2))
+    note = next(line for line in capsys.readouterr().out.splitlines() if "rows of most users" in line)
+    assert not any(figure.isdigit() for figure in note.partition("some users")[2])
+    terms = dict(max_steps=1, privacy_unit_column="user", per_device_train_batch_size=2, max_examples_per_unit=2)
+    trained(trainer_of(tmp_path / "mended", data=data, **terms))
+    assert "rows of most users" not in capsys.readouterr().out

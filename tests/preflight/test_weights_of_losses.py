@@ -209,3 +209,43 @@ def test_weights_that_would_be_cut_off_are_refused_and_divided_by_their_largest_
     assert refusal.value.code == "weights-out-of-range"
     Outside.of_classes = weights.clamp(min=0.0) / weights.max()
     trained(trainer_of(tmp_path / "mended", cls=Outside, **options, max_steps=1))
+
+
+def of_one_output(factor):
+    class OfOne(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            labels = inputs.pop("labels").float()
+            logits = model(**inputs).logits.flatten()
+            losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+            return factor(losses, labels)
+
+    return OfOne
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_told"),
+    [
+        (lambda losses, labels: losses, False),
+        (lambda losses, labels: 0.5 * losses, False),
+        (lambda losses, labels: losses * (1.0 + 9.0 * labels), True),
+        (lambda losses, labels: losses * (1.0 - (-losses.detach()).exp()) ** 2, True),
+        (lambda losses, labels: (losses, (0.1 + 0.9 * labels).clamp(0.0, 1.0)), False),
+    ],
+)
+def test_factors_for_a_model_with_one_output_are_told_of(tmp_path, capsys, factor, is_told):
+    model = tiny_bert(num_labels=1)
+    with torch.no_grad():
+        model.classifier.weight.mul_(100.0)
+    options = dict(model=model, cls=of_one_output(factor), max_steps=1, grad_sample_self_check=True)
+    trained(trainer_of(tmp_path, **options))
+    assert ("the model has one output" in capsys.readouterr().out) is is_told
+
+
+def test_plain_losses_of_amounts_are_not_told_of(tmp_path, capsys):
+    class OfAmounts(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            amounts = inputs.pop("labels").float()
+            return (model(**inputs).logits.flatten() - amounts).square()
+
+    trained(trainer_of(tmp_path, model=tiny_bert(num_labels=1), cls=OfAmounts, max_steps=1, grad_sample_self_check=True))
+    assert "the model has one output" not in capsys.readouterr().out

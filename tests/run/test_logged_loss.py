@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import sys
 import types
@@ -20,8 +21,9 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.logged_loss import BoundWatch, noise_of_loss
 from tests.support.ledgers import statement
 from tests.support.refusals import refused
+from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import On, trained, trainer_of
+from tests.support.trainers import On, interrupt, trained, trainer_of
 
 # Whole trainings, which pass the same arrays again and again; the tests of the modules check shapes.
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
@@ -399,14 +401,47 @@ def test_a_loss_of_training_on_what_comes_later_is_noticed():
     assert watched([1.9], batch=64, every=100) == [True]
 
 
-def test_the_start_says_how_noisy_one_value_is_where_it_says_little(tmp_path, capsys):
-    trained(trainer_of(tmp_path / "1", max_steps=2))
-    noise = 10 * 0.995 * 2 * 0.6931 / 8
-    assert (
-        f"the logged training loss has noise of ± {noise:.2g}: log less often (logging_steps), or" in capsys.readouterr().out
-    )
-    trained(trainer_of(tmp_path / "2", data=text_data(400), per_device_train_batch_size=50, max_steps=2))
-    assert "the logged training loss has noise" not in capsys.readouterr().out
+NOISY = "each value of the logged training loss has noise of ± "
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(logging_steps=1),
+        *thorough(dict(logging_steps=0.01), dict(logging_strategy="epoch", num_train_epochs=60, max_steps=-1)),
+    ],
+)
+def test_the_start_says_how_often_to_log_where_one_value_says_little(tmp_path, capsys, changed):
+    terms = dict(max_steps=120, data=text_data(40), per_device_train_batch_size=20, gradient_accumulation_steps=1)
+    start = said_at_start(tmp_path / "1", capsys, **terms | changed)
+    each = 2 if "num_train_epochs" in changed else 1 if changed["logging_steps"] == 1 else 2
+    of_step = math.sqrt(99) * 2 * math.log(2) / 20
+    assert f"{NOISY}{of_step / math.sqrt(each):.2g}, while losses are between 0 and 1.39: set logging_str" in start
+    # The mend: with so many steps, or more, one value says enough; with fewer it does not.
+    enough = int(re.search(r"logging_steps=(\d+) for noise of ± ([\d.]+)", start)[1])
+    assert enough == math.ceil((of_step / (0.25 * math.log(2))) ** 2)
+    assert NOISY not in said_at_start(tmp_path / "2", capsys, **terms | dict(logging_steps=enough))
+    assert NOISY in said_at_start(tmp_path / "3", capsys, **terms | dict(logging_steps=enough - 1))
+
+
+@pytest.mark.parametrize("steps", [1, 500])
+def test_the_start_of_a_small_run_says_that_no_value_is_enough(tmp_path, capsys, steps):
+    """20 steps of 8 records: to log less often, as it was told to, is no help if all steps are in one value already."""
+    start = said_at_start(tmp_path / "1", capsys, max_steps=20, logging_steps=steps)
+    noise = math.sqrt(99) * 2 * math.log(2) / 8 / math.sqrt(20)
+    assert f"even its mean over all 20 steps has noise of ± {noise:.2g}: look at evaluations instead" in start
+    assert "logging_steps" not in start
+    changed = dict(report_train_loss="none", eval_strategy="epoch")
+    assert "training loss" not in said_at_start(tmp_path / "2", capsys, max_steps=20, logging_steps=steps, **changed)
+    assert "training loss" not in said_at_start(tmp_path / "3", capsys, max_steps=20, logging_strategy="no")
+
+
+def said_at_start(tmp_path, capsys, **options):
+    """Return the lines that are printed before the first step, and make none."""
+    trainer = trainer_of(tmp_path, callbacks=[On(step_begin=interrupt)], **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return capsys.readouterr().out
 
 
 def test_defaults():

@@ -194,7 +194,8 @@ def test_the_card_of_users_counts_users_and_not_their_rows(tmp_path):
     trainer.create_model_card()
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert items(card)["training data"] == "12 users"
-    assert "24" not in re.sub(r"[0-9a-f]{8,}", "", card)
+    # Transformers 5.24.0 is a version, and no number of rows.
+    assert not re.search(r"(?<![\d.])24(?![\d.])", re.sub(r"[0-9a-f]{8,}", "", card))
 
 
 BY_HAND = (

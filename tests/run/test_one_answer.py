@@ -9,7 +9,7 @@ from transformers import BertForQuestionAnswering
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments
+from tests.support.trainers import arguments, trainer_of
 
 WORDS = "most frequent answer is given to 100 % of the rows"
 
@@ -97,3 +97,17 @@ def test_equal_right_answers_are_no_collapse(capsys):
 
     print_if_not_learnt({"eval_most_frequent_predicted_share": 1.0, "eval_most_frequent_right_share": 1.0})
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_that_a_run_learnt_little_is_said_once(tmp_path, capsys, evaluates):
+    """At its end, or at the first evaluation after it, and not again at each evaluation; another run says it for itself."""
+    options = dict(eval_strategy="steps", eval_steps=1) if evaluates else {}
+    trainer = trainer_of(tmp_path, compute_metrics=lambda _: {"accuracy": 0.0}, max_steps=2, **options)
+    for _ in range(2):
+        trainer.train()
+        assert capsys.readouterr().out.count("may have learnt little") == evaluates
+        said = [
+            trainer.evaluate(metric_key_prefix=prefix) and capsys.readouterr().out for prefix in ("eval", "eval", "eval")
+        ]
+        assert [each.count("may have learnt little") for each in said] == [not evaluates, 0, 0]

@@ -43,14 +43,19 @@ def columns_of_text(table: Any) -> Iterator[str]:
             yield field.name
 
 
-def length_of(tokens: Sequence[Any]) -> int:
+def length_of(tokens: Sequence[Any] | None) -> int:
     """Return the number of tokens of an example; if it has several choices (texts), their number after padding."""
     choices = choices_of(tokens)
     return len(choices) * max(map(len, choices))
 
 
-def choices_of(tokens: Sequence[Any]) -> Sequence[Any]:
-    """Return the choices (texts) of an example; an example without choices has its text as the only choice."""
+def choices_of(tokens: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the choices (texts) of an example; an example without choices has its text as the only choice.
+
+    A missing text, which a collator may fill in, has no tokens here.
+    """
+    if tokens is None:
+        return [()]
     return tokens if len(tokens) and np.ndim(tokens[0]) else [tokens]
 
 
@@ -66,7 +71,7 @@ def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, 
     for tokens in _parts(dataset, column):
         kind = tokens.type
         is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
-        of_each = compute.list_value_length(tokens) if is_text else [length_of(each) for each in tokens.to_pylist()]
+        of_each = compute.list_value_length(tokens).fill_null(0) if is_text else [*map(length_of, tokens.to_pylist())]
         lengths[filled : filled + len(tokens)] = of_each
         filled += len(tokens)
     return lengths
@@ -158,6 +163,41 @@ def rows_with_gaps(dataset: Any, *, names: Sequence[str], may_be_empty: bool) ->
         has_none = np.concatenate([np.zeros(0, bool), *(part.is_null().to_numpy(zero_copy_only=False) for part in parts)])
         if has_none.any() and not (may_be_empty and has_none.all()):
             yield name, int(np.argmax(has_none))
+
+
+def row_with_gap(dataset: Any, *, column: str) -> int | None:
+    """Return the first row of a stored column with a missing value, in its lists too, or None."""
+    # The whole column is checked first, because looking up each row of a shuffled table takes seconds.
+    if not any(map(_has_gap, dataset.data.column(column).chunks)):
+        return None
+    start = 0
+    for part in _parts(dataset, column):
+        if _has_gap(part):
+            return start + next(row for row in range(len(part)) if _has_gap(part.slice(row, 1)))
+        start += len(part)
+    return None
+
+
+def _has_gap(values: Any) -> bool:
+    from pyarrow import types
+
+    while not values.null_count:
+        if not (types.is_list(values.type) or types.is_large_list(values.type)):
+            return False
+        values = values.flatten()
+    return True
+
+
+def has_nan(dataset: Any, *, column: str) -> bool:
+    """Return whether a stored column of decimal numbers, or of lists of them, has a NaN."""
+    from pyarrow import compute, types
+
+    def has(values: Any) -> bool:
+        while types.is_list(values.type) or types.is_large_list(values.type):
+            values = values.flatten()
+        return types.is_floating(values.type) and bool(compute.any(compute.is_nan(values)).as_py())
+
+    return any(map(has, dataset.data.column(column).chunks)) and any(map(has, _parts(dataset, column)))
 
 
 def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:

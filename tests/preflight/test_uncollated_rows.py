@@ -1,0 +1,153 @@
+"""Rows that the collator or the model cannot take are found before the first step, wherever they are in the data set."""
+
+import math
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch.utils.data import Subset
+from transformers import BartConfig, BartForSequenceClassification, default_data_collator
+
+from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.batching.columns import has_nan, lengths_of, row_with_gap
+from tests.support.refusals import refused
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
+from tests.support.trainers import trained, trainer_of
+
+ROW = 17
+
+
+def rows_with(**changed):
+    """Return rows of which one is changed."""
+    rows = [dict(row) for row in text_data(24)]
+    rows[ROW] |= changed
+    return rows
+
+
+def refused_and_mended(tmp_path, code, data, mend, **options):
+    """See that a run is refused without a ledger, and that it trains once its data set is mended."""
+    with refused(code) as refusal:
+        trained(trainer_of(tmp_path / "1", data=data, max_steps=1, **options))
+    assert not (tmp_path / "1" / "out" / LEDGER_NAME).exists()
+    assert str(ROW) not in str(refusal.value)
+    trainer = trained(trainer_of(tmp_path / "2", data=mend, max_steps=1, **options))
+    assert trainer.privacy.ledger.steps_run == 1
+    return str(refusal.value)
+
+
+GAPS = {
+    "a list": dict(input_ids=None),
+    "a number in a list": dict(input_ids=[3, None, 4]),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_missing_values_with_which_the_collator_fails_are_refused(tmp_path, name):
+    data = datasets.Dataset.from_list(rows_with(**GAPS[name]))
+    mend = data.filter(lambda row: row["input_ids"] is not None and None not in row["input_ids"])
+    said = refused_and_mended(tmp_path, "missing-values", data, mend)
+    assert "train_dataset have no value (None) in the column 'input_ids'" in said
+
+
+def test_missing_values_that_the_collator_takes_are_trained(tmp_path):
+    def filled(rows):
+        return pad([row | {"input_ids": row["input_ids"] or [1]} for row in rows])
+
+    data = datasets.Dataset.from_list(rows_with(input_ids=None, attention_mask=[1]))
+    trainer = trained(trainer_of(tmp_path, data=data, max_steps=1, collator=filled))
+    assert trainer.privacy.ledger.steps_run == 1
+
+
+def test_a_gap_is_found_in_any_row_of_a_shuffled_table():
+    data = datasets.Dataset.from_list(rows_with(input_ids=None))
+    assert row_with_gap(data, column="input_ids") == ROW
+    order = [*range(23, -1, -1)]
+    assert row_with_gap(data.select(order), column="input_ids") == order.index(ROW)
+    assert row_with_gap(data.select(range(ROW)), column="input_ids") is None
+    assert row_with_gap(data, column="labels") is None
+    assert lengths_of(data)[ROW] == 0
+
+
+@pytest.mark.parametrize("places", [None, [*range(23, -1, -1)]])
+def test_a_label_that_pandas_left_as_nan_is_refused(tmp_path, places):
+    rows = [row | {"labels": float(row["labels"])} for row in rows_with()]
+    rows[ROW]["labels"] = math.nan
+    data = datasets.Dataset.from_list(rows)
+    data = data if places is None else data.select(places)
+    model = tiny_bert(num_labels=1, problem_type="regression")
+    assert has_nan(data, column="labels")
+    assert not has_nan(datasets.Dataset.from_list(rows[:ROW]), column="labels")
+    mend = data.filter(lambda row: row["labels"] == row["labels"])
+    said = refused_and_mended(tmp_path, "missing-labels", data, mend, model=model)
+    assert "train_dataset.filter(lambda row: row['labels'] == row['labels'])" in said
+
+
+@pytest.mark.parametrize("wrap", [Rows, lambda rows: Subset(Rows(rows), range(len(rows)))])
+def test_a_missing_label_of_a_data_set_that_makes_its_rows_is_refused(tmp_path, wrap):
+    rows = rows_with(labels=None)
+    refused_and_mended(tmp_path, "missing-labels", wrap(rows), wrap([row for row in rows if row["labels"] is not None]))
+
+
+def test_other_numbers_of_eos_tokens_are_refused_in_a_data_set_that_makes_its_rows(tmp_path):
+    sizes = dict(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+    sizes |= dict(decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32)
+    config = BartConfig(**sizes, eos_token_id=2, pad_token_id=1, bos_token_id=0, forced_eos_token_id=2, num_labels=2)
+    rows = [dict(input_ids=[0, 5 + row, 6, 2], labels=row % 2) for row in range(24)]
+    rows[ROW]["input_ids"] = [0, 2, 6, 2]
+    good = [row for row in rows if row["input_ids"].count(2) == 1]
+    options = dict(model=BartForSequenceClassification(config), collator=default_data_collator)
+    refused_and_mended(tmp_path, "ends-differ", Rows(rows), Rows(good), **options)
+
+
+# --- rows that do not fit beside one another ---
+
+
+def images(of_one):
+    values = np.random.default_rng(0).normal(size=(24, 3, 16, 16)).astype(np.float32)
+    rows = [dict(pixel_values=each, labels=number % 2) for number, each in enumerate(values)]
+    rows[ROW]["pixel_values"] = of_one
+    return rows
+
+
+def vit():
+    sizes = dict(image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, intermediate_size=16, num_labels=2))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 16, 20), (16, 16)])
+@pytest.mark.parametrize("kind", [Rows, list])
+def test_an_image_of_another_size_is_refused(tmp_path, shape, kind):
+    rows = images(np.zeros(shape, np.float32))
+    same = [row for row in rows if row["pixel_values"].shape == (3, 16, 16)]
+    options = dict(model=vit(), collator=default_data_collator)
+    said = refused_and_mended(tmp_path, "rows-not-collated", kind(rows), kind(same), **options)
+    assert "images with another size or number of channels" in said
+
+
+def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
+    good = images(np.ones((3, 16, 16), np.float32))
+    options = dict(model=vit(), collator=default_data_collator, max_steps=1, eval_strategy="steps", eval_steps=1)
+    options |= dict(per_device_eval_batch_size=8)
+    evaluated = images(np.zeros((1, 16, 16), np.float32))
+    with refused("rows-not-collated", match="rows of eval_dataset"):
+        trained(trainer_of(tmp_path / "1", data=Rows(good), evaluated=Rows(evaluated), **options))
+    trained(trainer_of(tmp_path / "2", data=Rows(good), evaluated=Rows(evaluated[:ROW]), **options))
+    # One row at a time is no obstacle for an evaluation.
+    options["per_device_eval_batch_size"] = 1
+    with pytest.raises((RuntimeError, ValueError), match="channel"):
+        trained(trainer_of(tmp_path / "3", data=Rows(good), evaluated=Rows(evaluated), **options)).evaluate()
+
+
+def test_the_look_at_rows_changes_neither_rows_nor_random_numbers(tmp_path):
+    """A collator that takes values out of its rows, and one that draws random numbers, work as before."""
+
+    def popping(rows):
+        torch.rand(1)
+        labels = [row.pop("labels") for row in rows]
+        return {**pad([row | {"labels": 0} for row in rows]), "labels": torch.tensor(labels)}
+
+    rows = rows_with()
+    trainer = trained(trainer_of(tmp_path, data=rows, max_steps=1, collator=popping))
+    assert trainer.privacy.ledger.steps_run == 1
