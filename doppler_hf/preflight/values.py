@@ -251,9 +251,9 @@ def _ends_differ(model: Any, name: str, token: int) -> Refusal:
     # The message says neither which rows nor how many, since messages end up in logs.
     return Refusal(
         "ends-differ",
-        f"{type(model).__name__} needs the same number of end-of-text tokens (eos_token_id={token}) in every row, but the rows "
-        f"of {name} have different numbers, for example because a text contains '</s>' or was truncated. Keep only the rows "
-        f"with n end-of-text tokens (usually n = 1): {name}.filter(lambda row: row['input_ids'].count({token}) == n).",
+        f"{type(model).__name__} needs the same number of end-of-text tokens (eos_token_id={token}) in every row, but the "
+        f"rows of {name} have different numbers, for example because a text contains '</s>' or was truncated. Keep only the "
+        f"rows with n end-of-text tokens (usually n = 1): {name}.filter(lambda row: row['input_ids'].count({token}) == n).",
     )
 
 

@@ -86,7 +86,7 @@ def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch,
     ("words", "message"),
     [
         (["--confidence", "1"], "error: confidence must be in (0, 1); got 1.0. A usual value is 0.95."),
-        (["--canaries", "0"], "error: num_canaries must be at least 1; got 0."),
+        (["--canaries", "0"], "error: num_canaries, the number of records that the audit attacks, must be at least 1"),
         (["--leerning_rate", "1"], "error: Recipe and flags fit no workload"),
         (["--noise_multiplier", "0"], "error: This run claims no privacy"),
     ],

@@ -74,7 +74,8 @@ def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):
 def test_what_is_refused_in_a_script_is_not_taken_for_an_error_that_it_handles(script, tmp_path, capsys):
     assert main(["check", "--pairs=0", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1] == "error: pairs must be at least 1; got 0."
+    said = "error: pairs, the number of pairs of batches to compare, must be at least 1; got 0."
+    assert captured.err.splitlines()[-1] == said
     assert "handled" not in captured.out
 
 
@@ -105,7 +106,8 @@ def test_a_recipe_needs_a_clone_that_is_found_beside_the_package_the_recipe_or_h
     monkeypatch.setattr(script_of_command, "PACKAGE", tmp_path / "site-packages" / "doppler_hf")
     assert main(["check", str(recipe)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: Recipes are trained by scripts in a clone of the repository, and none was found near ")
+    said = "error: A recipe needs the training scripts of this project's repository, but no clone of it was found near "
+    assert error.startswith(said)
     assert "with --script" in error  # which other tests do
     own = str(root / "recipes" / "image" / "digits-eps8.yaml")
     assert _script_of([own]) == [*command[:1], own]

@@ -207,8 +207,8 @@ def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     text = printed(["plan", *WIDE[name]], capsys)
     assert max(map(len, text.splitlines())) <= 80
     assert "" not in rows(text), "the second line of a row has no name"
-    title, *table = text[text.index("\nRuns of equal ε") :].strip().splitlines()
-    assert re.fullmatch(r"Runs of equal ε = [\d.]+, δ = [\d.e-]+", title)
+    title, *table = text[text.index("\nTraining runs with the same guarantee") :].strip().splitlines()
+    assert re.fullmatch(r"Training runs with the same guarantee, ε = [\d.]+, δ = [\d.e-]+:", title)
     first = next(number for number, line in enumerate(table) if "───" in line)
     lines = [
         line
