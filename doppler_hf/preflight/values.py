@@ -36,6 +36,7 @@ from doppler_hf.privacy.batching.columns import (
 )
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import task_of, without_adapters
+from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
@@ -163,6 +164,8 @@ def refuse_uncollated(
         rows = [fetch_one(examples, place) for place in places[start : start + number].tolist()]
         if (error := _error_of(collate, rows)) is None:
             continue
+        if isinstance(error, Refusal):  # the collator has explained it
+            raise error
         if all(_error_of(collate, [row]) is not None for row in rows):  # other checks explain a collator that always fails
             return
         raise Refusal(
@@ -174,8 +177,10 @@ def refuse_uncollated(
 
 
 def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:
+    """Return the error of a collator on some rows, or None; neither the rows nor the user's random numbers change."""
     try:
-        collate(copy.deepcopy(rows))  # a collator may change its rows, and a list of rows has no others
+        with filled_generators(0):
+            collate(copy.deepcopy(rows))
     except Exception as error:
         return error
     return None

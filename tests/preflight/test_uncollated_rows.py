@@ -1,5 +1,6 @@
 """Rows that the collator or the model cannot take are found before the first step, wherever they are in the data set."""
 
+import copy
 import math
 
 import datasets
@@ -10,6 +11,7 @@ import transformers as hf
 from torch.utils.data import Subset
 from transformers import BartConfig, BartForSequenceClassification, default_data_collator
 
+from doppler_hf.preflight.values import refuse_uncollated
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.columns import has_nan, lengths_of, row_with_gap
 from tests.support.refusals import refused
@@ -149,5 +151,9 @@ def test_the_look_at_rows_changes_neither_rows_nor_random_numbers(tmp_path):
         return {**pad([row | {"labels": 0} for row in rows]), "labels": torch.tensor(labels)}
 
     rows = rows_with()
+    before, state = copy.deepcopy(rows), torch.get_rng_state()
+    refuse_uncollated(rows, collate=popping)
+    assert rows == before
+    assert torch.equal(torch.get_rng_state(), state)
     trainer = trained(trainer_of(tmp_path, data=rows, max_steps=1, collator=popping))
     assert trainer.privacy.ledger.steps_run == 1
