@@ -124,7 +124,15 @@ def test_an_image_of_another_size_is_refused(tmp_path, shape, kind):
     rows = images(np.zeros(shape, np.float32))
     same = [row for row in rows if row["pixel_values"].shape == (3, 16, 16)]
     options = dict(model=vit(), collator=default_data_collator)
-    said = refused_and_mended(tmp_path, "rows-not-collated", kind(rows), kind(same), **options)
+    # The default collator knows why: rows of a batch have different sizes.
+    assert "different sizes" in refused_and_mended(tmp_path, "not-padded", kind(rows), kind(same), **options)
+
+
+def test_rows_with_which_a_users_collator_fails_are_refused(tmp_path):
+    rows = images(np.zeros((3, 16, 20), np.float32))
+    same = [row for row in rows if row["pixel_values"].shape == (3, 16, 16)]
+    stacked = lambda rows: {name: torch.tensor(np.stack([row[name] for row in rows])) for name in rows[0]}  # noqa: E731
+    said = refused_and_mended(tmp_path, "rows-not-collated", Rows(rows), Rows(same), model=vit(), collator=stacked)
     assert "images with another size or number of channels" in said
 
 
