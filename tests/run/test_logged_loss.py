@@ -438,7 +438,8 @@ def test_the_start_of_a_small_run_says_that_no_value_is_enough(tmp_path, capsys,
 
 def said_at_start(tmp_path, capsys, **options):
     """Return the lines that are printed before the first step, and make none."""
-    trainer = trainer_of(tmp_path, callbacks=[On(step_begin=interrupt)], **options)
+    # Other tests may have set a level at which the start prints more.
+    trainer = trainer_of(tmp_path, callbacks=[On(step_begin=interrupt)], log_level="warning", **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     return capsys.readouterr().out
