@@ -210,8 +210,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _events_passed_to(self, run: PrivateRun) -> Iterator[None]:
         """Pass Transformers' events to the run in the block, after all other callbacks, since these may change things."""
         handler = self.callback_handler
-        check = functools.partial(preflight.check_callbacks, self)
-        callback = self._privacy_callback = PrivacyCallback(run, trainer=self, check_callbacks=check)
+        callback = self._privacy_callback = PrivacyCallback(
+            run, trainer=self, check_begun=functools.partial(preflight.check_begun, self),
+            check_callbacks=functools.partial(preflight.check_callbacks, self),
+        )  # fmt: skip
         handler.add_callback(callback)
         try:
             yield

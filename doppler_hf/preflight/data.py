@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
@@ -78,11 +79,13 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
 
 
 def refuse_stream(train_dataset: Any) -> None:
-    """Refuse a data set without a length."""
-    if train_dataset is not None and not has_length(train_dataset):
+    """Refuse a data set without a length, or whose rows can only be read one after the other."""
+    has_no_numbers = isinstance(train_dataset, IterableDataset)
+    if train_dataset is not None and (has_no_numbers or not has_length(train_dataset)):
+        what = "rows that can only be read in their order" if has_length(train_dataset) else "no length"
         raise Refusal(
             "streamed-data",
-            f"train_dataset ({type(train_dataset).__name__}) has no length, so no random batches can be sampled from it. "
+            f"train_dataset ({type(train_dataset).__name__}) has {what}, so no random batches can be sampled from it. "
             "Load it without streaming=True, or convert it to a table: datasets.Dataset.from_list(list(train_dataset)).",
         )
 

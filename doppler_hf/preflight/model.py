@@ -33,7 +33,7 @@ def refuse_model(run: PrivateRun, trainer: Any) -> None:
     """Refuse a model whose settings show that it cannot be trained privately."""
     model, probe = trainer.model, run.probe
     _refuse_trainable(model)
-    _refuse_hooks_of_gradients(model)
+    refuse_hooks_of_gradients(model)
     _refuse_mixed_adapters(model)
     _refuse_adapters(model)
     _refuse_prefixes_without_a_place(model)
@@ -98,7 +98,8 @@ def _is_of_torchao(tensor: torch.Tensor) -> bool:
     return type(tensor).__module__.partition(".")[0] == "torchao"
 
 
-def _refuse_hooks_of_gradients(model: nn.Module) -> None:
+def refuse_hooks_of_gradients(model: nn.Module) -> None:
+    """Refuse a hook on the gradient of a trained parameter, whether the user or a callback has set it."""
     # Privacy: what a hook makes of a gradient is not clipped, and the noise would move what a hook leaves out.
     hooked = [
         name
@@ -110,7 +111,8 @@ def _refuse_hooks_of_gradients(model: nn.Module) -> None:
             "gradient-hook",
             f"The gradient of {listed(hooked)} has a hook (register_hook or register_post_accumulate_grad_hook). A private "
             "run computes per-sample gradients and adds noise, so the hook has no effect, and the noise would also change "
-            "the weights that the hook masks. Remove the hook. To train only the rows of new tokens, use PEFT: "
+            "the weights that the hook masks. Remove the hook. If Weights & Biases has set it, set the environment variable "
+            "WANDB_WATCH to 'false' or 'parameters'. To train only the rows of new tokens, use PEFT: "
             "TrainableTokensConfig(target_modules=[EMBEDDINGS], token_indices=[...]), or LoraConfig's "
             "trainable_token_indices.",
         )

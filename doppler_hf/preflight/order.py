@@ -67,6 +67,11 @@ def check_before_training(private_trainer: Any) -> None:
     signatures.refuse_callbacks_of_other_signatures(private_trainer)
 
 
+def check_begun(private_trainer: Any) -> None:
+    """Check what callbacks have done when the run began, such as watching gradients, before the ledger is opened."""
+    model.refuse_hooks_of_gradients(private_trainer.model)
+
+
 def check_callbacks(private_trainer: Any) -> None:
     """Check callbacks that were added during the run."""
     signatures.refuse_callbacks_of_other_signatures(private_trainer)
@@ -140,7 +145,9 @@ def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     loop.refuse_another_schedule(private_trainer)
     loop.refuse_another_rate(run, private_trainer)
     loop.refuse_a_rate_that_never_arrives(run, private_trainer)
+    own_step.refuse_other_batches(run, private_trainer)
     own_step.refuse_another_step(run, private_trainer)
+    own_step.refuse_counts_that_fail(run, private_trainer)
     if private_trainer.args.rehearse:
         saved_weights.refuse_unsaved_weights(run, private_trainer)
         loaded_adapters.refuse_adapters_that_load_differently(run, private_trainer)

@@ -37,11 +37,15 @@ class PrivacyCallback(TrainerCallback):
     Args:
         run: The run.
         trainer: The trainer. The callback must be the last one in its list when it is made.
+        check_begun: A function that is called once, after the other callbacks were told that the run begins.
         check_callbacks: A function that is called when the list of callbacks has changed.
     """
 
-    def __init__(self, run: PrivateRun, *, trainer: Any, check_callbacks: Callable[[], None]) -> None:
-        self._run, self._trainer, self._check_callbacks = run, trainer, check_callbacks
+    def __init__(
+        self, run: PrivateRun, *, trainer: Any, check_begun: Callable[[], None], check_callbacks: Callable[[], None]
+    ) -> None:
+        self._run, self._trainer = run, trainer
+        self._check_begun, self._check_callbacks = check_begun, check_callbacks
         self._handler = trainer.callback_handler
         self._checked_callbacks: list[Any] = []
         self._checked_code: dict[str, tuple[Any, ...]] = {}
@@ -56,6 +60,7 @@ class PrivacyCallback(TrainerCallback):
         run, step, model = self._run, state.global_step, kwargs["model"]
         run.terms.refuse_changes(args)
         self.refuse_changed_code()
+        self._check_begun()
         _refuse_another_control(control)
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer

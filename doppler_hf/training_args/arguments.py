@@ -5,9 +5,11 @@ that would break the guarantee or have no effect.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, Literal
 
 from transformers import TrainingArguments
@@ -47,6 +49,11 @@ def shown_with(args: object, terms: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _SHOWN.reset(token)
+
+
+def _is_helper(maker: FrameType) -> bool:
+    """Return whether a trainer that is being made by this frame of `Trainer.__init__` belongs to a run and cannot train."""
+    return _SHOWN.get()[0] is not None and maker.f_locals.get("train_dataset", maker) is None
 
 
 class UnsetValue(float):
@@ -226,9 +233,10 @@ class DopplerTrainingArguments(TrainingArguments):
         """As in `TrainingArguments`; refuses a trainer that would ignore these private arguments.
 
         Only `Trainer.__init__` reads this property, and Transformers lets subclasses override it, so it can tell which
-        trainer gets the arguments.
+        trainer gets the arguments. During a run, callbacks such as those for Weights & Biases and DVCLive may make a helper
+        trainer that only saves the model.
         """
-        if not self.disable_dp and _BEING_USED.get() is not self:
+        if not self.disable_dp and _BEING_USED.get() is not self and not _is_helper(sys._getframe(1)):
             raise Refusal(
                 "stock-trainer",
                 f"{type(self).__name__} was passed to a trainer that trains without privacy, such as Trainer or SFTTrainer. "

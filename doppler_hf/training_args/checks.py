@@ -75,7 +75,7 @@ _BREAKS_PRIVACY: Final = {
     "use_liger_kernel": "its fused layers have no per-sample gradients",
     "train_sampling_strategy": "ε is computed for random allocation (batches are already sorted by length)",
     "label_smoothing_factor": "Trainer's label smoothing averages over the tokens of the whole batch",
-    "neftune_noise_alpha": "it hooks the embeddings of the whole batch",
+    "neftune_noise_alpha": "the size of its noise depends on the length of the longest record in the batch",
     "dataloader_drop_last": "random allocation has no last batch",
     "auto_find_batch_size": "it repeats steps depending on the data",
     "debug": "it prints layer outputs of training records without noise",

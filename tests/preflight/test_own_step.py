@@ -89,3 +89,83 @@ def test_what_a_trial_shows_of_a_run_is_the_run(tmp_path):
     assert counted.statement is run.statement
     with pytest.raises(TypeError):
         counted.add_piece([{}])
+
+
+private_batches = DopplerTrainer.get_batch_samples
+
+
+def copied_from_transformers(self, epoch_iterator, num_batches, device=None):
+    batches = []
+    for _ in range(num_batches):
+        try:
+            batches.append(next(epoch_iterator))
+        except StopIteration:
+            break
+    return batches, None
+
+
+def without_the_last(self, *args):
+    batches, count = private_batches(self, *args)
+    return batches[:-1], count
+
+
+def counting_tokens(self, *args):
+    batches, count = private_batches(self, *args)
+    self.tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    return batches, count
+
+
+def without_empty_batches(self, *args):
+    batches, count = private_batches(self, *args)
+    return [[each for each in batch if each.size > 99] for batch in batches], count
+
+
+OTHER_BATCHES = {
+    copied_from_transformers: "does not call super().get_batch_samples",
+    without_the_last: "returns other batches",
+    counting_tokens: "failed with a TypeError",
+    without_empty_batches: "own-batches",
+}
+
+
+@pytest.mark.parametrize("batches", OTHER_BATCHES)
+@pytest.mark.parametrize("how", ["in a subclass", "on the trainer"])
+def test_batches_that_are_not_those_of_the_run_are_refused(tmp_path, batches, how):
+    methods = {"get_batch_samples": batches} if how == "in a subclass" else {}
+    trainer = trainer_of(tmp_path, cls=type("Mine", (DopplerTrainer,), methods | {"__module__": __name__}), max_steps=1)
+    if how == "on the trainer":
+        trainer.get_batch_samples = types.MethodType(batches, trainer)
+    message = refusal_unspent(trainer, "own-batches")
+    assert OTHER_BATCHES[batches] in message or OTHER_BATCHES[batches] == "own-batches"
+
+
+def test_batches_that_are_looked_at_and_passed_on_train(tmp_path):
+    seen = []
+
+    class Mine(DopplerTrainer):
+        def get_batch_samples(self, *args):
+            batches, count = super().get_batch_samples(*args)
+            seen.append(len(batches))
+            return batches, count
+
+    trainer = trained(trainer_of(tmp_path, cls=Mine, max_steps=2))
+    assert trainer.privacy.ledger.steps_run == 2
+    assert set(seen) == {2} and len(seen) >= 3  # the trial's, and two steps'
+
+
+def test_a_count_of_operations_that_fails_on_a_private_batch_is_refused(tmp_path):
+    class Mine(DopplerTrainer):
+        def floating_point_ops(self, inputs):
+            return 6 * inputs["input_ids"].numel()
+
+    trainer = trainer_of(tmp_path, cls=Mine, max_steps=1)
+    assert "failed with a TypeError" in refusal_unspent(trainer, "own-count-of-operations")
+    del Mine.floating_point_ops
+    assert trained(trainer_of(tmp_path, cls=Mine, max_steps=1)).state.total_flos == 0
+
+
+@pytest.mark.parametrize("count", [lambda inputs: 7, lambda inputs: sum(each.size for each in inputs)])
+def test_a_count_of_operations_that_works_is_not_reported(tmp_path, count):
+    cls = type("Mine", (DopplerTrainer,), {"floating_point_ops": lambda self, i: count(i), "__module__": __name__})
+    trainer = trained(trainer_of(tmp_path, cls=cls, max_steps=2, gradient_accumulation_steps=1))
+    assert trainer.privacy.ledger.steps_run == 2 and trainer.state.total_flos == 0

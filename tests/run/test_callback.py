@@ -92,7 +92,7 @@ def test_only_process_0_writes(tmp_path):
     run = PrivateRun(args, text_data(), num_trained=1)
     run.begin(model, step=0, output_dir=tmp_path)
     trainer = trainer_of(tmp_path / "trainer")
-    callback = PrivacyCallback(run, trainer=trainer, check_callbacks=lambda: None)
+    callback = PrivacyCallback(run, trainer=trainer, check_begun=lambda: None, check_callbacks=lambda: None)
     trainer.add_callback(callback)
     with ClippedGradients(model) as run._engine:
         run.is_released = True

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from doppler_hf import DopplerTrainer
 from tests.support.refusals import refused
@@ -58,6 +58,18 @@ def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
         assert trains(made(tmp_path / "fixed", fixed(given), collator=pad))
     # Transformers would ask for max_steps first.
     told("streamed-data", tmp_path, stream, collator=pad, max_steps=-1)
+
+
+def test_rows_in_their_order_alone_are_told_how_to_become_a_table(tmp_path):
+    class InOrder(IterableDataset):
+        def __len__(self):
+            return 24
+
+        def __iter__(self):
+            return iter(text_data())
+
+    told("streamed-data", tmp_path, InOrder(), match=r"datasets\.Dataset\.from_list\(list\(", collator=pad)
+    assert trains(made(tmp_path / "fixed", Dataset.from_list(list(InOrder())), collator=pad))
 
 
 @pytest.mark.parametrize("rows", [np.ones((24, 5), int), TensorDataset(torch.ones(24, 5))])
