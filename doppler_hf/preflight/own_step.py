@@ -97,8 +97,8 @@ def refuse_counts_that_fail(run: PrivateRun, trainer: Any) -> None:
     except Exception as error:
         raise Refusal(
             "own-count-of-operations",
-            f"{own.place} failed with a {type(error).__name__} in a trial before the run. In a private run it gets a list of "
-            "micro-batches. Remove the method: a private run does not report the count, because it depends on which "
+            f"{own.place} failed with a {type(error).__name__} in a trial before the run. In a private run it gets a list "
+            "of micro-batches. Remove the method: a private run does not report the count, because it depends on which "
             "records were drawn. No ε is spent.",
         ) from error
 

@@ -12,7 +12,8 @@ from scripts.messages import ROOT, Message, messages, messages_in
 # Reasons for which several places have words of their own. Whoever adds a code here has seen that the reason is the same.
 SHARED = {
     "attribute-without-effect", "callback-signature", "callbacks-removed",
-    "launcher-precision", "no-such-model", "old-signature", "own-training-step", "weights-not-saved", "weights-of-losses",
+    "launcher-precision", "no-such-model", "old-signature", "own-batches", "own-training-step", "weights-not-saved",
+    "weights-of-losses",
     "another-optimizer", "breaks-privacy", "delta-too-large", "depends-on-others", "earlier-value", "filter-syntax",
     "forward-without-labels", "fsdp-option", "generator-of-its-own", "gradient-hook",
     "groups-with-poisson", "interrupted-checkpoint",
