@@ -24,7 +24,7 @@ from doppler_hf.run.private_run import PrivateRun
 def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
     """Refuse a user's `training_step` that fails on a private batch, or does not pass it to `super()` exactly once."""
     own = next(definitions(trainer, "training_step"))
-    if not own.is_own:
+    if not own.is_user_code:
         return
     piece = _piece_of(run, trainer, count=2)
     counted = _Counted(run)
@@ -59,7 +59,7 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
 def refuse_other_batches(run: PrivateRun, trainer: Any) -> None:
     """Refuse a user's `get_batch_samples` that fails on private batches, leaves some out, or does not call `super()`."""
     own = next(definitions(trainer, "get_batch_samples"))
-    if not own.is_own:
+    if not own.is_user_code:
         return
     given = [_piece_of(run, trainer, count=2) for _ in range(run.sampler.pieces)]
     counted = _Counted(run)
@@ -90,7 +90,7 @@ def refuse_other_batches(run: PrivateRun, trainer: Any) -> None:
 def refuse_counts_that_fail(run: PrivateRun, trainer: Any) -> None:
     """Refuse a user's `floating_point_ops` that fails on a private batch."""
     own = next(definitions(trainer, "floating_point_ops"))
-    if not own.is_own:
+    if not own.is_user_code:
         return
     try:
         float(trainer.floating_point_ops(_piece_of(run, trainer, count=2)))
