@@ -33,6 +33,7 @@ from rich.text import Text
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
+from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.terms import (
@@ -200,7 +201,12 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     if reason is not None:
         return [f"NOT PRIVATE: {reason}."]
     statement = ledger.statement
-    spent = recompute(functools.partial(get_total_epsilon, ledger.history), delta=statement.target_delta)
+    # A trial's own steps cost less than its search, so there the whole search is compared.
+    of_steps = functools.partial(get_total_epsilon, ledger.history)
+    cost = (
+        of_steps if statement.search is None else functools.partial(epsilon_with, statement.search.selection, ledger.history)
+    )
+    spent = recompute(cost, delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
         return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs ε = {spent:.8g}."]

@@ -20,7 +20,10 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
+from doppler_hf.privacy.accounting.selection import Selection
+from doppler_hf.privacy.ledger.statement import SearchTerms
 from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.run.trained_model import TrainedModel
@@ -44,6 +47,14 @@ class Previous(NamedTuple):
 
 
 NOTHING: Final = Previous()
+
+
+class Trial(NamedTuple):
+    """What a run must know as a trial of a search: the guarantees, and what the ledger of the best trial says."""
+
+    selection: Selection
+    time: str  # of all entries of the ledger
+    interrupted: Trainings  # what earlier searches had spent when they were interrupted
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
@@ -98,6 +109,7 @@ def planned_statement(
     noise_shape: NoiseShape,
     previous: Previous = NOTHING,
     default_max_loss: float = GUESS,
+    trial: Trial | None = None,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
@@ -140,6 +152,7 @@ def planned_statement(
             private=noise_multiplier > 0.0 and sampler.is_secret,
             noise_source=source,
             sampling=args.sampling,
+            search=None if trial is None else SearchTerms.of(trial.selection),
         )
 
     if args.noise_multiplier is not None:
@@ -164,6 +177,13 @@ def planned_statement(
             # With less than a hundredth of the budget, nothing could be learnt, because the noise would be too large.
             if target < 0.01 * args.target_epsilon:
                 raise budget_spent(continued.epsilon(), args, changed=changed)
+    if trial is not None:
+        assert math.isclose(trial.selection.delta, delta), "δ of the trials does not add up to that of the search"
+        # Privacy: every trial satisfies the two guarantees from which the ε of the search follows, whatever its settings.
+        joint = noise_multiplier_of_trial(
+            trial.selection, sample_rate=sampler.sample_rate, steps=steps, strategy=noise_shape.c, sampling=args.sampling
+        )
+        return under(joint / math.sqrt(of_gradient))
     joint = get_noise_multiplier(
         target_epsilon=target,
         target_delta=share_of_delta,

@@ -30,7 +30,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.accounting.accounting import Releases, bound, merged_rounds
+from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon, merged_rounds
 from doppler_hf.privacy.accounting.composition import delta_curve, epsilons_of
 
 MOST_TRIALS: Final = 10_000
@@ -216,6 +216,18 @@ def divide_budget(
     found = selection_at(float(brentq(excess, low, high, xtol=_CLOSE)))
     # What the two halves of the division leave or lack, the first guarantee gets or gives.
     return found._replace(first=Guarantee(target_epsilon - found.growth, found.first.delta))
+
+
+def epsilon_with(selection: Selection, history: Sequence[Releases], *, delta: float) -> float:
+    """Return ε at δ of a search, one of whose trials has these releases, and whose other trials satisfy the selection.
+
+    If the releases exceed one of the two guarantees, the search costs what follows from the larger ones.
+    """
+    # Privacy: trials with other settings may reach the guarantees where this one does not, so the guarantees count.
+    second = selection.second._replace(epsilon=max(selection.second.epsilon, second_epsilon(history, selection)))
+    own = get_total_epsilon(history, delta=delta / selection.trials.mean)
+    found = selection._replace(first=selection.first._replace(epsilon=max(selection.first.epsilon, own)), second=second)
+    return found.epsilon
 
 
 def meets_second(releases: Sequence[Releases], selection: Selection) -> bool:

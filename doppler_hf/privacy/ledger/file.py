@@ -60,11 +60,16 @@ def digest(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
-def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any]) -> Entry:
-    """Return an entry of `event` that follows `entries`; `payload` holds plain JSON values."""
+def now() -> str:
+    """Return the present time as entries have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any], *, time: str | None = None) -> Entry:
+    """Return an entry of `event` that follows `entries`, with the present time; `payload` holds plain JSON values."""
     entry = {
         "index": len(entries),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now() if time is None else time,
         "event": event,
         **payload,
         "previous_hash": entries[-1]["hash"] if entries else ORIGIN,

@@ -328,8 +328,8 @@ def test_the_schema_knows_the_statement():
     Draft202012Validator.check_schema(schema)
     fields = [field.name for field in dataclasses.fields(PrivacyStatement)]
     required = schema["$defs"]["statement"]["required"]
-    # Ledgers before 0.3 are of random allocation, and do not say so.
-    assert [*required, "sampling"] == list(schema["$defs"]["statement"]["properties"]) == fields
+    # Ledgers before 0.3 are of random allocation, and do not say so. Only the ledger of a search says what a search is.
+    assert [*required, "sampling", "search"] == list(schema["$defs"]["statement"]["properties"]) == fields
 
 
 @pytest.mark.parametrize(
