@@ -21,6 +21,7 @@ from doppler_hf.errors import Failure
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
+from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run import search
 from doppler_hf.run.plan import Trial
 from doppler_hf.run.search import NOTE_NAME, SEARCHED, Draw, arguments_of_trial, draw_number_of_trials, drawn_trials
@@ -81,6 +82,9 @@ def test_the_best_trial_is_published_with_the_epsilon_of_the_search_and_verify_r
     said = " ".join(capsys.readouterr().out.split())
     assert "VERIFIED: (3, " in said
     assert "3 expected" in said
+    words = claim_in_words(ledger)
+    assert "This ε is that of a whole search, of which only the best trial was published" in words
+    assert f"The published trial alone would cost ε = {ledger.epsilon_of_trial:.4g}." in words
     # A ledger that states less for its trials does not pass, though its hashes fit.
     path = tmp_path / "out" / "privacy_ledger.json"
     entries = json.loads(path.read_text("utf-8"))["entries"]
@@ -343,6 +347,22 @@ def test_every_argument_that_may_be_searched_reaches_the_run_of_a_trial(tmp_path
     of_trial = arguments_of_trial(args, {name: values[name]})
     assert getattr(of_trial, name) == values[name] or str(getattr(of_trial, name)) == values[name]
     assert getattr(args, name) == before
+
+
+def test_a_trial_trains_with_its_own_settings(tmp_path, monkeypatch):
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 4, "noise_shape": "banded:bands=2",
+        "low_pass_filter": "momentum:beta=0.8", "base_optimizer": "sgd", "learning_rate": 0.01, "seed": 7,
+    }  # fmt: skip
+    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
+    trainer = trainer_of_search(tmp_path)
+    best = trainer.hyperparameter_search(lambda trial: settings, n_trials=3)
+    assert best.hyperparameters == settings
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    statement = ledger.statement
+    assert (statement.expected_batch_size, statement.noise_shape, ledger.steps_run) == (6, "banded:bands=2", 4)
+    assert ledger.epsilon() == pytest.approx(3.0, rel=1e-9)
+    assert trainer.args.seed == 7
 
 
 class Mechanism:
