@@ -20,7 +20,7 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, without_partial_round
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
 from doppler_hf.privacy.accounting.selection import Selection
 from doppler_hf.privacy.ledger.statement import SearchTerms
@@ -69,7 +69,7 @@ def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *,
         )
     if args.max_steps > 0:
         return steps
-    return steps_of_whole_turns(steps, sample_rate=sampler.sample_rate, groups=groups)
+    return without_partial_round(steps, sample_rate=sampler.sample_rate, groups=groups)
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) -> float:

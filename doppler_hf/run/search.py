@@ -203,7 +203,7 @@ def search(
         trainer.args.output_dir = args.output_dir
         trainer.state.best_model_checkpoint = None
         run = trainer.privacy
-        trainer.draw_training(run)
+        trainer.draw_training_curve(run)
         trainer.save_model()
         run.forget_rounds()
     _date_back(folder, to=began)
