@@ -33,10 +33,11 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise: noise per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, "
-    "image classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs "
-    "no longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × "
-    f"steps, the cost in time. See {page('guides/choosing')}."
+    "noise is what the run adds to each coordinate of its average gradient, in units of the clip norm C. Less noise means "
+    "better learning: above 0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, "
+    "larger batches and more epochs no longer help. This table assumes white noise (independent in each step); shaped "
+    "noise, which the plan above may choose, may be lower. records processed is batch size × steps, and says what a run "
+    f"costs in time. See {page('guides/choosing')}."
 )
 # Longer strategies and filters are not printed, so that no row of the table is longer than 80 characters.
 MOST_PRINTED: Final = 6

@@ -144,7 +144,7 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
             "forward-without-labels",
             # The message leaves out the error's words, which may hold the sizes of examples: messages end up in logs.
             f"{name}.forward failed with a {type(error).__name__} when it was called with `labels`, as Transformers calls "
-            "it. Override compute_per_sample_loss, and call the model without labels there.",
+            "it. Override compute_per_sample_loss: call the model without labels there, and compute one loss per record.",
         ) from error
     own = rules.named_outputs(outputs, has_loss=True).get("loss")
     if not isinstance(own, Tensor) or own.ndim > 0 or not own.isfinite():

@@ -97,7 +97,7 @@ def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: b
     if not is_metric_called and own is None and not without_loss:
         notes.append(
             f"compute_metrics is not called, because Transformers found no labels in eval_dataset: {where}. If the loss "
-            "needs no labels, set label_names=[], and compute_metrics is called without them"
+            "needs no labels, set label_names=[]; compute_metrics is then called without labels"
         )
     return notes
 
@@ -172,12 +172,12 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
         )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-        which = f"They return {', '.join(known)}" if known else "They return no metric on the first rows"
+        which = f"It returns {', '.join(known)}" if known else "It returns no metric for the first rows"
         default = " (the default of load_best_model_at_end)" if name == "loss" else ""
         mend = "Set one of these." if known else "Add labels to eval_dataset, or pass compute_metrics."
         raise Refusal(
             "no-such-metric",
-            f"Expected metric_for_best_model to be a metric of the evaluations; got {name!r}{default}. {which}. {mend}",
+            f"metric_for_best_model={name!r}{default} is not a metric that evaluation returns. {which}. {mend}",
         )
     if isinstance(best, float) and math.isnan(best):
         warnings.warn(

@@ -127,9 +127,9 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
     if not is_same(found[0], found[2]):
         raise Refusal(
             "not-repeatable",
-            f"{what} gives different results for the same batch, although the global generators of torch, NumPy and Python "
-            "were in the same state. It uses its own random generator, or keeps something from one batch to the next. Use "
-            "the global generators, which are secret in a private run, and keep nothing between batches.",
+            f"{what} gave two results for the same batch and the same random state. Either it has its own random generator, "
+            "or it remembers earlier batches. Draw from the global generators of torch, NumPy and Python, which the trainer "
+            "seeds secretly, and keep nothing between batches.",
         )
     return found[0]
 

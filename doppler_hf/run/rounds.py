@@ -83,9 +83,8 @@ class Rounds:
         ours = self._args.world_size
         what = (
             f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this run has {ours}. Each process samples "
-            "from its own share of the records, so the round of the earlier run cannot continue with a different number of "
-            "processes. A new round would start, and records that already had their turn could have another turn, which "
-            "costs "
+            "from its own share of the records, and with another number of processes the shares are different. So a record "
+            "that was already in a batch of the current epoch could be in another one, which costs "
         )
         again = f"Resume with {earlier} process{'es' * (earlier > 1)}"
         if target is None:

@@ -232,8 +232,8 @@ class DopplerTrainingArguments(TrainingArguments):
             raise Refusal(
                 "stock-trainer",
                 f"{type(self).__name__} was passed to a trainer that trains without privacy, such as Trainer or SFTTrainer. "
-                "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy, set disable_dp=True "
-                "and leave out target_epsilon and noise_multiplier.",
+                "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy, use the same trainer "
+                "with disable_dp=True, and leave out target_epsilon and noise_multiplier.",
             )
         return super().place_model_on_device
 
