@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compute ε or the noise multiplier, compare the run with others, and print the tables."""
     if args.plot is not None:
-        check_picture(args.plot)  # before the computation, which takes time
+        check_picture(args.plot)  # Check it before the computation, which takes time.
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
@@ -154,7 +154,7 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
     of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
-    # Only this pair of ε and δ is known of a search.
+    # Only this pair of ε and δ is proven for a search.
     best = trade_off([releases]) if selection is None else TradeOff(np.array([epsilon]), np.array([delta]))
     facts = {
         "solved_for": "epsilon" if request.epsilon is None else "noise_multiplier",
@@ -252,7 +252,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         if "noise_over_single_run" in search:
             times = f"{search['noise_over_single_run']:.3g} times that of a single run of equal ε"
             rows["price"] = ("noise of each trial", times)
-    table = Table(title="Plan", show_header=False)  # no row has more than 80 characters
+    table = Table(title="Plan", show_header=False)  # Each row fits into 80 characters.
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (computed)" if name == facts["solved_for"] else ""))
     return table

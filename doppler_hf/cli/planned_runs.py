@@ -23,7 +23,7 @@ from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, d
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
 FIRST_EPOCHS: Final = 3
-EPOCHS_OF_FEW: Final = 20  # with so few examples or less
+EPOCHS_OF_FEW: Final = 20  # This is for data sets of up to `FEW` records.
 FEW: Final = 1000
 FIRST_EPSILON: Final = 8
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)

@@ -18,7 +18,7 @@ from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.private_run import PrivateRun
 
-ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
+ENOUGH_TOKENS: Final = 2**20  # This is more than a micro-batch has.
 # LayerDrop leaves out a layer for all rows, and SpecAugment rounds the number of its masks in the same way for all rows.
 _OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")

@@ -145,7 +145,7 @@ def refuse_known_numbers_in_passes(
 
     def is_same(first: Any, second: Any) -> bool:
         if first is None or second is None or first.shape != second.shape:
-            return True  # which is refused for that
+            return True  # Other checks refuse losses without a value or of changing shape.
         # With the same numbers in the same shapes, a CPU adds them in the same order.
         is_on_cpu = first.device.type == "cpu"
         return torch.allclose(
@@ -162,7 +162,7 @@ def refuse_known_numbers_in_collator(collate: Callable[[list[Any]], Any], rows: 
 
     def is_same(first: Any, second: Any) -> bool:
         if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-            return True  # which is refused for that
+            return True  # Another check refuses a collator that returns no mapping.
         return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
     # A collator may modify its input.

@@ -45,14 +45,14 @@ OWN_LOSS: Final = (
     "Override compute_per_sample_loss to return one loss per record, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
 )
-ANSWER = ("start_positions", "end_positions")  # the labels of question answering
-MASK: Final = "bool_masked_pos"  # marks the patches of an image that the model must reconstruct
+ANSWER = ("start_positions", "end_positions")  # The labels of question answering.
+MASK: Final = "bool_masked_pos"  # This input marks the patches of an image that the model must reconstruct.
 WITHOUT_TOKENS: Final = (
     "multiple_choice",
     "semantic_segmentation",
     "ctc",
     "masked_image",
-)  # tasks without a label for each token
+)  # These tasks have no label for each token.
 
 # Name of a class → its task. Masked comes before causal: XLM's head is in both tables, and its labels are not shifted.
 _TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (

@@ -275,7 +275,7 @@ def software_section(model: nn.Module) -> str:
     """Return the versions of the packages by which the model is loaded; the ledger's are among its terms."""
     names = {"Transformers": transformers.__version__, "PyTorch": torch.__version__}
     if hasattr(model, "peft_config"):
-        # As PEFT writes it, which adds it under this heading where it is missing.
+        # PEFT adds this line under the heading where it is missing, so it is written in PEFT's own form.
         names = {"PEFT": version("peft"), **names}
     return "\n".join(["### Framework versions", "", *(f"- {name} {value}" for name, value in names.items()), ""])
 

@@ -77,8 +77,8 @@ class Rounds:
 
     def _refuse_another_number(self, earlier: int) -> None:
         """Refuse to restart a round for a different number of processes; without a target_epsilon, only warn."""
-        # Sensitivity: turns are drawn within each process's own share of the units. Under another number the shares are
-        # different, so that the secret cannot tell who has had its turn, and a unit may have a further one.
+        # Sensitivity: turns are drawn within each process's own share of the units. With another number of processes the
+        # shares are different. The secret then cannot tell who has had a turn, and a unit may get a further one.
         target = self._args.target_epsilon
         ours = self._args.world_size
         what = (

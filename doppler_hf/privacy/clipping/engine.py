@@ -162,7 +162,8 @@ class BookKeepingEngine:
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
-            # Used by their own layers too, and once more beside them: most often in a penalty on the weights.
+            # These parameters were used by their own layers and also outside of them, most often in a penalty on the
+            # weights.
             twice = [name for name in unexplained if trainable[name] in notes.uses]
             raise Refusal("no-per-sample-gradient", self._unexplained(unexplained, has_penalty=bool(twice)))
 

@@ -53,7 +53,7 @@ from doppler_hf.privacy.randomness import BitStream, bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")
-# So many normals are made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
+# So many normals are made at a time: enough to divide them among torch's threads, with 4 MiB of working memory.
 _PIECE: Final = 1 << 18
 # The number of normals that `floating_point_safe` adds.
 TERMS: Final = 4
@@ -359,7 +359,7 @@ class Normals:
         most = min(_PIECE, count + count % 2)
         self._words = torch.empty(most, dtype=torch.int64, device="cpu")
         self._drawn, self._rounded = torch.empty_like(self._words, dtype=torch.float64), torch.empty(most, dtype=dtype)
-        # One pass less saves a seventh of the time.
+        # Leaving out one pass over memory saves a seventh of the time.
         self._total = torch.empty_like(self._drawn) if floating_point_safe else self._drawn
 
     def draw(self, count: int, *, step: int) -> Float[Tensor, " count"]:
