@@ -150,7 +150,7 @@ def _refuse_gaps(examples: Any, collate: Callable[[list[Any]], Any], name: str) 
 def refuse_uncollated(
     examples: Any, *, collate: Callable[[list[Any]], Any], most_rows: int = 8, name: str = "train_dataset"
 ) -> None:
-    """Refuse a data set of which some rows cannot be collated together, such as images of other sizes; look for a moment.
+    """Refuse a data set if some rows cannot be collated together, such as images of other sizes; look for a moment.
 
     At most `most_rows` rows are collated at once.
     """

@@ -41,7 +41,7 @@ class EvaluatingTrainer(ShardedTrainer):
     can_return_loss: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
-    # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
+    # The names of the evaluation sets for which a warning about training rows was given. `sets_looked_at` has the data sets.
     sets_with_training_rows: frozenset[str] = frozenset()
     # These two are for `metrics_per_user`: the user of each row that is evaluated, and the metrics if others are called in
     # their place.

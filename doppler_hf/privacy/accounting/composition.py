@@ -27,7 +27,7 @@ _MOST_BEYOND: Final = 0.01  # If all rounds together have more mass beyond the g
 
 
 class Rounds(NamedTuple):
-    """A number of equal rounds, in each of which a unit takes part at most once."""
+    """A number of equal rounds. A unit takes part at most once in each of them."""
 
     noise_multiplier: float  # σ > 0
     rate: float  # the probability with which a unit takes part in one turn

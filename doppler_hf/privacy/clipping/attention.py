@@ -17,7 +17,7 @@ Mask = Bool[Tensor, "..."] | Float[Tensor, "..."]
 
 
 def has_rule(module: nn.Module) -> bool:
-    """Return whether a module is torch's attention, of whose parameters one is trained."""
+    """Return whether a module is torch's own attention and has a trained parameter."""
     if not isinstance(module, nn.MultiheadAttention) or "forward" in vars(module):
         return False
     weights = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)

@@ -101,7 +101,7 @@ class Weights:
     def on_product(
         self, left: Float[Tensor, "examples time p"], right: Float[Tensor, "examples time q"]
     ) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
-        """Return the factors of a product, of which the smaller one is multiplied."""
+        """Return both factors of a product, with the smaller one multiplied by the weights."""
         if self.by_kernel is not None:
             return self.by_kernel
         if left.shape[2] <= right.shape[2]:
@@ -169,7 +169,7 @@ class Dense(Use):
 
     @classmethod
     def joined(cls, uses: Sequence["Dense"]) -> "Dense":
-        """Return the sum of several uses, none of which is written into: they may be autograd's own."""
+        """Return the sum of several uses, in new memory: the uses may be autograd's own tensors."""
         return cls(functools.reduce(torch.add, [use.values for use in uses]))
 
     def in_full(self, total: Float[Tensor, "examples n"] | None) -> Float[Tensor, "examples n"]:
@@ -247,7 +247,7 @@ class Lookup(Use):
 
     @property
     def factors(self) -> tuple[Float[Tensor, "examples time dim"]]:
-        """The values, of which each is added to a row."""
+        """The values, each of which is added to a row."""
         return (self.values,)
 
     @classmethod
@@ -486,7 +486,7 @@ class Notes:
         self.note_sum(bias, grad)
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
-        """Note the gradient of each row in full, as of a parameter's copies."""
+        """Note the gradient of each row in full, for example of a parameter's copies."""
         # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
         rows = in_float32(gradient).reshape(gradient.shape[0], -1)
