@@ -244,7 +244,7 @@ class GaussianMechanism:
         self, values: Mapping[str, Float[Tensor, "_"]], *, device: torch.device, dtype: torch.dtype, step: int
     ) -> None:
         """Add the noise of a step to values of one kind, which together are one vector (modified in place)."""
-        count, rows, begin = sum(map(len, values.values())), None, 0
+        count, rows, begin = sum(each.numel() for each in values.values()), None, 0
         if self._num_past:
             if (rows := self._rows.get((device, dtype))) is None:
                 rows = self._rows[device, dtype] = torch.zeros(self._num_past, count, dtype=dtype, device=device)
@@ -256,7 +256,8 @@ class GaussianMechanism:
             count, std=self._white_std, stream=self._stream, dtype=dtype, floating_point_safe=self._floating_point_safe
         )
         for piece in in_pieces(values):
-            end = begin + sum(map(len, piece))
+            sizes = [part.numel() for part in piece]
+            end = begin + sum(sizes)
             noise = normals.draw(end - begin, step=step).to(device)
             if rows is not None:
                 # Privacy: y depends on the generator alone, never on an example. So its rounding to float32 makes it the
@@ -264,7 +265,7 @@ class GaussianMechanism:
                 past = rows[:, begin:end]
                 noise = noise.addmv_(past.t(), c, alpha=-1.0)
                 past[(latest + 1) % self._num_past] = noise  # the oldest row
-            torch._foreach_add_(piece, noise.split([len(part) for part in piece]))
+            torch._foreach_add_(piece, noise.split(sizes))
             begin = end
 
 
@@ -381,11 +382,10 @@ def in_pieces(values: Mapping[str, Float[Tensor, "_"]]) -> Iterator[list[Float[T
     piece: list[Tensor] = []
     room = _PIECE
     for each in values.values():
-        rest = each
-        while len(rest):
-            piece.append(rest[:room])
-            rest = rest[room:]
-            room -= len(piece[-1])
+        begin, size = 0, each.numel()
+        while begin < size:
+            piece.append(each[begin : begin + room])
+            begin, room = begin + room, room - min(room, size - begin)
             if room == 0:
                 yield piece
                 piece, room = [], _PIECE
