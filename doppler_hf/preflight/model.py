@@ -82,9 +82,9 @@ def refuse_torchao(model: nn.Module) -> None:
     if quantized or layers:
         what = "has weights that torchao has quantized" if quantized else "computes in torchao's 8-bit floats"
         why = (
-            "These tensors have no rule for the operations of per-sample gradients, and some of its layers have no gradient"
+            "Per-sample gradients cannot be computed with these tensors, and some layers have no gradient at all"
             if quantized
-            else "Their scale follows from all records of a micro-batch"
+            else "The scale of these floats is computed from all records of a batch, so one record would change others"
         )
         raise Refusal(
             "torchao-weights",

@@ -94,13 +94,14 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module, path, generator in held_generators(*names, in_functions=True):
         # Sensitivity: the numbers of such a generator depend on the order of the rows in the batch.
+        where = f" in its attribute {path.removeprefix('.')}" if path else ""
         raise Refusal(
             "generator-of-its-own",
             f"The layer {names[module]!r} ({type(module).__name__}) has its own random generator, a "
-            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. An attacker may know its random numbers, "
-            "and adding one record would change the random numbers that all other records get. Let the layer use the "
-            "global generators, which the trainer seeds secretly: leave out a seed such as generator_seed, or set the "
-            "attribute to None.",
+            f"{type(generator).__name__}{where}. "
+            "An attacker may know its random numbers, and adding one record would change the random numbers that all other "
+            "records get. Let the layer use the global generators, which the trainer seeds secretly: leave out a seed such "
+            "as generator_seed, or set the attribute that holds the generator to None.",
         )
 
 

@@ -248,9 +248,9 @@ class BookKeepingEngine:
             if self.notes.batch_size is None:
                 raise Refusal(
                     "layer-called-alone",
-                    f"The layer {name!r} was called outside of the model's forward, for example by another method of the "
-                    "model, so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
-                    "forward return what the loss needs.",
+                    f"The layer {name!r} was called before the model itself, for example by another method of the model, "
+                    "so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
+                    "forward return what the loss needs. After that the loss may call further layers.",
                 )
             return watched(*args, **kwargs)
 

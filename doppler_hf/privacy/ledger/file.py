@@ -80,8 +80,8 @@ def check_chain(entries: Sequence[Entry]) -> None:
             if entry[name] != value:
                 raise Refusal(
                     "ledger-changed",
-                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} is {entry[name]!r}, but "
-                    f"{value!r} follows from the rest of the file. Restore the file from an unchanged copy.",
+                    f"Entry {index} of the ledger ({entry['event']!r}) was changed or moved: its {name} is "
+                    f"{entry[name]!r}, but {value!r} follows from the rest of the file. Restore an unchanged copy.",
                 )
 
 

@@ -333,6 +333,6 @@ def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise Refusal(
         "impossible-entry",
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot follow the entries before it: {reason}. Restore the "
-        "file from an unchanged copy.",
+        f"Entry {entry['index']} of the ledger ({entry['event']!r}, {said}) cannot follow the entries before it: "
+        f"{reason}. Restore an unchanged copy.",
     )

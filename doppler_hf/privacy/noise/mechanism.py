@@ -103,7 +103,7 @@ class GaussianMechanism:
         if not 0.0 <= noise_multiplier < float("inf"):
             raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise Refusal("out-of-range", f"The clip norm max_grad_norm must be positive and finite; got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"The clip norm, max_grad_norm, must be positive and finite; got {max_grad_norm}.")
         if expected_batch_size < 1:
             raise Refusal("out-of-range", f"expected_batch_size must be at least 1; got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
