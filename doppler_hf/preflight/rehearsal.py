@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -29,7 +30,8 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
-from doppler_hf.preflight.values import refuse_out_of_range, refuse_uncollated
+from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of_range, refuse_uncollated
+from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.run.own_code import definitions, overrides
@@ -80,12 +82,39 @@ def _check_evaluated_rows(trainer: Any, ignore_keys: list[str] | None) -> None:
         most = args.per_device_eval_batch_size
         odd = refuse_uncollated(each, collate=collate, most_rows=most, name="eval_dataset")
         _refuse_unevaluated(trainer, each, odd, ignore_keys)
+        if args.world_size > 1 and trainer.accelerator.dispatch_batches:
+            refuse_undispatched(each, collate=collate, batch_size=most, processes=args.world_size)
     if given is None:
         raise Refusal(
             "nothing-to-evaluate",
             "The run will evaluate, but eval_dataset is None. Pass an eval_dataset, or set eval_strategy='no'.",
         )
     _try_workers(trainer, given, collate)
+
+
+def refuse_undispatched(examples: Any, *, collate: Any, batch_size: int, processes: int) -> None:
+    """Refuse an evaluation set whose batches accelerate cannot join in one process for the others; look for a moment.
+
+    With dispatch_batches=True it joins as many batches as there are processes, which must be of one shape.
+    """
+    if not has_length(examples):
+        return
+    end = time.monotonic() + MOST_SECONDS_OF_COLLATING
+    for start in range(0, len(examples), batch_size * processes):
+        found = []
+        for first in range(start, min(len(examples), start + batch_size * processes), batch_size):
+            rows = [fetch_one(examples, row) for row in range(first, min(len(examples), first + batch_size))]
+            batch = collate(copy.deepcopy(rows))
+            found.append({name: each.shape[1:] for name, each in batch.items() if isinstance(each, torch.Tensor)})
+        if any(shapes != found[0] for shapes in found):
+            raise Refusal(
+                "batches-not-dispatched",
+                f"With dispatch_batches=True, accelerate joins the evaluation batches of all {processes} processes, which "
+                "fails here, because data_collator makes batches of different lengths. Leave dispatch_batches out of "
+                "accelerator_config, or pad all rows to one length.",
+            )
+        if time.monotonic() > end:
+            return
 
 
 def _refuse_unevaluated(trainer: Any, dataset: Any, rows: list[int], ignore_keys: list[str] | None) -> None:

@@ -13,13 +13,19 @@ from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BertForTokenClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    default_data_collator,
+)
 from transformers.trainer_callback import ExportableState
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight import rehearsal
-from doppler_hf.preflight.rehearsal import few_rows
+from doppler_hf.preflight.rehearsal import few_rows, refuse_undispatched
 from doppler_hf.privacy import LEDGER_NAME
 from scripts.training.metrics import accuracy_from_logits
 from tests.support.adapters import add_adapter
@@ -577,3 +583,25 @@ def roc_auc_score_of(prediction):
     if len({*prediction.label_ids.tolist()}) < 2:
         raise ValueError("Only one class")
     return roc_auc_score(prediction.label_ids, prediction.predictions[:, 1])
+
+
+# --- batches that one process sends to the others ---
+
+
+def test_batches_of_several_lengths_are_not_sent_from_one_process_to_others(tmp_path):
+    """On one process the settings are those of several, of which the real ones are in tests of processes."""
+    by_length = Rows(sorted(text_data(16), key=lambda row: len(row["input_ids"])))
+    with refused("batches-not-dispatched", match="dispatch_batches"):
+        refuse_undispatched(by_length, collate=pad, batch_size=4, processes=2)
+    padded = lambda rows: {name: nn.functional.pad(each, (0, 9 - each.shape[1])) if each.ndim > 1 else each  # noqa: E731
+                           for name, each in pad(rows).items()}  # fmt: skip
+    refuse_undispatched(text_data(16), collate=padded, batch_size=4, processes=2)
+    refuse_undispatched(Rows(list(text_data(16))), collate=padded, batch_size=4, processes=2)
+    refuse_undispatched(text_data(4), collate=pad, batch_size=4, processes=2)
+    images = Rows([dict(pixel_values=torch.zeros(3, 4, 4), labels=0)] * 16)
+    refuse_undispatched(images, collate=default_data_collator, batch_size=4, processes=2)
+    with refused("batches-not-dispatched"):
+        wide = [dict(pixel_values=torch.zeros(3, 4, 4 + row // 4), labels=0) for row in range(16)]
+        refuse_undispatched(Rows(wide), collate=default_data_collator, batch_size=4, processes=2)
+    own = dict(accelerator_config={"dispatch_batches": True}, **EVALUATES)
+    assert trained(trainer_of(tmp_path, **own)).state.global_step == 4  # in a single process there is nothing to send
