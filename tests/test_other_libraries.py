@@ -39,7 +39,7 @@ def test_no_filter_and_shape_follow_from_a_schedule_of_evaluations(tmp_path, sch
     assert learning_rates_of(arguments(tmp_path), steps=6) is not None
 
 
-@pytest.mark.parametrize("name", ["butterworth:order=2,cutoff=0.01", "momentum:beta=0.99", "first-order-v1"])
+@pytest.mark.parametrize("name", ["butterworth:order=2,cutoff=0.01", "momentum:beta=0.99", "first-order-v1", "b=0.5,0.5"])
 def test_a_filter_in_blocks_is_the_filter_of_the_whole_and_an_empty_input_is_empty(name):
     low_pass_filter = LowPassFilter.parse(name)
     b, a = low_pass_filter.b, low_pass_filter.a
