@@ -81,7 +81,8 @@ def _check_evaluated_rows(trainer: Any, ignore_keys: list[str] | None) -> None:
         )
         most = args.per_device_eval_batch_size
         odd = refuse_uncollated(each, collate=collate, most_rows=most, name="eval_dataset")
-        _refuse_unevaluated(trainer, each, odd, ignore_keys)
+        # Several processes, which look for rows for a moment, may find different ones, and an evaluation needs all of them.
+        _refuse_unevaluated(trainer, each, odd if args.world_size == 1 else [], ignore_keys)
         if args.world_size > 1 and trainer.accelerator.dispatch_batches:
             refuse_undispatched(each, collate=collate, batch_size=most, processes=args.world_size)
     if given is None:
