@@ -24,7 +24,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.cli.planned_runs import PlannedRun, PlannedTerms, PlanRequest, alternatives, epochs_of, planned_terms
+from doppler_hf.cli.planned_runs import (
+    PlannedRun,
+    PlannedTerms,
+    PlanRequest,
+    alternatives,
+    epochs_of,
+    of_gradient,
+    planned_terms,
+)
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
@@ -33,8 +41,8 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise is what the run adds to each coordinate of its average gradient, in units of the clip norm C. Less noise means "
-    "better learning: above 0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, "
+    "noise is what the run adds to each coordinate of its average gradient, in units of the clip norm C. It includes the "
+    "0.5 % for the logged training loss, which report_train_loss='none' saves. Less noise means better learning: above 0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, "
     "larger batches and more epochs no longer help. This table assumes white noise (independent in each step); shaped "
     "noise, which the plan above may choose, may be lower. records processed is batch size × steps, and says what a run "
     f"costs in time. See {page('guides/choosing')}."
@@ -42,9 +50,8 @@ READING: Final = (
 # Longer strategies and filters are not printed, so that no row of the table is longer than 80 characters.
 MOST_PRINTED: Final = 6
 LONGEST_FILTER: Final = 48
-# The names of `cli.random_model.TASKS`, and the default of the argument `train_loss_budget`. Both files import torch.
+# The names of `cli.random_model.TASKS`, whose file imports torch.
 TASKS: Final = ("text-classification", "causal-lm", "image-classification")
-TRAIN_LOSS_BUDGET: Final = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +160,7 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
     epsilon = get_total_epsilon([releases], delta=delta) if selection is None else selection.epsilon
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
+    of_sigma = of_gradient(sigma) * planned.max_grad_norm / planned.expected_batch_size
     # Only this pair of ε and δ is proven for a search.
     best = trade_off([releases]) if selection is None else TradeOff(np.array([epsilon]), np.array([delta]))
     facts = {
@@ -212,7 +219,7 @@ def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFil
 
 def _average_noise(terms: PlannedTerms) -> float:
     run = terms.run
-    per_step = run.noise_multiplier * run.max_grad_norm / run.expected_batch_size
+    per_step = of_gradient(run.noise_multiplier) * run.max_grad_norm / run.expected_batch_size
     return per_step * terms.shape.std_of_sum([1.0] * run.steps) / run.steps
 
 
@@ -300,7 +307,7 @@ def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any]) -> dict[st
     rate = learning_rate_of_rule(
         weights,
         # The plan's σ covers the gradient and the logged loss, and the rate follows from the gradient's.
-        noise_multiplier=facts["noise_multiplier"] / math.sqrt(1.0 - TRAIN_LOSS_BUDGET),
+        noise_multiplier=of_gradient(facts["noise_multiplier"]),
         batch_size=facts["batch_size"],
         shape=NoiseShape.parse(facts["noise_shape"]),
         rates=[1.0 - step / facts["steps"] for step in range(facts["steps"])],

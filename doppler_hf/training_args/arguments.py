@@ -112,7 +112,10 @@ class DopplerTrainingArguments(TrainingArguments):
         "with p the probability of the correct class. vanilla: shorten only gradients with a norm above C.",
     )
     clipping_granularity: Granularity = HfArg(
-        default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
+        default="flat",
+        help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L. With automatic "
+        "clipping, gradients below the norm 0.01 are not scaled to the full clip norm. With per_layer this holds for each "
+        "layer, so layers with small gradients learn less than others.",
     )
     augmentation_multiplicity: int = HfArg(
         default=1,

@@ -6,10 +6,12 @@ whole still has norm at most √(L·C²/L) = C. The clip factor of an example fo
     vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
     automatic   clip(g) = C/max(‖g‖, γ)·g                  (after Bu et al. 2023, https://arxiv.org/abs/2206.07136)
 
-With both, the sensitivity of the sum is C. Because γ is tiny, automatic clipping scales every gradient to norm C.
-Well-fitted examples would then count as much as misclassified ones, and a classifier would drift to the majority class. So
-the gradients of a classifier are also multiplied by `shares_of_error`. Before clipping, norms are raised by the largest
-possible rounding error.
+With both, the sensitivity of the sum is C. Because γ is tiny, automatic clipping scales nearly every gradient to norm C.
+With per_layer, the gradient of a layer may well be below γ, and then this layer contributes less than its C/√L.
+
+Under automatic clipping well-fitted examples would count as much as misclassified ones, and a classifier would drift to the
+majority class. So the gradients of a classifier are also multiplied by `shares_of_error`. Before clipping, norms are raised
+by the largest possible rounding error.
 """
 
 import contextlib
