@@ -42,10 +42,11 @@ from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trad
 
 READING: Final = (
     "noise is what the run adds to each coordinate of its average gradient, in units of the clip norm C. It includes the "
-    "0.5 % for the logged training loss, which report_train_loss='none' saves. Less noise means better learning: above 0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, "
-    "larger batches and more epochs no longer help. This table assumes white noise (independent in each step); shaped "
-    "noise, which the plan above may choose, may be lower. records processed is batch size × steps, and says what a run "
-    f"costs in time. See {page('guides/choosing')}."
+    "0.5 % for the logged training loss, which report_train_loss='none' saves. Less noise means better learning: above "
+    "0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more "
+    "epochs no longer help. This table assumes white noise (independent in each step); shaped noise, which the plan above "
+    "may choose, may be lower. records processed is batch size × steps, and says what a run costs in time. See "
+    f"{page('guides/choosing')}."
 )
 # Longer strategies and filters are not printed, so that no row of the table is longer than 80 characters.
 MOST_PRINTED: Final = 6
