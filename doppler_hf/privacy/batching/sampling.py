@@ -144,7 +144,7 @@ class AllocationSampler(Sampler[list[int]]):
         if max_examples_per_unit is not None and units is None:
             raise Refusal(
                 "out-of-range",
-                "The argument max_examples_per_unit also needs the argument units, which gives the user of each record.",
+                "The argument max_examples_per_unit is given without units. Pass units, the user of each record, too.",
             )
         if max_examples_per_unit is not None and max_examples_per_unit < 1:
             raise Refusal(
