@@ -132,7 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 samples,
                 names,
                 model=out,
-                base=args.model_name_or_path,
+                # A path on this computer is not for readers of the card.
+                base=Path(args.model_name_or_path).name
+                if Path(args.model_name_or_path).is_dir()
+                else args.model_name_or_path,
                 sampling=sampling,
                 histogram_epsilon=args.histogram_epsilon,
             )

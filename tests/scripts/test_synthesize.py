@@ -76,6 +76,8 @@ def test_a_folder_with_card_and_ledger(flags, tmp_path, capsys):
     ledger, card = PrivacyLedger.load(folder), (folder / "README.md").read_text()
     assert f"({ledger.epsilon():.4g}, {ledger.statement.target_delta:.3g})-differential privacy for one record" in card
     assert "NOT PRIVATE" not in card
+    assert "The model `gpt2` was" in card
+    assert str(tmp_path) not in card
     assert "| good | 9 |" in card
     capsys.readouterr()
     assert doppler_hf(["verify", str(folder)]) == 0
