@@ -152,7 +152,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         **options: Any,
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
-        with trl_checks.made_privately(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
+        with trl_checks.private_init(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and their log-probabilities under the reference model ----------------------------------------------

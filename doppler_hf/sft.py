@@ -77,7 +77,7 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         **options: Any,
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
-        with trl_checks.made_privately(self, args, DopplerSFTConfig, train_dataset=train_dataset, eval_dataset=evaluated):
+        with trl_checks.private_init(self, args, DopplerSFTConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
         if self.args.chat_template_path is not None and not self.args.disable_dp:
             trl_checks.refuse_new_tokens_of_tied_embeddings(self.model)

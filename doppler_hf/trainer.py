@@ -45,7 +45,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.arguments import shown_with, used_by_a_private_trainer
+from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
 
 class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
@@ -107,7 +107,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._ignore_keys: list[str] | None = None
         self.evaluations_of_training_data: list[dict[str, float]] = []
         preflight.check_before_trainer(args, model=model, train_dataset=train_dataset)
-        with used_by_a_private_trainer(args):
+        with allow_private_arguments(args):
             if others:
                 super().__init__(model, args, data_collator, train_dataset, *others, **options)
             else:
@@ -186,7 +186,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.enter_context(self.saved_if_interrupted())
             output = super()._inner_training_loop(batch_size, **kwargs)
         if self.is_world_process_zero():
-            self.draw_training(run)
+            self.draw_training_curve(run)
         return output
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) ->
 
 
 @contextlib.contextmanager
-def made_privately(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
+def private_init(trainer: Any, args: Any, config: type, *, train_dataset: Any, eval_dataset: Any = None) -> Iterator[None]:
     """Wrap the construction of a TRL trainer: refuse what cannot be private, and show no row of the data."""
     if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
         raise Refusal("no-kto", NO_KTO)

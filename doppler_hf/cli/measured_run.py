@@ -122,7 +122,7 @@ class _Steps(TrainerCallback):
         self.seconds.append(now - self._last)
         self._last = now
 
-    def of_whole_batch(self, values: Sequence[float]) -> float:
+    def for_whole_batch(self, values: Sequence[float]) -> float:
         """Return the value of a whole batch from the values of the steps: as measured, or on the line of two sizes."""
         sizes = [0, *self.sizes]  # The first step has other rows.
         less, more = (statistics.median(values[first:last]) for first, last in (_SMALL, _LARGE))
@@ -181,14 +181,14 @@ def measured_run(trainer: DopplerTrainer) -> MeasuredRun:
     if not shape.is_white:
         extra = seconds_of_noise(setting, number=number, device=parameters[0].device)
     return MeasuredRun(
-        seconds={"passes, noise and optimizer": steps.of_whole_batch(steps.seconds), "shaped noise": extra},
+        seconds={"passes, noise and optimizer": steps.for_whole_batch(steps.seconds), "shaped noise": extra},
         bytes={
             "weights": sum(each.nbytes for each in (*trainer.model.parameters(), *trainer.model.buffers())),
             "optimizer": sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
             "earlier noise": _FLOAT * number * (shape.bands - 1),
             **steps.bytes,
         },
-        passes=round(steps.of_whole_batch(steps.passes)),
+        passes=round(steps.for_whole_batch(steps.passes)),
         measured_rows=steps.sizes[-1],
         start_seconds=steps.start_seconds,
         epsilon=PrivacyLedger.open(planned, run_id="estimate").planned_epsilon,

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
 from doppler_hf.filters.noise_shape import WHITE
-from doppler_hf.privacy.accounting.accounting import Releases, Sampling, default_delta, steps_of_whole_turns
+from doppler_hf.privacy.accounting.accounting import Releases, Sampling, default_delta, without_partial_round
 from doppler_hf.privacy.accounting.calibration import (
     get_noise_multiplier,
     noise_multiplier_if_any,
@@ -278,7 +278,7 @@ def planned_terms(
         return white
     steps = run.steps
     if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
-        steps = steps_of_whole_turns(steps, sample_rate=run.sample_rate, groups=shape.bands)
+        steps = without_partial_round(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
     selection = request.selection(strategy=shape.c)
     sigma = (

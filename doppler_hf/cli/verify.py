@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             said = f"The model in {args.path} is {args.base} with this adapter merged into it, except for rounding."
             console.print(said, markup=False, soft_wrap=True)
     notes = filter(None, (earlier_rule_in_words(ledger), early_stop_in_words(ledger), earlier_in_words(ledger)))
-    for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_trainings(ledger, path.parent)):
+    for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_runs(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
     rows = terms_rows(ledger, meaning)
@@ -249,7 +249,7 @@ def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
     return [line]
 
 
-def other_trainings(ledger: PrivacyLedger, folder: Path) -> list[str]:
+def other_runs(ledger: PrivacyLedger, folder: Path) -> list[str]:
     """Return a line for every ledger in `folder` of a different training run, and what these mean for the total ε."""
     lines = []
     for path, other in ledgers_in(folder).items():

@@ -69,7 +69,7 @@ class ClosedLoop:
         self._omega = np.exp(log_omega)
         self._measure = self._omega * (log_omega[1] - log_omega[0]) / math.pi
         self._measure[-1] /= 2
-        self._passed = functools.cache(self._passed_by)  # Each filter is tried with several noise shapes.
+        self._passed = functools.cache(self._power_behind_loop)  # Each filter is tried with several noise shapes.
 
     @classmethod
     def of_run(cls, steps: int, learning_rates: Sequence[float] | None = None) -> "ClosedLoop":
@@ -130,7 +130,7 @@ class ClosedLoop:
                 best, least = shape, loss
         return best
 
-    def _passed_by(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
+    def _power_behind_loop(self, low_pass_filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"] | None:
         """Return the power of white noise behind the loop, by frequency; None if the loop is unstable."""
         # The loop is stable if (1 - z⁻¹) A + x z⁻¹ B has its roots inside the unit circle.
         order = max(len(low_pass_filter.b), len(low_pass_filter.a))

@@ -28,7 +28,7 @@ from doppler_hf.preflight.autograd_check.batch_dependence import Batches
 from doppler_hf.preflight.autograd_check.comparison import compare
 from doppler_hf.preflight.autograd_check.coupling import coupling_refusal, place_of_coupling
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
-from doppler_hf.preflight.autograd_check.row_randomness import draws_beside_torch, unusual_size
+from doppler_hf.preflight.autograd_check.row_randomness import unusual_size, uses_other_generators
 from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
@@ -138,8 +138,8 @@ class _Comparison:
     def _names_reached(self) -> set[str]:
         # TF32 is cuDNN's default and would round more than the tolerance.
         with away_from_zero(self.model), highest_conv_precision(), highest_matmul_precision():
-            with without_dropout(self.model), nothing_written(self.model, again=self._is_random):
-                self._take_as_many_as_are_affordable()
+            with without_dropout(self.model), refuse_state_changes(self.model, again=self._is_random):
+                self._limit_number_to_cost()
                 found = self._place_of_coupling()
             with self.clipped.unwatched():
                 few = self.probe.collated(self.probe.short[: 2 if self._is_cheap else 1])
@@ -165,7 +165,7 @@ class _Comparison:
         with self.clipped.unwatched():
             return reached_by(self.whole, self.model, self.losses_of, names={*self.clipped.parameters})
 
-    def _take_as_many_as_are_affordable(self) -> None:
+    def _limit_number_to_cost(self) -> None:
         """Take as many examples as a micro-batch has, if the model computes them in a fraction of a second."""
         affordable = 0.0
         if self._is_cheap:
@@ -287,11 +287,11 @@ class _Comparison:
             least=least,
         )
         calls = [functools.partial(self.losses_of, dict(inputs)) for inputs in (whole, few)]
-        return batches._replace(chance="of places") if draws_beside_torch(calls) or not fixed.is_fixed() else fixed
+        return batches._replace(chance="of places") if uses_other_generators(calls) or not fixed.is_fixed() else fixed
 
 
 @contextlib.contextmanager
-def nothing_written(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
+def refuse_state_changes(model: nn.Module, *, again: Callable[[], object]) -> Iterator[None]:
     """Refuse a forward pass that keeps statistics in buffers or parameters, or replaces layers; `again` runs another one."""
     layers, buffers = dict(model.named_modules()), _copies(model)
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
@@ -348,7 +348,7 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
         if not never:
             break
     if never:
-        tops = sorted({_top_of(model, name, never) for name in never})
+        tops = sorted({_outermost_unreached(model, name, never) for name in never})
         lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
         raise Refusal(
             "unreached-parameters",
@@ -357,7 +357,7 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
         )
 
 
-def _top_of(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
+def _outermost_unreached(model: nn.Module, name: str, never: Set[str]) -> tuple[str, str]:
     """Return the outermost module around a parameter in which no trained parameter is reached, or the parameter itself."""
     trained = [other for other, parameter in model.named_parameters() if parameter.requires_grad]
     parts = name.split(".")

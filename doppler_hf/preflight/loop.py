@@ -60,10 +60,10 @@ def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
         run.notes += [note] if note else []
 
 
-def refuse_a_rate_that_never_arrives(run: PrivateRun, trainer: Any) -> None:
+def refuse_vanishing_learning_rate(run: PrivateRun, trainer: Any) -> None:
     """Refuse a warmup that is longer than the run, and a schedule that never reaches a tenth of the learning rate."""
     steps = run.statement.steps_planned
-    shares = _shares_of_the_rate(trainer, steps, first=run.previous.step)
+    shares = _rate_factors(trainer, steps, first=run.previous.step)
     if not shares or is_any_rate_allowed(trainer.args):
         return
     largest, warmup = max(shares), trainer.args.get_warmup_steps(steps)
@@ -78,7 +78,7 @@ def refuse_a_rate_that_never_arrives(run: PrivateRun, trainer: Any) -> None:
         )
 
 
-def _shares_of_the_rate(trainer: Any, steps: int, *, first: int) -> list[float]:
+def _rate_factors(trainer: Any, steps: int, *, first: int) -> list[float]:
     """Return learning rates of the run as multiples of the set rate, or an empty list if they are not known beforehand."""
     scheduler = trainer.lr_scheduler
     if (lambdas := getattr(scheduler, "lr_lambdas", None)) is not None:
@@ -87,7 +87,7 @@ def _shares_of_the_rate(trainer: Any, steps: int, *, first: int) -> list[float]:
     if not isinstance(scheduler, LRScheduler) or not _is_simple(scheduler) or not first < steps <= first + _MOST_TRIED:
         return []
     # Schedules of other kinds compute each rate from the one before, so a copy is moved on step by step.
-    tried, groups = _on_its_own(scheduler)
+    tried, groups = _detached_schedule(scheduler)
     shares = []
     with warnings.catch_warnings(action="ignore"):  # torch misses the optimizer's steps
         for step in range(first, steps):
@@ -133,7 +133,7 @@ class _Groups:
         """Do nothing."""
 
 
-def _on_its_own(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
+def _detached_schedule(scheduler: LRScheduler) -> tuple[LRScheduler, list[dict[str, Any]]]:
     """Return a copy of a schedule that moves nothing of the run, and the groups of parameters whose rates it sets."""
     optimizer = scheduler.optimizer
     groups = _Groups(optimizer)

@@ -139,7 +139,7 @@ def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     loop.refuse_other_parameters(run, private_trainer)
     loop.refuse_another_schedule(private_trainer)
     loop.refuse_another_rate(run, private_trainer)
-    loop.refuse_a_rate_that_never_arrives(run, private_trainer)
+    loop.refuse_vanishing_learning_rate(run, private_trainer)
     own_step.refuse_another_step(run, private_trainer)
     if private_trainer.args.rehearse:
         saved_weights.refuse_unsaved_weights(run, private_trainer)

@@ -23,7 +23,7 @@ from doppler_hf.run.private_run import PrivateRun
 def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
     """Refuse a user's `training_step` that fails on a private batch, or does not pass it to `super()` exactly once."""
     own = next(definitions(trainer, "training_step"))
-    if not own.is_own:
+    if not own.is_user_code:
         return
     rows = run.probe.short[:2]
     piece = Piece([MicroBatch(run.probe.collated(rows), len(rows))], step=trainer.state.global_step)

@@ -138,7 +138,7 @@ def _keys(dataset: Any) -> Iterator[np.ndarray]:
             keys = np.zeros(len(table), np.uint64)
             for name in sorted(table.column_names):
                 of_column = weights.setdefault(f"{name} as a column", _odd(random, 1))
-                keys = _mixed(keys + of_column * _of_column(table.column(name), weights, random))
+                keys = _mixed(keys + of_column * _column_keys(table.column(name), weights, random))
             yield keys
     elif type(dataset) in (list, tuple):
         for start in range(0, len(dataset), _ROWS_AT_ONCE):
@@ -166,7 +166,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(32))
 
 
-def _of_column(column: Any, weights: dict[str, np.ndarray], random: np.random.Generator) -> np.ndarray:
+def _column_keys(column: Any, weights: dict[str, np.ndarray], random: np.random.Generator) -> np.ndarray:
     """Return for each row a key that differs for different values; for lists of integers it is a random weighted sum."""
     from pyarrow import compute, types
 
@@ -235,16 +235,16 @@ def _reader_of_keys(train: Any, evaluated: Any) -> Callable[[Any], _KeysOf] | No
             return None
         random, weights = np.random.default_rng(0), dict[str, np.ndarray]()
 
-        def of_table(dataset: Any) -> _KeysOf:
+        def table_keys(dataset: Any) -> _KeysOf:
             stored = dataset.with_format("arrow").select_columns(names)
 
             def keys(rows: range) -> list[Any]:
                 table = stored[rows.start : rows.stop]
-                return [*zip(*(_of_column(table.column(name), weights, random) for name in names), strict=True)]
+                return [*zip(*(_column_keys(table.column(name), weights, random) for name in names), strict=True)]
 
             return keys
 
-        return of_table
+        return table_keys
     try:
         fields = [{*_fields(_without_format(each)[0])} for each in (train, evaluated)]
     except Exception:  # another check reports a row that cannot be read

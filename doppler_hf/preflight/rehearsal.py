@@ -342,7 +342,7 @@ def _metrics_of_whole_sets(trainer: Any, watched: Watched, count: int) -> tuple[
     if len(watched.seen) != len(sets):  # the user's own evaluation calls `compute_metrics` differently
         return None, None
     for (name, dataset), few in zip(sets.items(), watched.seen, strict=True):
-        rows = rows_of_few(len(dataset), count) if has_length(dataset) else []
+        rows = spread_row_numbers(len(dataset), count) if has_length(dataset) else []
         try:
             with warnings.catch_warnings(action="ignore"):
                 metrics = metrics_on_all_labels(watched.function, few, dataset, rows=rows, names=names)
@@ -403,11 +403,11 @@ def few_rows(dataset: Any, count: int) -> Any:
         return {name: few_rows(each, count) for name, each in dataset.items()}
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         return dataset.take(count) if hasattr(dataset, "take") else [*islice(dataset, count)]
-    rows = rows_of_few(len(dataset), count)
+    rows = spread_row_numbers(len(dataset), count)
     return dataset.select(rows) if hasattr(dataset, "select") else Subset(dataset, rows)
 
 
-def rows_of_few(size: int, count: int) -> list[int]:
+def spread_row_numbers(size: int, count: int) -> list[int]:
     """Return `count` row numbers, spread from the first to the last of `size` rows."""
     looked = min(size, count)
     return [(size - 1) * i // max(1, looked - 1) for i in range(looked)]

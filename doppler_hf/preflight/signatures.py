@@ -43,13 +43,13 @@ def refuse_other_signatures(trainer: Any) -> None:
     """Refuse overrides that Transformers cannot call, and overrides that call `super()` with wrong arguments."""
     own: dict[str, list[Definition]] = {}
     for name in _names_of_methods(trainer):
-        found = [each for each in definitions(trainer, name) if each.is_own and callable(getattr(trainer, name))]
+        found = [each for each in definitions(trainer, name) if each.is_user_code and callable(getattr(trainer, name))]
         if found:
             own[name] = found
     called = {name: each[0] for name, each in own.items() if next(definitions(trainer, name)) == each[0]}
     others = {name: each for name, each in called.items() if not _takes_all(getattr(trainer, name), _stock(name))}
     if others:
-        calls = {_OURS: {Call(2)}, **_calls_of_a_training(trainer)}
+        calls = {_OURS: {Call(2)}, **_calls_in_a_run(trainer)}
         for name, definition in others.items():
             for call in sorted(calls.get(name, ())):
                 _refuse_unless_it_takes(getattr(trainer, name), call, definition=definition)
@@ -364,7 +364,7 @@ def _source(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _calls_of_a_training(trainer: Any) -> dict[str, set[Call]]:
+def _calls_in_a_run(trainer: Any) -> dict[str, set[Call]]:
     """Return for each method how a run of this trainer calls it, from the sources of the libraries' classes."""
     order = [cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] in LIBRARIES]
     never_called = {*(() if _saves(trainer) else ("_save_checkpoint", "save_model"))}

@@ -164,7 +164,7 @@ def _own_definition(trainer: Any, name: str, *, behind_ours: bool = False) -> De
     """Return the user's first definition of a method, or the first one that a class of ours hides."""
     is_behind = not behind_ours
     for each in definitions(trainer, name):
-        if is_behind and each.is_own:
+        if is_behind and each.is_user_code:
             return each
         is_behind |= isinstance(each.owner, type) and each.owner.__module__.startswith(f"{LIBRARIES[0]}.")
     return None

@@ -78,7 +78,7 @@ def summed_token_losses(
             "labels-not-indices",
             f"Labels of tokens must be indices of classes; got {labels.dtype}. Convert them to torch.long.",
         )
-    return _of_each(logits, labels).sum(dim=1)
+    return _per_token(logits, labels).sum(dim=1)
 
 
 def next_labels(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch length"]:
@@ -87,7 +87,9 @@ def next_labels(labels: Int[Tensor, "batch length"]) -> Int[Tensor, "batch lengt
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def _of_each(logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+def _per_token(
+    logits: Float[Tensor, "batch time classes"], labels: Int[Tensor, "batch time"]
+) -> Float[Tensor, "batch time"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return cross_entropies(logits.flatten(0, 1), labels.flatten().long(), ignored=IGNORED_LABEL).view(labels.shape)
 
@@ -130,7 +132,7 @@ def head_in_chunks(
         def losses_of(part: Float[Tensor, "batch time hidden"], own: Int[Tensor, "batch time"]) -> Tensor:
             outputs["last_hidden_state"] = part
             with _forward_of(body, lambda *args, **kwargs: outputs):
-                return _of_each(type(base_model).forward(base_model, input_ids=own).logits, own)
+                return _per_token(type(base_model).forward(base_model, input_ids=own).logits, own)
 
         # The losses are computed here, and not after the model's forward, which may be inside autocast.
         if is_trained:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Spent, Trainings, all_trainings, is_continued_by
+from doppler_hf.privacy.accounting.accounting import Spent, Trainings, is_continued_by, merged_runs
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
 from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, has_trained_adapter, merged_in, sketched
@@ -83,12 +83,12 @@ class Lineage:
     def __init__(self, model: nn.Module, *, output_dir: str | Path, continued: PrivacyLedger | None = None) -> None:
         named = dict(model.named_parameters())
         self._begun = {name: _marks(parameter, both_halves=True) for name, parameter in named.items()}
-        marks = frozenset().union(*(found.all for name, found in self._begun.items() if _is_telling(named[name])))
+        marks = frozenset().union(*(found.all for name, found in self._begun.items() if _is_distinctive(named[name])))
         found = on_process_0(lambda: _by_value(model, marks, Path(output_dir)))
         found += [
             trainings for name, parameter in named.items() for trainings in _by_object(parameter, self._begun[name].exact)
         ]
-        self._at_start = all_trainings(found)
+        self._at_start = merged_runs(found)
         self._adapters = AdaptersAtStart(model)
         own = [] if continued is None else continued.names_of_plans
         self.earlier: Trainings = {
@@ -109,7 +109,7 @@ class Lineage:
         for name, parameter in model.named_parameters():
             if not together and isinstance(parameter, DTensor):
                 continue
-            if parameter.requires_grad and _is_telling(parameter):
+            if parameter.requires_grad and _is_distinctive(parameter):
                 found |= _marks(parameter, both_halves=True).all - self._begun.get(name, Marks("", frozenset())).all
         return frozenset(found)
 
@@ -201,7 +201,7 @@ def _hash(values: Tensor, shape: torch.Size) -> str:
     return hashlib.sha256(said + content.tobytes()).hexdigest()[:MARK_LENGTH]
 
 
-def _is_telling(value: Tensor) -> bool:
+def _is_distinctive(value: Tensor) -> bool:
     """Return whether a tensor has so many values that no other tensor has the same values by chance."""
     return value.numel() >= _FEWEST_VALUES
 
@@ -253,7 +253,7 @@ def _holds_any(folder: Path, marks: Iterable[str]) -> bool:
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 values = (file.get_tensor(name) for name in file.keys())  # noqa: SIM118 - a safetensors file is no dict
-                if any(_is_telling(value) and not sought.isdisjoint(_marks(value).all) for value in values):
+                if any(_is_distinctive(value) and not sought.isdisjoint(_marks(value).all) for value in values):
                     return True
     except (OSError, SafetensorError):
         return True

@@ -192,7 +192,7 @@ class _Difference(NamedTuple):
         found = np.concatenate([self.found[place] for place in places])
         columns = [np.concatenate([self.change[place] for place in places])]
         for other in others:
-            parts = [_of_length(other.change.get(place), len(self.found[place])) for place in places]
+            parts = [_padded_to_length(other.change.get(place), len(self.found[place])) for place in places]
             if any(part.any() for part in parts):
                 columns.append(np.concatenate(parts))
         matrix = np.stack(columns, axis=1)
@@ -215,7 +215,7 @@ class _Difference(NamedTuple):
         return float(sum(np.square(part).sum() for part in self.change.values()))
 
 
-def _of_length(part: np.ndarray | None, length: int) -> np.ndarray:
+def _padded_to_length(part: np.ndarray | None, length: int) -> np.ndarray:
     whole = np.zeros(length)
     if part is not None:
         shared = min(length, len(part))
@@ -290,7 +290,7 @@ def _contained(
         pairs = {place: weight for place, weight in zip(places, merge, strict=True) if place is not None}
         if 2 * len(pairs) > len(merge):
             before = {place: np.asarray(weight.before) for place, weight in pairs.items()}
-            found = {place: _of_length(sketches[place], len(value)) - value for place, value in before.items()}
+            found = {place: _padded_to_length(sketches[place], len(value)) - value for place, value in before.items()}
             change = {place: np.asarray(weight.after) - before[place] for place, weight in pairs.items()}
             left.append(_Difference(owner, found, change))
     taken: list[_Difference] = []

@@ -25,7 +25,7 @@ class Definition(NamedTuple):
         return f"{self.owner.__name__ if isinstance(self.owner, type) else 'trainer'}.{self.name}"
 
     @property
-    def is_own(self) -> bool:
+    def is_user_code(self) -> bool:
         """Whether the user has written it, in a class or as a replacement for a library's method."""
         if isinstance(self.owner, type) and _root(self.owner.__module__) not in LIBRARIES:
             return True
@@ -72,7 +72,7 @@ def overrides(trainer: Any, method: str) -> bool:
         >>> overrides(Mine, "log"), overrides(Mine, "train")
         (True, False)
     """
-    return next(definitions(trainer, method)).is_own
+    return next(definitions(trainer, method)).is_user_code
 
 
 def _root(module: str | None) -> str:

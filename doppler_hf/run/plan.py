@@ -20,7 +20,7 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, steps_of_whole_turns
+from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, without_partial_round
 from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.run.trained_model import TrainedModel
@@ -58,7 +58,7 @@ def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *,
         )
     if args.max_steps > 0:
         return steps
-    return steps_of_whole_turns(steps, sample_rate=sampler.sample_rate, groups=groups)
+    return without_partial_round(steps, sample_rate=sampler.sample_rate, groups=groups)
 
 
 def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) -> float:

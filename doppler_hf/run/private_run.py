@@ -57,7 +57,7 @@ from doppler_hf.run.sharding import Sharding
 from doppler_hf.run.trained_model import TrainedModel
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import own_fields
+from doppler_hf.training_args.checks import added_fields
 
 
 def callbacks_removed() -> Refusal:
@@ -88,7 +88,7 @@ class FixedTerms:
     """
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
-        names = (*(field.name for field in own_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
+        names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
         self._args, self._values = args, {name: copy.copy(getattr(args, name)) for name in names}
         self._warned: set[str] = set()
 
@@ -565,7 +565,7 @@ class PrivateRun:
         if self.ledger is None or self.trained_model is None:
             return False
         if self.is_running:
-            return self.trained_model.has_changed_only_in_training(model)
+            return self.trained_model.only_trained_parts_changed(model)
         return is_known(model, self.ledger.models)
 
     def leave(self, model: nn.Module, *, speaks: bool, writes: bool, together: bool = True) -> bool:

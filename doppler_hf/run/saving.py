@@ -26,7 +26,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed
 from doppler_hf.run.sharded_states import whole_state, with_whole_states
 from doppler_hf.run.sharding import ShardedTrainer
-from doppler_hf.run.training_curve import draw_training
+from doppler_hf.run.training_curve import draw_training_curve
 
 
 def to_safetensors_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +113,11 @@ class SavingTrainer(ShardedTrainer):
         """Return the lock of a folder, always the same object, so that a run does not refuse its own saving."""
         return self._locks.setdefault(Path(folder).resolve(), WriterLock(folder))
 
-    def draw_training(self, run: PrivateRun) -> None:
+    def draw_training_curve(self, run: PrivateRun) -> None:
         """Draw the training that has ended into the output folder, where matplotlib is installed."""
         if run.ledger is not None:
             guarantee = guarantee_in_words(run.ledger, epsilon=run.ledger.epsilon())
-            run.has_picture = draw_training(run.ledger, self, guarantee=guarantee)
+            run.has_picture = draw_training_curve(run.ledger, self, guarantee=guarantee)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # This is Transformers' only method that all processes call before process 0 saves.

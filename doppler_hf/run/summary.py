@@ -13,7 +13,7 @@ from transformers.integrations import TensorBoardCallback
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import in_units_of_c
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
-from doppler_hf.privacy.accounting.accounting import steps_of_whole_turns
+from doppler_hf.privacy.accounting.accounting import without_partial_round
 from doppler_hf.privacy.ledger.terms import (
     earlier_in_words,
     early_stop_in_words,
@@ -72,7 +72,7 @@ def print_start(
     batch, sigma = statement.expected_batch_size, statement.effective_noise_multiplier
     noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
     watched = [*low_signal_note(noise, num_trained=trained), *notes]
-    whole = steps_of_whole_turns(steps, sample_rate=statement.sample_rate, groups=statement.groups)
+    whole = without_partial_round(steps, sample_rate=statement.sample_rate, groups=statement.groups)
     if args.max_steps > 0 and whole < steps:
         watched.append(
             f"max_steps={whole} would need less noise, because only some {who}s take part in the last {steps - whole} steps"

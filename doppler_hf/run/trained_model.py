@@ -37,7 +37,7 @@ class TrainedModel:
         is_changed = (is_trained or is_same) and not is_known(model, ledger.models)
         self._untrained = None if is_changed else untrained_digest(model)
 
-    def has_changed_only_in_training(self, model: nn.Module) -> bool:
+    def only_trained_parts_changed(self, model: nn.Module) -> bool:
         """Return whether everything that the run does not train is unchanged since its start."""
         # Privacy: the mechanism changes what is trained. If anything else changed, such as a buffer that a callback has
         # filled with class means, no noise covers it.

@@ -25,7 +25,7 @@ PICTURE_NAME: Final = "training_curve.png"
 _MOST_LINES: Final = 5
 
 
-def draw_training(ledger: PrivacyLedger, trainer: Any, *, guarantee: str) -> bool:
+def draw_training_curve(ledger: PrivacyLedger, trainer: Any, *, guarantee: str) -> bool:
     """Draw a training into its output folder, and return whether there is a picture now.
 
     Args:

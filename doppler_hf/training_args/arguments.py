@@ -30,7 +30,7 @@ _SHOWN: Final = ContextVar[tuple[object, Mapping[str, Any]]]("_SHOWN", default=(
 
 
 @contextlib.contextmanager
-def used_by_a_private_trainer(args: object) -> Iterator[None]:
+def allow_private_arguments(args: object) -> Iterator[None]:
     """Allow a trainer to be made with private arguments inside the block; outside of it, they refuse to be used."""
     token = _BEING_USED.set(args)
     try:
@@ -258,7 +258,7 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         self._fill_in()
-        with checks.kept_without_effect(self):
+        with checks.undo_settings_without_effect(self):
             super().__post_init__()
         # The `check` of a subclass cannot be called here, because the subclass's own __post_init__ has not finished.
         DopplerTrainingArguments.check(self)

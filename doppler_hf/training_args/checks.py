@@ -113,7 +113,7 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
-def own_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
+def added_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
     """Return the fields of `base` that `TrainingArguments` does not have."""
     theirs = {field.name for field in fields(TrainingArguments)}
     return [field for field in fields(base) if field.name not in theirs]
@@ -128,7 +128,7 @@ def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> No
     """Refuse a value that is not among an argument's choices, or has the wrong type, such as a number in quotes."""
     hints = get_type_hints(base)
     numbers = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
-    for field in own_fields(base) + [field for field in fields(base) if field.name in numbers]:
+    for field in added_fields(base) + [field for field in fields(base) if field.name in numbers]:
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
@@ -180,7 +180,7 @@ def refuse_bases_in_front(cls: type, *, ours: type, stock: type, why: str) -> No
 
 def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse arguments that have no effect with `disable_dp`: all that `TrainingArguments` does not have."""
-    for field in own_fields(base):
+    for field in added_fields(base):
         value = getattr(args, field.name)
         # plot_training_curve=False is accepted, because without privacy no curve is drawn anyway.
         if field.name not in ("disable_dp", "plot_training_curve") and value != field.default:
@@ -231,7 +231,7 @@ def refuse_no_learning_rate(args: TrainingArguments) -> None:
 
 
 @contextlib.contextmanager
-def kept_without_effect(args: TrainingArguments) -> Iterator[None]:
+def undo_settings_without_effect(args: TrainingArguments) -> Iterator[None]:
     """Take back what another library's class of arguments sets by itself in the block, and no private run has.
 
     sentence-transformers' arguments set `ddp_broadcast_buffers`, and in several processes `dataloader_drop_last`. A value

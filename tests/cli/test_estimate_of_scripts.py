@@ -153,10 +153,10 @@ def test_batches_that_take_too_long_are_extrapolated(tmp_path):
     large = [steps._size(3), steps._size(4), steps._size(5)]
     assert (small, large) == ([4, 4], [20, 20, 20]), "five seconds are five times as long"
     # 0.5 s a step and 0.1 s a record: the line through both sizes, for 100 records.
-    assert steps.of_whole_batch([9.0, 0.9, 0.9, 2.5, 2.5, 2.5]) == pytest.approx(10.5)
+    assert steps.for_whole_batch([9.0, 0.9, 0.9, 2.5, 2.5, 2.5]) == pytest.approx(10.5)
     steps.seconds[2] = 0.01
     steps.sizes[2:] = [steps._size(3), steps._size(4), steps._size(5)]
-    assert steps.of_whole_batch([9.0, 0.9, 0.9, 2.5, 2.5, 2.5]) == 2.5, "whole batches are as measured"
+    assert steps.for_whole_batch([9.0, 0.9, 0.9, 2.5, 2.5, 2.5]) == 2.5, "whole batches are as measured"
 
 
 def test_a_time_is_shown_in_its_unit():

@@ -30,7 +30,7 @@ from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.attack import percent
-from doppler_hf.training_args.checks import own_fields
+from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from scripts.synthesize import SynthesisArguments
 from scripts.training.arguments import parse_args
@@ -268,7 +268,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
     facades = doppler_hf, filters, optim, privacy, audit
     public = {f"{module.__name__}.{name}" for module in facades for name in module.__all__} - {"doppler_hf.__version__"}
     assert {name for name in public if f'id="{name}"' not in reference} == set()
-    assert all(field.name in reference for field in own_fields(DopplerTrainingArguments))
+    assert all(field.name in reference for field in added_fields(DopplerTrainingArguments))
 
 
 def test_notation_names_what_there_is():

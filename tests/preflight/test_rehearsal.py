@@ -426,7 +426,7 @@ def test_what_a_worker_can_get_is_not_refused(tmp_path):
 def with_a_rare_class(size=200):
     """One row of class 2, which is none of the 2 or 64 rows that are evaluated."""
     rows = [row | {"labels": 2 if place == 1 else place % 2} for place, row in enumerate(text_data(size, seed=1))]
-    assert not {1}.intersection(rehearsal.rows_of_few(size, 64))
+    assert not {1}.intersection(rehearsal.spread_row_numbers(size, 64))
     return Dataset.from_list(rows)
 
 

@@ -199,12 +199,12 @@ def test_the_table_of_events_is_what_transformers_passes():
 
 
 def test_the_calls_of_a_training_are_read_from_the_source_of_transformers(tmp_path):
-    calls = signatures._calls_of_a_training(trainer_of(tmp_path, **ALL))
+    calls = signatures._calls_in_a_run(trainer_of(tmp_path, **ALL))
     assert signatures.Call(3) in calls["training_step"]
     assert signatures.Call(2) in calls["log"]
     assert signatures.Call(1, ("_internal_call",)) in calls["save_model"]
     assert calls["create_optimizer"] == {signatures.Call(0)}  # its other call is of FSDP's first version
-    without = signatures._calls_of_a_training(trainer_of(tmp_path, max_steps=1))
+    without = signatures._calls_in_a_run(trainer_of(tmp_path, max_steps=1))
     assert "save_model" not in without
     assert "predict" not in calls
     assert inspect.isfunction(Trainer.log)

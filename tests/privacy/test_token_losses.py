@@ -66,9 +66,11 @@ def losses_of(model, index=slice(None)):
 @pytest.fixture
 def heads(monkeypatch):
     """The shapes of logits, of which there are at most seven places of an example at a time."""
-    shapes, of_each = [], module._of_each
+    shapes, of_each = [], module._per_token
     monkeypatch.setattr(module, "CHUNK", BATCH * VOCABULARY * 7)
-    monkeypatch.setattr(module, "_of_each", lambda logits, labels: shapes.append(logits.shape[1]) or of_each(logits, labels))
+    monkeypatch.setattr(
+        module, "_per_token", lambda logits, labels: shapes.append(logits.shape[1]) or of_each(logits, labels)
+    )
     return shapes
 
 

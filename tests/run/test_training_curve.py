@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from doppler_hf.run import training_curve
-from doppler_hf.run.training_curve import PICTURE_NAME, draw_training
+from doppler_hf.run.training_curve import PICTURE_NAME, draw_training_curve
 from tests.support.ledgers import all_events
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import trained, trainer_of
@@ -48,7 +48,7 @@ PRIVATE = dict(train_loss="private", per_sample_max_loss=2.0, loss_noise_multipl
 def test_only_a_private_training_loss_is_drawn(tmp_path, figures, train_loss):
     history = logs(eval_accuracy=0.5, eval_majority_class_accuracy=0.4, eval_runtime=9.0, epsilon=3.0)
     ledger = all_events(**(PRIVATE if train_loss == "private" else dict(train_loss=train_loss)))
-    assert draw_training(ledger, trainer_with(tmp_path, history), guarantee="ε = 3, δ = 1e-05 for one record")
+    assert draw_training_curve(ledger, trainer_with(tmp_path, history), guarantee="ε = 3, δ = 1e-05 for one record")
     (figure,) = figures
     lines = lines_of(figure)
     assert lines["evaluation: loss"] == [log["eval_loss"] for log in history]
@@ -68,7 +68,7 @@ def test_only_a_private_training_loss_is_drawn(tmp_path, figures, train_loss):
 def test_a_run_without_privacy_says_so_and_its_loss_is_not_drawn(tmp_path, figures):
     ledger = all_events(private=False, **PRIVATE)
     why = f"ε = ∞ (NOT PRIVATE: {ledger.why_not_private})"
-    assert draw_training(ledger, trainer_with(tmp_path, logs()), guarantee=why)
+    assert draw_training_curve(ledger, trainer_with(tmp_path, logs()), guarantee=why)
     (figure,) = figures
     assert "NOT PRIVATE" in figure.get_suptitle()
     assert max(map(len, figure.get_suptitle().split("\n"))) < 60
@@ -81,14 +81,14 @@ def test_a_run_without_privacy_says_so_and_its_loss_is_not_drawn(tmp_path, figur
     ids=["no logs", "one point", "switched off"],
 )
 def test_nothing_is_drawn_where_there_is_no_curve_or_none_is_wanted(tmp_path, capsys, history, options):
-    assert not draw_training(all_events(**PRIVATE), trainer_with(tmp_path, history, **options), guarantee="ε")
+    assert not draw_training_curve(all_events(**PRIVATE), trainer_with(tmp_path, history, **options), guarantee="ε")
     assert not [*tmp_path.iterdir()]
     assert capsys.readouterr().out == ""
 
 
 def test_nothing_is_drawn_or_said_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training_curve, "find_spec", lambda module: None)
-    assert not draw_training(all_events(**PRIVATE), trainer_with(tmp_path, logs()), guarantee="ε")
+    assert not draw_training_curve(all_events(**PRIVATE), trainer_with(tmp_path, logs()), guarantee="ε")
     assert not [*tmp_path.iterdir()]
     assert capsys.readouterr().out == ""
 
@@ -96,7 +96,7 @@ def test_nothing_is_drawn_or_said_without_matplotlib(tmp_path, capsys, monkeypat
 def test_an_evaluation_of_the_training_set_is_not_drawn(tmp_path, figures):
     trainer = trainer_with(tmp_path, logs())
     trainer.eval_dataset = {"mine": trainer.train_dataset, "other": [3]}
-    assert draw_training(all_events(**PRIVATE), trainer, guarantee="ε")
+    assert draw_training_curve(all_events(**PRIVATE), trainer, guarantee="ε")
     assert lines_of(figures[0]).keys() == {"training, private: with noise, covered by ε"}
     assert "Training loss, private" in figures[0].get_suptitle()
 

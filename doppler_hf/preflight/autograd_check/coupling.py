@@ -71,17 +71,17 @@ def _differentiated(model: nn.Module, inputs: Inputs, *, number: int) -> Iterato
     """Make a batch's numbers and frozen embeddings differentiable in the block; yield the batch and its leaf tensors."""
     places: list[Tensor] = []
 
-    def of_leaf(value: Tensor) -> Tensor:
+    def leaf_copy(value: Tensor) -> Tensor:
         places.append(value.detach().requires_grad_())
         return places[-1] * 1  # a layer may write into this product, but not into a leaf
 
     def embedded(_module: nn.Module, _args: Any, output: Any) -> Any:
         # An example with several choices or answers has several rows.
         is_frozen = is_floating(output) and not output.requires_grad and len(output) % number == 0
-        return of_leaf(output) if is_frozen and torch.is_grad_enabled() else None
+        return leaf_copy(output) if is_frozen and torch.is_grad_enabled() else None
 
     with contextlib.ExitStack() as hooks:
         with contextlib.suppress(AttributeError, NotImplementedError):  # image models have no input embeddings
             hooks.enter_context(without_adapters(model).get_input_embeddings().register_forward_hook(embedded))
-        rows = {name: of_leaf(value) for name, value in inputs.items() if is_floating(value) and has_rows(value, number)}
+        rows = {name: leaf_copy(value) for name, value in inputs.items() if is_floating(value) and has_rows(value, number)}
         yield {**inputs, **rows}, places

@@ -29,7 +29,7 @@ def moved_weights(model: nn.Module) -> Iterator[None]:
     generator = torch.Generator().manual_seed(1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.is_floating_point()]
     chosen = ((parameter, part_here(parameter).detach()) for parameter in trained)
-    moved = [(each, part) for each, part in chosen if each.numel() <= _LARGE or _is_next_to_zero(part, _amount(each))]
+    moved = [(each, part) for each, part in chosen if each.numel() <= _LARGE or _is_almost_zero(part, _amount(each))]
     # Copy all parameters before moving any, since two parameters may share their storage.
     before = [part.clone() for _, part in moved]
     try:
@@ -46,7 +46,7 @@ def _amount(parameter: Tensor) -> float:
     return _OF_VECTORS if parameter.ndim < 2 else float(max(1, *parameter.shape[1:]) ** -0.5)
 
 
-def _is_next_to_zero(part: Tensor, amount: float) -> bool:
+def _is_almost_zero(part: Tensor, amount: float) -> bool:
     """Return whether the middle of a parameter has zeros, or the noise that replaces them; the first row may be padding."""
     some = part.flatten()[part.numel() // 2 :][:64]
     return bool(some.abs().mean() < 0.1 * amount) if len(some) else True

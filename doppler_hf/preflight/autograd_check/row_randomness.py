@@ -41,7 +41,7 @@ def row_randomness(examples: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def draws_beside_torch(calls: Sequence[Any]) -> bool:
+def uses_other_generators(calls: Sequence[Any]) -> bool:
     """Return whether calls, such as with batches of different sizes, draw different amounts from NumPy or Python."""
     states = []
     for call in calls:

@@ -72,7 +72,7 @@ def turns_of_round(sample_rate: float, groups: int = 1) -> int:
     return max(1, math.floor((1.0 + 2.0**-50) / (groups * sample_rate)))
 
 
-def steps_of_whole_turns(steps: int, *, sample_rate: float, groups: int) -> int:
+def without_partial_round(steps: int, *, sample_rate: float, groups: int) -> int:
     """Return the number of steps without the last ones, if these are too few for one turn of each group in a new round.
 
     Only some groups would take part in these last steps. Without them, σ falls by more than the noise of the average rises.
@@ -217,7 +217,7 @@ def is_continued_by(plan: str, other: str) -> bool:
     return ledger == of_other and runs == further[: len(runs)]
 
 
-def all_trainings(found: Iterable[Trainings]) -> dict[str, Spent]:
+def merged_runs(found: Iterable[Trainings]) -> dict[str, Spent]:
     """Return each plan once, with the largest known spending, since the spending of a plan only grows."""
     known: dict[str, Spent] = {}
     for trainings in found:
@@ -244,10 +244,10 @@ def by_ledger(trainings: Trainings) -> dict[str, Spent]:
     ledgers: dict[str, dict[str, Spent]] = {}
     for name, spent in trainings.items():
         ledgers.setdefault(ledger_and_runs(name)[0], {})[name] = spent
-    return {ledger: sum_of_trainings(plans) for ledger, plans in ledgers.items()}
+    return {ledger: total_of_runs(plans) for ledger, plans in ledgers.items()}
 
 
-def sum_of_trainings(trainings: Trainings) -> Spent:
+def total_of_runs(trainings: Trainings) -> Spent:
     """Return what training runs have spent together if all used the same data: ε and δ add up."""
     return Spent(sum(each.epsilon for each in trainings.values()), sum(each.delta for each in trainings.values()))
 

@@ -56,7 +56,7 @@ def trade_off(history: Iterable[Releases]) -> TradeOff:
     history = tuple(releases for releases in history if releases.steps)
     if any(each.noise_multiplier == 0.0 for each in merged_rounds(history)):
         return TradeOff(np.zeros(1), np.ones(1))
-    return _of_noisy(history) if history else TradeOff(np.zeros(1), np.zeros(1))
+    return _noisy_trade_off(history) if history else TradeOff(np.zeros(1), np.zeros(1))
 
 
 def trade_off_of_plans(plans: Sequence[Plan], *, epsilon: float, delta: float) -> TradeOff:
@@ -70,7 +70,7 @@ def trade_off_at(epsilon: float, *, delta: float) -> TradeOff:
 
 
 @functools.lru_cache(maxsize=8)
-def _of_noisy(history: tuple[Releases, ...]) -> TradeOff:
+def _noisy_trade_off(history: tuple[Releases, ...]) -> TradeOff:
     epsilons, deltas = delta_curve(merged_rounds(history))
     if any(len(releases.strategy) > 1 for releases in history):
         runs = [([*releases.rounds()], releases.strategy) for releases in history]

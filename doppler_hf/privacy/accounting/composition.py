@@ -107,7 +107,7 @@ def _composed(rounds: Sequence[Rounds], *, lost: float, coarsening: int) -> list
     spacing = coarsening * max(math.sqrt(variance / total) / 25.0, max(far for _, far in scales) / _LARGEST_GRID)
     composed = [identity(spacing)] * 2
     for each in rounds:
-        *distributions, beyond = _of_round(each._replace(number=1), spacing, lost_of_each)
+        *distributions, beyond = _one_round(each._replace(number=1), spacing, lost_of_each)
         if beyond * each.number > _MOST_BEYOND:
             return None
         composed = [
@@ -127,7 +127,7 @@ def _scales(of: Rounds, lost: float) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=8)  # The same round is composed for many different numbers of rounds.
-def _of_round(of: Rounds, spacing: float, lost: float) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
+def _one_round(of: Rounds, spacing: float, lost: float) -> tuple[PrivacyLossDistribution, PrivacyLossDistribution, float]:
     """Return the distributions of one round, for removal and for addition, and the mass beyond their grid.
 
     The group of a unit is a coin that does not depend on data. An attacker who knows the group sees the ratio of that group,

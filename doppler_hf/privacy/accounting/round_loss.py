@@ -84,12 +84,12 @@ def round_ratio(noise_multiplier: float, rate: float, turns: int, *, spacing: fl
     # Often, most terms are smaller than the spacing of a grid that reaches up to the largest term. Then the terms are capped
     # for the part without the unit.
     at_zero = _ROUNDING * max(1.0, turns / 1000.0)
-    lower = _on_log_grid(_of_capped(term, shift, turns, share), at_zero, 0.0, spacing=spacing, lost=lost)
+    lower = _on_log_grid(_capped_ratio(term, shift, turns, share), at_zero, 0.0, spacing=spacing, lost=lost)
     first, ((without, _), (_, with_unit)) = _padded(lower, ratio)
     return Ratio(first, without, with_unit, lower.at_zero, ratio.at_infinity)
 
 
-def _of_capped(term: _Masses, shift: float, count: int, share: float) -> _Masses:
+def _capped_ratio(term: _Masses, shift: float, count: int, share: float) -> _Masses:
     """Return R without the unit on a fine grid, with large terms lowered to a cap, which raises δ of addition."""
     cap = math.exp(-float(ndtri(_CAPPED / count)) * shift - shift**2 / 2)
     step = count * cap / (_LARGEST_SUM - 2)

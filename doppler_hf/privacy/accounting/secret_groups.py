@@ -81,7 +81,7 @@ class Run:
 
     def sample(self, count: int, order: int, power: int, random: np.random.Generator) -> tuple[Array, Array]:
         """Return ln R and ln of the mean of R_g^p for `count` samples, both of shape (count,)."""
-        own, group = self._of_own_groups(count, order, random)
+        own, group = self._sample_own_turns(count, order, random)
         found = np.empty((2, count))
         rows = max(1, _AT_ONCE // self.steps)
         for start in range(0, count, rows):
@@ -91,7 +91,7 @@ class Run:
             found[1, part] = logsumexp(power * logs, axis=1) - math.log(self.groups)
         return found[0], found[1]
 
-    def _of_own_groups(self, count: int, order: int, random: np.random.Generator) -> tuple[Array, NDArray[np.int64]]:
+    def _sample_own_turns(self, count: int, order: int, random: np.random.Generator) -> tuple[Array, NDArray[np.int64]]:
         """Return x at the turns of one group, shape (samples, turns), and the group, drawn in proportion to E R_g^p."""
         own = np.empty((count, sum(each.turns * each.number for each in self._rounds)))
         group, is_longer = np.empty(count, dtype=np.int64), np.ones(count, dtype=np.bool_)

@@ -69,7 +69,7 @@ class Cut:
         padded: The grid of padded lengths, if rows of a pass must have one. None pads to the longest row of a pass.
         texts: The texts of each row (choices, or two answers), which are padded alike. A row's length is that of all.
         least: The length to which the collator pads even the shortest row.
-        own_multiple: The multiple to which the collator pads by itself.
+        padding_multiple: The multiple to which the collator pads by itself.
         may_exceed: Whether a pass may have a quarter more rows where that saves one.
     """
 
@@ -80,7 +80,7 @@ class Cut:
     padded: PaddedLengths | None = None
     texts: int = 1
     least: int = 0
-    own_multiple: int = 1
+    padding_multiple: int = 1
     may_exceed: bool = False
 
     def order(self, lengths: Lengths, counts: Lengths | None, others: Int[np.ndarray, "rows columns"] | None) -> np.ndarray:
@@ -158,7 +158,7 @@ class Cut:
 
     def _as_collated(self, lengths: Lengths) -> Lengths:
         """Return the lengths to which the collator pads rows at least."""
-        multiple = self.texts * self.own_multiple
+        multiple = self.texts * self.padding_multiple
         return np.maximum(-(-lengths // multiple) * multiple, self.least)
 
     def most_rows(self, lengths: Lengths | None) -> int | None:
@@ -257,7 +257,7 @@ def padding_to(collator: Collator, multiple: int) -> Collator | None:
         inner = padding_to(collator.keywords["collator"], multiple)
         keywords = {**collator.keywords, "collator": inner}
         return None if inner is None else functools.partial(collator.func, *collator.args, **keywords)
-    if (own := own_multiple(collator)) is None:
+    if (own := padding_multiple(collator)) is None:
         return None
     padding: Any = copy.copy(collator)
     try:
@@ -267,7 +267,7 @@ def padding_to(collator: Collator, multiple: int) -> Collator | None:
     return padding
 
 
-def own_multiple(collator: Any) -> int | None:
+def padding_multiple(collator: Any) -> int | None:
     """Return the multiple to which a collator pads by itself, 1 if it is not set, or None if it has no such setting."""
     while isinstance(collator, functools.partial) and "collator" in collator.keywords:
         collator = collator.keywords["collator"]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, columns_of_numbers, other_lengths_of
-from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, extremes_in, neighbours_in, own_multiple, padding_to
+from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, extremes_in, neighbours_in, padding_multiple, padding_to
 from doppler_hf.privacy.batching.sampling import AllocationSampler, Piece, example_weight
 from doppler_hf.privacy.randomness import filled_generators
 
@@ -30,7 +30,7 @@ def fetch(examples: Any, indices: Sequence[int], *, numbers: Set[str] | None = N
     """Return some examples, none of which depends on the others; `numbers` are the `columns_of_numbers` of their table."""
     if is_read_together(examples, numbers):
         rows = examples.__getitems__(list(indices))
-        return [{name: _of_its_own(value) for name, value in row.items()} for row in rows]
+        return [{name: _copied_value(value) for name, value in row.items()} for row in rows]
     return [fetch_one(examples, index) for index in indices]
 
 
@@ -48,7 +48,7 @@ def is_read_together(examples: Any, numbers: Set[str] | None) -> bool:
     return form["type"] in ("numpy", "torch") and not form["format_kwargs"] and numbers >= {*columns}
 
 
-def _of_its_own(value: Any) -> Any:
+def _copied_value(value: Any) -> Any:
     # Sensitivity: rows that are read together share memory. A collator that writes into one row must not change another.
     if isinstance(value, Tensor):
         return value.clone()
@@ -147,7 +147,9 @@ class PrivateLoader(DataLoader[Any]):
             (row,), (batch,) = self._collated([int(np.argmin(sampler.lengths))])
             texts, ids = len(choices_of(row[LENGTH_COLUMN])), batch.get(LENGTH_COLUMN)
             least = texts * ids.shape[-1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
-            sampler.cut = replace(sampler.cut, texts=texts, least=least, own_multiple=own_multiple(self.collator) or 1)
+            sampler.cut = replace(
+                sampler.cut, texts=texts, least=least, padding_multiple=padding_multiple(self.collator) or 1
+            )
 
     def pad_each_row_alone(self, grid: PaddedLengths) -> bool:
         """Pad every row to a length of its own in the passes to come, and return whether the collator lets that happen.

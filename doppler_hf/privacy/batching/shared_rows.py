@@ -58,7 +58,7 @@ def shared_rows(first: Any, second: Any) -> SharedRows | None:
     is_in_first = np.zeros(sum(ends.values()), dtype=bool)
     is_in_first[numbers] = True
     shared = int(is_in_first[others].sum())
-    return SharedRows(shared, len(others), _is_by_slices(first) and _is_by_slices(second)) if shared else None
+    return SharedRows(shared, len(others), _is_read_in_slices(first) and _is_read_in_slices(second)) if shared else None
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
@@ -121,10 +121,10 @@ def _is_table(part: Any) -> bool:
     return hasattr(part, "_fingerprint") and hasattr(part, "_data")
 
 
-def _is_by_slices(dataset: Any) -> bool:
+def _is_read_in_slices(dataset: Any) -> bool:
     """Return whether the rows of a data set were chosen by ranges of their numbers alone."""
     if isinstance(dataset, Subset):
-        return isinstance(dataset.indices, range) and _is_by_slices(dataset.dataset)
+        return isinstance(dataset.indices, range) and _is_read_in_slices(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        return all(map(_is_by_slices, dataset.datasets))
+        return all(map(_is_read_in_slices, dataset.datasets))
     return isinstance(dataset, TensorDataset) or (_is_table(dataset) and dataset._indices is None)

@@ -451,7 +451,7 @@ class Notes:
         if self.is_formed(left.shape[1], left.shape[2], right.shape[2]):
             self.note_rows(parameter, formed(left, right))
             return
-        left, right = self._of_examples(left), self._of_examples(right)
+        left, right = self._rows_as_sequences(left), self._rows_as_sequences(right)
         if self.in_kernels:
             left, right = left.contiguous(), right.contiguous()
             if left.dtype != right.dtype:
@@ -460,7 +460,7 @@ class Notes:
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""
-        self.note(parameter, Lookup(self._of_examples(ids), self._of_examples(values), len(parameter)))
+        self.note(parameter, Lookup(self._rows_as_sequences(ids), self._rows_as_sequences(values), len(parameter)))
 
     def note_sum(self, parameter: Tensor | None, terms: Float[Tensor, "rows time ..."]) -> None:
         """Note a use whose gradient is the sum over time of `terms`, if the parameter is trained."""
@@ -495,7 +495,7 @@ class Notes:
         # later.
         self.note(parameter, Dense(values, row_norms(values).square() if values.numel() >= self.small else None))
 
-    def _of_examples(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "examples _ *rest"]:
+    def _rows_as_sequences(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "examples _ *rest"]:
         """Return the rows of an example as one sequence, whose sum over time is the sum over all of them."""
         return factor if factor.shape[0] == self.num_examples else factor.unflatten(0, (self.num_examples, -1)).flatten(1, 2)
 

@@ -35,7 +35,7 @@ from doppler_hf.privacy.accounting.accounting import (
     get_epsilon_of_plans,
     get_total_epsilon,
     is_continued_by,
-    sum_of_trainings,
+    total_of_runs,
 )
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
@@ -239,7 +239,7 @@ class PrivacyLedger:
     @property
     def earlier(self) -> Spent | None:
         """What all these earlier runs had spent together if they used the same data; None if none is known."""
-        return sum_of_trainings(self._earlier_plans) if self._earlier_plans else None
+        return total_of_runs(self._earlier_plans) if self._earlier_plans else None
 
     @property
     def trainings(self) -> Trainings:
@@ -289,7 +289,7 @@ class PrivacyLedger:
     @property
     def spent(self) -> Spent:
         """What this run and the earlier runs have spent together if they used the same data."""
-        return sum_of_trainings(self.trainings)
+        return total_of_runs(self.trainings)
 
     @property
     def plans(self) -> Sequence[Plan]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.accounting.accounting import Account, Plan, Releases, Spent, Trainings, all_trainings, name_of_plan
+from doppler_hf.privacy.accounting.accounting import Account, Plan, Releases, Spent, Trainings, merged_runs, name_of_plan
 from doppler_hf.privacy.ledger.file import Entry, next_entry
 from doppler_hf.privacy.ledger.statement import PrivacyStatement
 
@@ -131,7 +131,7 @@ class LedgerRecord:
 
     def account(self, steps_run: int) -> Account:
         """Return what all plans release: as planned, and with the last plan up to `steps_run` steps of all runs."""
-        return _account(self.plans, steps_run, to_its_end=_to_its_end)
+        return _account(self.plans, steps_run, to_its_end=_all_allowed_steps)
 
     @property
     def names_of_plans(self) -> list[str]:
@@ -143,7 +143,7 @@ class LedgerRecord:
         last = steps_run - self.plans[-1][-1].steps_before
         made = {
             name_of_plan(self.runs[0].name, [run.name for run in plan]): _rounds(
-                plan, last if plan is self.plans[-1] else _to_its_end(plan[-1], plan[-1].steps_made)
+                plan, last if plan is self.plans[-1] else _all_allowed_steps(plan[-1], plan[-1].steps_made)
             )
             for plan in self.plans
             if plan is self.plans[-1] or plan[-1].steps_counted > plan[0].steps_before
@@ -186,7 +186,7 @@ class LedgerRecord:
 
     def _begin(self, entry: Entry) -> None:
         statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
-        self.earlier = all_trainings([self.earlier, _earlier(entry)])
+        self.earlier = merged_runs([self.earlier, _earlier(entry)])
         if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
             _refuse(entry, f"its sample_rate {statement.sample_rate} is not expected_batch_size / num_units")
         if not self.runs:
@@ -276,7 +276,7 @@ class LedgerRecord:
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:
-                account = _account(self._plans_before, steps_run, to_its_end=_to_its_end_before)
+                account = _account(self._plans_before, steps_run, to_its_end=_all_planned_steps)
         else:  # Format 9 stated the ε of the steps so far.
             history = self.history(steps_run)
             stated, account = entry["epsilon"], Account([history], [history], target=None)
@@ -307,11 +307,11 @@ def _account(plans: Sequence[Sequence[Run]], steps_run: int, *, to_its_end: Call
     return Account(planned, counted, target=plan[-1].statement.target_epsilon)
 
 
-def _to_its_end(run: Run, steps_made: int) -> int:
+def _all_allowed_steps(run: Run, steps_made: int) -> int:
     return max(steps_made, run.steps_allowed)
 
 
-def _to_its_end_before(run: Run, steps_made: int) -> int:
+def _all_planned_steps(run: Run, steps_made: int) -> int:
     return max(steps_made, run.statement.steps_planned - (run.from_step or 0))
 
 

@@ -15,8 +15,8 @@ from doppler_hf.privacy.accounting.accounting import (
     get_epsilon_of_plans,
     get_total_epsilon,
     joint_noise_multiplier,
-    steps_of_whole_turns,
     turns_of_round,
+    without_partial_round,
 )
 from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.composition import Rounds
@@ -64,7 +64,7 @@ def test_turns_of_a_round_are_those_of_whole_numbers(batch, units, groups):
     [(50, 8, 48), (50, 4, 48), (56, 8, 56), (103, 8, 96), (7, 8, 7), (48, 8, 48), (53, 1, 53)],
 )
 def test_steps_in_which_only_some_groups_have_a_turn_are_left_out(steps, groups, left):
-    assert steps_of_whole_turns(steps, sample_rate=0.02, groups=groups) == left
+    assert without_partial_round(steps, sample_rate=0.02, groups=groups) == left
 
 
 def test_poisson_sampling_has_no_groups():
