@@ -92,7 +92,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        preflight.check_class(type(self), ours=DopplerTrainer)  # a base may have an __init_subclass__ of its own
+        preflight.check_class(type(self), ours=DopplerTrainer)  # A base class may have an __init_subclass__ of its own.
         if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
             raise Refusal("no-kto", NO_KTO)
         if not isinstance(args, DopplerTrainingArguments):
@@ -113,7 +113,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             if others:
                 super().__init__(model, args, data_collator, train_dataset, *others, **options)
             else:
-                # By name: the next class may be another library's trainer, whose arguments have another order.
+                # The arguments are passed by name, because the next class may be another library's trainer, whose arguments
+                # have another order.
                 options |= {"data_collator": data_collator, "train_dataset": train_dataset}
                 super().__init__(model, args, **options)
         if not args.disable_dp:
@@ -170,7 +171,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if isinstance(self.optimizer, AcceleratedOptimizer):
             self.optimizer = self.lr_scheduler = None
         self._prepare_model()
-        note_shards(self.model.parameters())  # other weights may have been loaded since FSDP cut the model
+        note_shards(self.model.parameters())  # Other weights may have been loaded since FSDP cut the model.
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
             on_process_0(lambda: remove_leftovers(self.args.output_dir))
@@ -353,7 +354,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         run = self.privacy
         losses = run.add_piece(inputs)
         private_loss: Tensor | None = None
-        if run.is_complete:  # accelerate has wrapped the optimizer by now
+        if run.is_complete:  # Accelerate has wrapped the optimizer by now.
             private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
         if len(losses) and run.reports_raw_loss:
             # Lists have different numbers of rows, so each has its share of the batch's mean.
@@ -363,7 +364,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Transformers does, and warn if `eval_dataset` has rows of the training set."""
         is_single = eval_dataset is not None and not isinstance(eval_dataset, dict | str)
-        if not self.args.disable_dp and is_single:  # for a dictionary, Transformers calls this method with each set
+        # If eval_dataset is a dictionary, Transformers calls this method with each set.
+        if not self.args.disable_dp and is_single:
             preflight.check_before_evaluation(self, eval_dataset, name="eval_dataset")
         return super().evaluate(eval_dataset, *args, **kwargs)
 

@@ -98,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"NOT VERIFIED: {error}", markup=False, soft_wrap=True)
         return 1
     mismatches = [
-        *budget_mismatches(ledger),
-        *epsilon_mismatches(ledger),
-        *checkpoint_mismatches(ledger, path.parent),
-        *weight_mismatches(ledger, path.parent),
+        *mismatches_in(path.parent, ledger=ledger),
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
     weights = weight_files(path.parent)
@@ -153,6 +150,16 @@ def run(args: argparse.Namespace) -> int:
             soft_wrap=True,
         )
     return 1 if mismatches else 0
+
+
+def mismatches_in(folder: Path, *, ledger: PrivacyLedger) -> list[str]:
+    """Return a line for everything in `folder` that contradicts its ledger: the target, ε, checkpoints and weights."""
+    return [
+        *budget_mismatches(ledger),
+        *epsilon_mismatches(ledger),
+        *checkpoint_mismatches(ledger, folder),
+        *weight_mismatches(ledger, folder),
+    ]
 
 
 def verdict_on(weights: Iterable[str]) -> str:

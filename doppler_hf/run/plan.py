@@ -31,7 +31,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # The fields of the statement on which a calibrated σ depends.
 _CALIBRATED_FOR: Final = (
-    "unit_of_privacy", "num_units", "expected_batch_size",  # these come first, since other fields follow from them
+    "unit_of_privacy", "num_units", "expected_batch_size",  # These come first, since other fields follow from them.
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
@@ -40,10 +40,10 @@ _CALIBRATED_FOR: Final = (
 class Previous(NamedTuple):
     """The checkpoint, ledger and model that a run continues."""
 
-    checkpoint: str | None = None  # the checkpoint's folder
-    step: int = 0  # the step at which the checkpoint was written
-    ledger: PrivacyLedger | None = None  # the ledger that the run continues
-    model: TrainedModel | None = None  # the model of the same trainer's run before
+    checkpoint: str | None = None  # The folder of the checkpoint.
+    step: int = 0  # The step at which the checkpoint was written.
+    ledger: PrivacyLedger | None = None  # The ledger that the run continues.
+    model: TrainedModel | None = None  # The model of the same trainer's earlier run.
 
 
 NOTHING: Final = Previous()
@@ -164,7 +164,7 @@ def planned_statement(
         before, now = vars(continued.statement), vars(again)
         terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
         changed = [f"{term} changed from {before[term]} to {now[term]}" for term in terms]
-        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # name the argument to the user
+        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # Name the argument to the user.
             words = f"report_train_loss changed from {before['train_loss']!r} to {now['train_loss']!r}"
             changed[terms.index("loss_noise_multiplier")] = words
         # Keep the noise also after a crash that cost steps: the guard then stops the run earlier.

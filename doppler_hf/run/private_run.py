@@ -193,21 +193,21 @@ class PrivateRun:
         self.trained_model: TrainedModel | None = None
         self.is_running = self.is_little_said = False
         self.notes: list[str] = []
-        self.pads_each_row_alone = False  # whether every row has a padded length of its own
+        self.pads_each_row_alone = False  # Whether every row has a padded length of its own.
         self.words: dict[str, str] = {}
-        self.has_picture = False  # of the training, in its output folder
+        self.has_picture = False  # Whether the output folder has a picture of the training.
         self.shown: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._engine: ClippedGradients | None = None
-        self.affordable = 0  # the number of further steps that the budget allows
+        self.affordable = 0  # The number of further steps that the budget allows.
         # These describe the last draw: whether `p.grad` comes from the mechanism, how many examples had no finite gradient
         # (on the device), and how many more passes another process makes.
         self.is_released = False
         self.num_non_finite: int | Tensor = 0
         self.num_empty_passes = 0
-        self.num_rows = 0  # of the batch that was started last, on this process
+        self.num_rows = 0  # The number of rows of the batch that was started last, on this process.
         self._pieces_left = 0
-        self._may_compute = False  # whether the current step is reserved and not yet counted
+        self._may_compute = False  # Whether the current step is reserved and not yet counted.
         self._fillings = 0
         self._is_warned = False
 
@@ -432,7 +432,7 @@ class PrivateRun:
 
         `pieces` is empty when the loader is exhausted.
         """
-        # Sensitivity: part of another draw would let an example count twice.
+        # Sensitivity: if a step used a part of another draw, an example could count twice.
         if len(pieces) not in (0, self.sampler.pieces):
             raise Refusal(
                 "accumulation-changed",
@@ -481,7 +481,7 @@ class PrivateRun:
                 "Your training_step calls super().training_step more often than gradient_accumulation_steps allows for a "
                 "batch. Call it once, or override compute_per_sample_loss instead.",
             )
-        self._pieces_left -= 1  # count first, so that a piece that fails half-way is not added again
+        self._pieces_left -= 1  # Count first, so that a piece that fails half-way is not added again.
         self._fill_generators()
         losses = [self._add_clipped(micro_batch) for micro_batch in piece]
         return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
@@ -490,7 +490,7 @@ class PrivateRun:
         # Copy from pinned memory while the device computes. Transformers' own move would wait for the device.
         inputs = send_to_device(micro_batch.inputs, self._args.device, non_blocking=True)
         losses, is_cross_entropy, of_losses = self._losses_of(inputs)
-        # Sensitivity: what is clipped to C is a row, or the mean of K rows. An example with more rows would contribute more.
+        # Sensitivity: one row is clipped to C, or the mean of K rows. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # The message leaves out the numbers: the size of a draw is private, and messages end up in logs.
             raise Refusal(

@@ -33,6 +33,7 @@ from doppler_hf.privacy.accounting.attack import percent
 from doppler_hf.run import search
 from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
+from scripts.synthesize import SynthesisArguments
 from scripts.training.arguments import parse_args
 from scripts.training.lora import LoraArguments
 from scripts.training.recipe import KINDS
@@ -47,7 +48,12 @@ README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "r
 INDEX = ROOT / "recipes" / "RESULTS.md"
 SECURITY = ROOT / "SECURITY.md"
 PAGES = [README, SECURITY, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
-RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for _, arguments in KINDS.values()))
+RECIPE_TYPES = (
+    DopplerTrainingArguments,
+    LoraArguments,
+    SynthesisArguments,
+    *(arguments for _, arguments in KINDS.values()),
+)
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node", "cpu", "signal"}  # of accelerate, torchrun and SLURM
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}

@@ -34,7 +34,7 @@ from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_
 from doppler_hf.privacy.accounting.composition import delta_curve, epsilons_of
 
 MOST_TRIALS: Final = 10_000
-_POINTS: Final = 4000  # of the curve on which the second guarantee is chosen
+_POINTS: Final = 4000  # The number of points of the curve on which the second guarantee is chosen.
 _LEAST_TAIL: Final = 1e-12  # Probabilities of larger K are left out once they are this small in comparison.
 _CLOSE: Final = 1e-3  # The spacing of ln σ at which the search for a division of ε ends.
 
@@ -159,7 +159,7 @@ def selection_of(
         deltas_at: The same profile the other way round, for an array of values of ε.
     """
     share = delta / trials.mean
-    # Beyond ln(1/γ), or where δ₂ is next to nothing, ε₂ only grows.
+    # Beyond ln(1/γ), or where δ₂ is almost 0, ε₂ only grows.
     largest = trials.parameter if trials.shape == math.inf else -math.log(trials.parameter)
     epsilons = np.linspace(0.0, largest, _POINTS)
     deltas = np.clip(deltas_at(epsilons), 0.0, 1.0)
@@ -214,7 +214,7 @@ def divide_budget(
     while low == high or excess(low) < 0.0:
         low -= 0.7
     found = selection_at(float(brentq(excess, low, high, xtol=_CLOSE)))
-    # What the two halves of the division leave or lack, the first guarantee gets or gives.
+    # The two guarantees do not use up δ and ε exactly. The first guarantee gets what is left over, or gives what is lacking.
     return found._replace(first=Guarantee(target_epsilon - found.growth, found.first.delta))
 
 

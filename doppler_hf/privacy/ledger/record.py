@@ -179,12 +179,14 @@ class LedgerRecord:
             return None
         left = last.steps_allowed - last.steps_made
         if not self._has_ended_cleanly(last):
-            # Privacy: chance has led here. It has lost the steps since the latest checkpoint, but no steps before the step
-            # at which the run was resumed by choice. To resume from an earlier checkpoint is a choice.
+            # Privacy: chance has ended the run here, and results have not. Chance can lose the steps since the latest
+            # checkpoint, but no steps before the step at which the run was resumed by choice, since resuming from an earlier
+            # checkpoint is a choice.
             kept = max(last.made_anew_from, self._saved_at())
             is_lost = from_step >= kept or statement.target_epsilon is not None
             return left + max(0, last.ended_at - max(from_step, kept)) if is_lost else None
-        # Privacy: results may have led here. The run may make only the steps that the plan has left.
+        # Privacy: results may have decided that the run ended here. So a continued run may make only the steps that the plan
+        # has left.
         goes_on = keeps_rounds or self._is_between_rounds(last)
         return left if goes_on and (from_step >= last.ended_at or statement.target_epsilon is not None) else None
 
@@ -365,6 +367,6 @@ def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise Refusal(
         "impossible-entry",
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot follow the entries before it: {reason}. Restore the "
-        "file from an unchanged copy.",
+        f"Entry {entry['index']} of the ledger ({entry['event']!r}, {said}) cannot follow the entries before it: "
+        f"{reason}. Restore an unchanged copy.",
     )

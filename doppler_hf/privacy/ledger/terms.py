@@ -107,7 +107,7 @@ def guarantee_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
 
 
 def parts_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
-    """Return of which runs a sum of ε consists; empty if no other run has trained the weights."""
+    """Return the runs whose ε are added up, in words; empty if no other run has trained the weights."""
     before = [_number(spent.epsilon) for spent in ledger.earlier_trainings.values()]
     if not before:
         return ""
