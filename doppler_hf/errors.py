@@ -3,7 +3,8 @@
 import copyreg
 from typing import Any, Final
 
-# Where the documentation is published, such as "https://example.org/doppler_hf/docs". None: nowhere yet.
+# The address of the published documentation, such as "https://example.org/doppler_hf/docs". It is None as long as nothing is
+# published.
 DOCUMENTATION: Final[str | None] = None
 
 

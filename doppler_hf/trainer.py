@@ -40,10 +40,11 @@ from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
 from doppler_hf.run.own_code import overrides
-from doppler_hf.run.plan import NOTHING, Previous, planned_steps
+from doppler_hf.run.plan import NOTHING, Previous, Trial, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
+from doppler_hf.run.search import default_objective, interrupted_in, remove_leftovers, search
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -91,7 +92,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         *others: Any,
         **options: Any,
     ) -> None:
-        preflight.check_class(type(self), ours=DopplerTrainer)  # a base may have an __init_subclass__ of its own
+        preflight.check_class(type(self), ours=DopplerTrainer)  # A base class may have an __init_subclass__ of its own.
         if any(kind.__name__ == "KTOConfig" for kind in type(args).__mro__):
             raise Refusal("no-kto", NO_KTO)
         if not isinstance(args, DopplerTrainingArguments):
@@ -102,6 +103,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             )
         self._was_disabled = args.disable_dp
         self._run: PrivateRun | None = None
+        self._trial_of_search: Trial | None = None
         self._locks: dict[Path, WriterLock] = {}
         self._of_class: Losses | None = None
         self._ignore_keys: list[str] | None = None
@@ -111,7 +113,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             if others:
                 super().__init__(model, args, data_collator, train_dataset, *others, **options)
             else:
-                # By name: the next class may be another library's trainer, whose arguments have another order.
+                # The arguments are passed by name, because the next class may be another library's trainer, whose arguments
+                # have another order.
                 options |= {"data_collator": data_collator, "train_dataset": train_dataset}
                 super().__init__(model, args, **options)
         if not args.disable_dp:
@@ -142,7 +145,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         num_trained = self.get_num_trainable_parameters()
         return PrivateRun(
             self.args, self.train_dataset, num_trained=num_trained, previous=previous, loss_bound=self._loss_bound(),
-            mixed_precision=self.accelerator.mixed_precision,
+            mixed_precision=self.accelerator.mixed_precision, trial=self._trial_of_search,
+            interrupted=interrupted_in(self.args.output_dir),
         )  # fmt: skip
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -167,9 +171,10 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if isinstance(self.optimizer, AcceleratedOptimizer):
             self.optimizer = self.lr_scheduler = None
         self._prepare_model()
-        note_shards(self.model.parameters())  # other weights may have been loaded since FSDP cut the model
+        note_shards(self.model.parameters())  # Other weights may have been loaded since FSDP cut the model.
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
+            on_process_0(lambda: remove_leftovers(self.args.output_dir))
             run = running.enter_context(self._begun(checkpoint))
             running.enter_context(self._events_passed_to(run))
             if self.args.report_train_loss == "raw":
@@ -351,7 +356,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         run = self.privacy
         losses = run.add_piece(inputs)
         private_loss: Tensor | None = None
-        if run.is_complete:  # accelerate has wrapped the optimizer by now
+        if run.is_complete:  # Accelerate has wrapped the optimizer by now.
             private_loss = run.release(self.optimizer.optimizer, step=self.state.global_step)
         if len(losses) and run.reports_raw_loss:
             # Lists have different numbers of rows, so each has its share of the batch's mean.
@@ -361,7 +366,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Transformers does, and warn if `eval_dataset` has rows of the training set."""
         is_single = eval_dataset is not None and not isinstance(eval_dataset, dict | str)
-        if not self.args.disable_dp and is_single:  # for a dictionary, Transformers calls this method with each set
+        # If eval_dataset is a dictionary, Transformers calls this method with each set.
+        if not self.args.disable_dp and is_single:
             preflight.check_before_evaluation(self, eval_dataset, name="eval_dataset")
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -405,13 +411,41 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             super().add_model_card_callback(default_args_dict)
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search as Transformers does, but only with `disable_dp=True`."""
-        if not self.args.disable_dp:
-            raise Refusal(
-                "hyperparameter-search",
-                "hyperparameter_search is not available in a private run: every trial would cost its own ε, and choosing "
-                "the best trial would cost more. Search with disable_dp=True on public data, or train one run per setting "
-                "and add up their ε.",
-            )
-        return super().hyperparameter_search(*args, **kwargs)
+    def hyperparameter_search(
+        self,
+        hp_space: Any = None,
+        compute_objective: Any = None,
+        n_trials: float = 20,
+        direction: Any = "minimize",
+        backend: Any = None,
+        hp_name: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Search for settings, and save the model of the best trial into `output_dir`; `target_epsilon` covers all trials.
+
+        The number of trials is random and stays secret, and `n_trials` is its expected value. `hp_space` gets an object with
+        `suggest_float`, `suggest_int` and `suggest_categorical`, which draw at random, and returns the arguments that a
+        trial gets. Trials are compared by their metrics on `eval_dataset`, which has to be other people's data.
+
+        Returns:
+            Transformers' `BestRun`. The trainer then has the best model.
+
+        Raises:
+            ValueError: If the call, or settings that `hp_space` draws, would break the guarantee. No ε is spent then.
+        """
+        others = kwargs | {"backend": backend, "hp_name": hp_name}
+        terms = {"hp_space": hp_space, "direction": direction}
+        if self.args.disable_dp:
+            return super().hyperparameter_search(compute_objective=compute_objective, n_trials=n_trials, **terms, **others)
+        objective = default_objective if compute_objective is None else compute_objective
+        preflight.check_search(self, **terms, others=others)
+        before, self._run = self._run, None
+        try:
+            preflight.check_objective(self, objective)
+            self.get_train_dataloader()  # checks the data
+            plan, notes = self.privacy.statement, self.privacy.notes
+        finally:
+            self._run = before
+        for note in notes:
+            print(f"{'warning':<14} {note}")
+        return search(self, compute_objective=objective, n_trials=n_trials, plan=plan, **terms)

@@ -22,7 +22,7 @@ NOT_PRIVATE: Final = {
     "padding_free": "it joins the texts of a batch into one row, so no text can be clipped by itself",
     "activation_offloading": "it returns each activation once, and per-sample gradients need activations twice",
 }
-_SELECTIVE: Final = "selective"  # a key that TRL adds to `gradient_checkpointing_kwargs`
+_SELECTIVE: Final = "selective"  # TRL adds this key to `gradient_checkpointing_kwargs`.
 
 
 def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) -> None:
@@ -127,7 +127,7 @@ class WithoutWords:
         def unseen(*of_record: Any, **options: Any) -> logging.LogRecord:
             record = made(*of_record, **options)
             places.append(record.name)
-            record.levelno = -1  # below the level of every handler
+            record.levelno = -1  # No handler shows a message of this level.
             record.msg, record.args, record.exc_info, record.exc_text = "", (), None, None
             return record
 
@@ -179,7 +179,7 @@ def _errors_without_rows() -> Iterator[None]:
         is_constant = all(any(type(arg) is type(each) and arg == each for each in constants) for arg in error.args)
         is_of_system = (
             isinstance(error, OSError) and error.errno is not None and error.filename is None
-        )  # such as a full disk
+        )  # An example is a full disk.
         is_missing_column = isinstance(error, KeyError) and frames[-1][0].co_filename == formatting.__file__
         if is_constant or is_of_system or is_missing_column or getattr(error, _MAY_BE_SHOWN, False):
             error.__dict__[_MAY_BE_SHOWN] = True  # The mark is kept if the error is sent to another process.

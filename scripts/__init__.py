@@ -1,6 +1,7 @@
 """What is run from a clone of the repository, and no part of the package.
 
 - glue, image_classification, causal_lm, sft, dpo: train from a recipe, or from flags
+- synthesize: trains on texts with labels, and samples synthetic ones
 - training: what these share
 - quickstart: what `make quickstart` runs
 - reproduce: studies, which are in studies and regime

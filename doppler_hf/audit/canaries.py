@@ -10,7 +10,7 @@ from jaxtyping import Int
 from doppler_hf.errors import Refusal
 
 CANARY_COLUMN: Final = "canary"
-ORDINARY: Final = -1  # the number of a row that is no canary
+ORDINARY: Final = -1  # The number for a row that is no canary.
 
 
 def numbered_rows(

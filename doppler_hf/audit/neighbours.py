@@ -144,8 +144,8 @@ def neighbour_distances(
     if is_held and is_random_data(held, ends):
         raise Refusal(
             "random-collator",
-            "The neighbour test cannot use a random data_collator. This one draws new random numbers (such as masks) for "
-            "every batch, so two batches differ by more than one record. Use a data_collator without randomness, or move "
+            "The test compares two batches that differ by one record, so it cannot use a random data_collator. This one "
+            "draws new random numbers (such as masks) for every batch. Use a data_collator without randomness, or move "
             "the masking into the data set.",
         )
     labels = None if trainer.args.privacy_unit_column else labels_of(loader.examples)

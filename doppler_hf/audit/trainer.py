@@ -93,7 +93,7 @@ class AuditTrainer(DopplerTrainer):
                 "out-of-range",
                 f"num_canaries, the number of records that the audit attacks, must be at least 1; got {num_canaries}.",
             )
-        coins = np.random.default_rng()  # seeded by the operating system
+        coins = np.random.default_rng()  # The operating system seeds it.
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Only the number of a canary matters, so that any row may carry it.
         rows = coins.integers(len(train_dataset), size=int(self.included.sum()))

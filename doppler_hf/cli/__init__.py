@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             return _run(argv)
-        finally:  # here, and not when Python ends, which would print a traceback; also after --help, which exits
+        finally:  # Flush here: an error when Python ends would print a traceback. This also runs after --help, which exits.
             sys.stdout.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # so that nothing is left to be written when Python ends
+        with contextlib.suppress(OSError, ValueError):  # Nothing is then left to be written when Python ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as shells have it for SIGPIPE
+        return 141  # Shells report SIGPIPE with this code.
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -21,9 +21,14 @@ from doppler_hf.errors import page
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, filter_figures
 
 READING: Final = (
-    "order: memory, in buffers per parameter. noise passed: share of the noise power that passes, Σκ². cutoff: frequency of "
-    "half the power (-3 dB), as a fraction of Nyquist. delay, settled, started: in steps; settled to within 2 % of a step's "
-    f"final value, started to within 10 % of the final noise. largest pole: its modulus. See {page('method/filters')}."
+    "order: how many tensors of the size of the weights the filter keeps.\n"
+    "noise passed: share of the noise's variance that is left.\n"
+    "cutoff: frequency at which half of the power passes; 1 is a change of sign at every step.\n"
+    "delay: by how many steps slow changes of the gradient arrive later.\n"
+    "settled: steps until the answer to a sudden change stays within 2 % of its final value.\n"
+    "started: steps until the noise that is left is within 10 % of its final amount.\n"
+    "largest pole: nearer to 1, the filter remembers longer.\n"
+    f"See {page('method/filters')}."
 )
 
 

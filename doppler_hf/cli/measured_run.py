@@ -31,10 +31,11 @@ from doppler_hf.run.memory import Peak
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.trainer import DopplerTrainer
 
-# The steps: one whose bytes are tracked, and which warms up, then small batches, then larger ones.
+# The measured steps: one step whose bytes are tracked and which warms up, then steps with small batches, then steps with
+# larger ones.
 _SMALL: Final = (1, 3)
 _LARGE: Final = (3, 6)
-_SECONDS_OF_A_STEP: Final = 5.0  # a larger batch may take this long
+_SECONDS_OF_A_STEP: Final = 5.0  # A larger batch may take this long.
 _FLOAT: Final = 4
 
 
@@ -43,10 +44,10 @@ class MeasuredRun:
     """What a private run will take, and what it will spend."""
 
     seconds: dict[str, float]  # of a step
-    bytes: dict[str, float]  # at the peak of a step
+    bytes: dict[str, float]  # The memory at the peak of a step.
     passes: int  # of a step
-    measured_rows: int  # records of the largest timed batch
-    start_seconds: float  # until the first step, with all checks
+    measured_rows: int  # The number of records in the largest timed batch.
+    start_seconds: float  # The time until the first step, with all checks.
     epsilon: float
     statement: PrivacyStatement
 
@@ -123,7 +124,7 @@ class _Steps(TrainerCallback):
 
     def for_whole_batch(self, values: Sequence[float]) -> float:
         """Return the value of a whole batch from the values of the steps: as measured, or on the line of two sizes."""
-        sizes = [0, *self.sizes]  # the first step has other rows
+        sizes = [0, *self.sizes]  # The first step has other rows.
         less, more = (statistics.median(values[first:last]) for first, last in (_SMALL, _LARGE))
         small, large = sizes[_SMALL[0]], sizes[_LARGE[0]]
         if large == self._whole or large == small:

@@ -24,7 +24,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from doppler_hf.cli.planned_runs import PlannedRun, PlannedTerms, PlanRequest, alternatives, epochs_of, planned_terms
+from doppler_hf.cli.planned_runs import (
+    PlannedRun,
+    PlannedTerms,
+    PlanRequest,
+    alternatives,
+    epochs_of,
+    of_gradient,
+    planned_terms,
+)
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
@@ -33,17 +41,18 @@ from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_tot
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
-    "noise: noise per coordinate of the average gradient of the whole run, in units of the clip norm C. Above 0.005 C, "
-    "image classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more epochs "
-    "no longer help. The second table assumes white noise; shaped noise may be lower. records processed: batch size × "
-    f"steps, the cost in time. See {page('guides/choosing')}."
+    "noise is what the run adds to each coordinate of its average gradient, in units of the clip norm C. It includes the "
+    "0.5 % for the logged training loss, which report_train_loss='none' saves. Less noise means better learning: above "
+    "0.005 C, image classifiers trained from scratch learned little. Where the noise stops falling, larger batches and more "
+    "epochs no longer help. This table assumes white noise (independent in each step); shaped noise, which the plan above "
+    "may choose, may be lower. records processed is batch size × steps, and says what a run costs in time. See "
+    f"{page('guides/choosing')}."
 )
 # Longer strategies and filters are not printed, so that no row of the table is longer than 80 characters.
 MOST_PRINTED: Final = 6
 LONGEST_FILTER: Final = 48
-# The names of `cli.random_model.TASKS`, and the default of the argument `train_loss_budget`. Both files import torch.
+# The names of `cli.random_model.TASKS`, whose file imports torch.
 TASKS: Final = ("text-classification", "causal-lm", "image-classification")
-TRAIN_LOSS_BUDGET: Final = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compute ε or the noise multiplier, compare the run with others, and print the tables."""
     if args.plot is not None:
-        check_picture(args.plot)  # before the computation, which takes time
+        check_picture(args.plot)  # Check it before the computation, which takes time.
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
@@ -152,8 +161,8 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
     epsilon = get_total_epsilon([releases], delta=delta) if selection is None else selection.epsilon
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    of_sigma = sigma * planned.max_grad_norm / planned.expected_batch_size
-    # Only this pair of ε and δ is known of a search.
+    of_sigma = of_gradient(sigma) * planned.max_grad_norm / planned.expected_batch_size
+    # Only this pair of ε and δ is proven for a search.
     best = trade_off([releases]) if selection is None else TradeOff(np.array([epsilon]), np.array([delta]))
     facts = {
         "solved_for": "epsilon" if request.epsilon is None else "noise_multiplier",
@@ -211,7 +220,7 @@ def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFil
 
 def _average_noise(terms: PlannedTerms) -> float:
     run = terms.run
-    per_step = run.noise_multiplier * run.max_grad_norm / run.expected_batch_size
+    per_step = of_gradient(run.noise_multiplier) * run.max_grad_norm / run.expected_batch_size
     return per_step * terms.shape.std_of_sum([1.0] * run.steps) / run.steps
 
 
@@ -251,7 +260,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         if "noise_over_single_run" in search:
             times = f"{search['noise_over_single_run']:.3g} times that of a single run of equal ε"
             rows["price"] = ("noise of each trial", times)
-    table = Table(title="Plan", show_header=False)  # no row has more than 80 characters
+    table = Table(title="Plan", show_header=False)  # Each row fits into 80 characters.
     for name, (label, value) in rows.items():
         table.add_row(label, value + (" (computed)" if name == facts["solved_for"] else ""))
     return table
@@ -299,7 +308,7 @@ def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any]) -> dict[st
     rate = learning_rate_of_rule(
         weights,
         # The plan's σ covers the gradient and the logged loss, and the rate follows from the gradient's.
-        noise_multiplier=facts["noise_multiplier"] / math.sqrt(1.0 - TRAIN_LOSS_BUDGET),
+        noise_multiplier=of_gradient(facts["noise_multiplier"]),
         batch_size=facts["batch_size"],
         shape=NoiseShape.parse(facts["noise_shape"]),
         rates=[1.0 - step / facts["steps"] for step in range(facts["steps"])],

@@ -1,8 +1,9 @@
 """The ε, noise and length of a run before it starts, and its alternatives of equal ε, without a model or data.
 
-    q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = σC/B
+    q = B/N,    T = ⌈E⌈N/B⌉⌉,    ε = ε(σ, q, T; δ),    noise_std = 1.005 σC/B
 
-ε follows from σ, or σ from ε, for a batch size B and a length (epochs E or steps T). T follows Transformers' formula.
+ε follows from σ, or σ from ε, for a batch size B and a length (epochs E or steps T). T follows Transformers' formula. σ is
+that of the gradient and the logged training loss together, so the gradient itself has 0.5 % more noise.
 """
 
 import math
@@ -23,11 +24,21 @@ from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, d
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
 FIRST_EPOCHS: Final = 3
-EPOCHS_OF_FEW: Final = 20  # with so few examples or less
+EPOCHS_OF_FEW: Final = 20  # This is for data sets of up to `FEW` records.
 FEW: Final = 1000
 FIRST_EPSILON: Final = 8
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
+# The default of the argument `train_loss_budget`, whose file imports torch.
+TRAIN_LOSS_BUDGET: Final = 0.01
+
+
+def of_gradient(noise_multiplier: float) -> float:
+    """Return the noise multiplier of the gradient in a run that logs a private training loss, as runs do by default.
+
+    The given one is that of gradient and loss together.
+    """
+    return noise_multiplier / math.sqrt(1.0 - TRAIN_LOSS_BUDGET)
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,12 @@ class PlannedRun:
 
     @property
     def average_noise_std(self) -> float:
-        """σC/(B√T), the noise per coordinate of the average of all T mean gradients.
+        """1.005 σC/(B√T), the noise per coordinate of the average of all T mean gradients.
 
         A filter hardly changes it, because its gain at frequency zero is 1.
         """
-        return self.noise_multiplier * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
+        sigma = of_gradient(self.noise_multiplier)
+        return sigma * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
 
     @property
     def examples_processed(self) -> int:

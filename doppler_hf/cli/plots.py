@@ -25,7 +25,7 @@ from doppler_hf.filters.noise_shape import in_units_of_c
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
 FREQUENCY: Final = "frequency (fraction of Nyquist)"
-DROWNED: Final = 0.005  # as `run.summary` has it, which imports torch
+DROWNED: Final = 0.005  # The number is copied from `run.summary`, because that module imports torch.
 
 
 def check_picture(path: Path) -> None:
@@ -100,7 +100,7 @@ def plot_plan(
     length = next(epochs for epochs, runs in table.items() if any(each is planned for each in runs))
     size, noise = planned.expected_batch_size, planned.average_noise_std / planned.max_grad_norm
     axes.plot([size], [noise], marker="*", markersize=16, color="black", linestyle="none", label="your plan")
-    # It would press the lines together where all of them are far below.
+    # A mark far above all lines would press them together, so it is left out.
     if axes.get_ylim()[1] > DROWNED / 4:
         axes.axhline(DROWNED, color="black", linewidth=0.8, linestyle=":", label="above: image classifiers learnt little")
     every = sorted({each.expected_batch_size for runs in table.values() for each in runs})

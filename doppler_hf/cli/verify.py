@@ -33,6 +33,7 @@ from rich.text import Text
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
+from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.terms import (
@@ -97,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"NOT VERIFIED: {error}", markup=False, soft_wrap=True)
         return 1
     mismatches = [
-        *budget_mismatches(ledger),
-        *epsilon_mismatches(ledger),
-        *checkpoint_mismatches(ledger, path.parent),
-        *weight_mismatches(ledger, path.parent),
+        *mismatches_in(path.parent, ledger=ledger),
         *([] if args.head is None else head_mismatches(ledger, args.head)),
     ]
     weights = weight_files(path.parent)
@@ -154,6 +152,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if mismatches else 0
 
 
+def mismatches_in(folder: Path, *, ledger: PrivacyLedger) -> list[str]:
+    """Return a line for everything in `folder` that contradicts its ledger: the target, ε, checkpoints and weights."""
+    return [
+        *budget_mismatches(ledger),
+        *epsilon_mismatches(ledger),
+        *checkpoint_mismatches(ledger, folder),
+        *weight_mismatches(ledger, folder),
+    ]
+
+
 def verdict_on(weights: Iterable[str]) -> str:
     """Return the verdict on a ledger whose checks have passed, with or without weights next to it."""
     return "VERIFIED:" if any(weights) else "LEDGER ONLY:"
@@ -200,7 +208,12 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     if reason is not None:
         return [f"NOT PRIVATE: {reason}."]
     statement = ledger.statement
-    spent = recompute(functools.partial(get_total_epsilon, ledger.history), delta=statement.target_delta)
+    # A trial's own steps cost less than its search, so there the whole search is compared.
+    of_steps = functools.partial(get_total_epsilon, ledger.history)
+    cost = (
+        of_steps if statement.search is None else functools.partial(epsilon_with, statement.search.selection, ledger.history)
+    )
+    spent = recompute(cost, delta=statement.target_delta)
     slack = 1.0 + tolerance(ledger.runs[-1].versions)
     if statement.target_epsilon is not None and not spent <= slack * statement.target_epsilon:
         return [f"The target was ε = {statement.target_epsilon:g}, but what was released costs ε = {spent:.8g}."]

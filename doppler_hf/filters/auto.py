@@ -14,7 +14,7 @@ from doppler_hf.filters.design import PAPER_FILTERS, momentum
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
-MAX_DELAY_SHARE: Final = 0.02  # the longest delay, as a share of the run
+MAX_DELAY_SHARE: Final = 0.02  # The longest delay, as a share of the run.
 MIN_DELAY: Final = 0.5  # A shorter delay (Σκ² > 1/2) is not worth its buffer.
 
 

@@ -39,8 +39,8 @@ def power_spectral_density(
     if method != "welch":
         raise Refusal(
             "earlier-value",
-            f"The only method that is left is 'welch', and this call has method={method!r}. Use the Fourier transform of "
-            "doppler_hf.filters.autocorrelation(series).",
+            f"power_spectral_density no longer has method={method!r}; 'welch' is left. For the earlier result, take the "
+            "Fourier transform of doppler_hf.filters.autocorrelation(series).",
         )
     segment = max(2, 2 * len(series) // 9) if segment is None else segment
     _, density = scipy.signal.welch(series, nperseg=segment, detrend=False, return_onesided=False, axis=0)

@@ -21,6 +21,7 @@ from doppler_hf.errors import Refusal
 DC_GAIN_RTOL: Final = 1e-6
 
 MAX_POLE_MODULUS: Final = 1 - 1e-6  # A slower pole averages over more steps than any run has, and cannot be checked.
+SHORTEST_BLOCK: Final = 4096  # of an impulse response, in steps
 
 
 @final
@@ -83,7 +84,7 @@ class LowPassFilter:
 def impulse_blocks(b: Sequence[float], a: Sequence[float]) -> Iterator[NDArray[np.float64]]:
     """Yield the impulse response of a stable filter block by block, until a block carries negligible energy."""
     # A block is longer than the recursion's memory, so if a block is zero, so is everything after it.
-    block = max(4096, len(b), len(a))
+    block = max(SHORTEST_BLOCK, len(b), len(a))
     impulse, states = np.zeros(block), np.zeros(max(len(b), len(a)) - 1)
     impulse[0] = 1.0
     total_energy = 0.0

@@ -12,6 +12,7 @@ The default strategy is the series of (1 - x)^(-1/2), cut off after b terms. The
 the prefix sum up to lower-order terms (Henzinger et al. 2023; Kalinin & Lampert 2024, https://arxiv.org/abs/2405.13763).
 """
 
+import functools
 import itertools
 import math
 import operator
@@ -25,7 +26,7 @@ from jaxtyping import Float64
 
 from doppler_hf.errors import Refusal
 from doppler_hf.filters.grammar import did_you_mean
-from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS, filtered, impulse_blocks, number_of_steps
+from doppler_hf.filters.low_pass_filter import MAX_POLE_MODULUS, SHORTEST_BLOCK, filtered, impulse_blocks, number_of_steps
 
 
 @final
@@ -126,12 +127,8 @@ class NoiseShape:
 
         Steps are counted from 0. The standard deviation rises for about b steps and is constant from then on.
         """
-        energy, left = 0.0, number_of_steps(step) + 1
-        for block in impulse_blocks([1.0], self.c):
-            energy += float(np.sum(block[:left] ** 2))
-            if (left := left - len(block)) <= 0:
-                break
-        return self.norm * math.sqrt(energy)
+        stds = _stds(self.c, blocks=number_of_steps(step) // SHORTEST_BLOCK + 1)
+        return float(stds[min(step, len(stds) - 1)])
 
     def std_of_sum(self, rates: Sequence[float]) -> float:
         """Return the standard deviation of Σ_t rate_t y_t, the noise that SGD adds to the weights, in units of σ."""
@@ -157,3 +154,10 @@ def in_units_of_c(noise: float) -> str:
         ('7.0e-05 C', '0.0099 C', '12 C')
     """
     return f"{noise:#.2g}".rstrip(".") + " C"
+
+
+@functools.lru_cache(maxsize=8)  # a run asks for the number of every step
+def _stds(c: tuple[float, ...], *, blocks: int) -> Float64[np.ndarray, " steps"]:
+    """Return the standard deviations of the noise of the first steps, in units of σ; if they end, the last one stays."""
+    response = np.concatenate(list(itertools.islice(impulse_blocks([1.0], c), blocks)))
+    return math.hypot(*c) * np.sqrt(np.cumsum(response**2))

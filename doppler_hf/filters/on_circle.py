@@ -18,7 +18,7 @@ _EPS: Final = 2.0**-100
 _SPLITTER: Final = 2.0**27 + 1
 
 _Array = NDArray[np.float64]
-_Pair = tuple[_Array, _Array]  # A large and a small number, which together mean their sum.
+_Pair = tuple[_Array, _Array]  # A pair of a large and a small number, whose sum is the value.
 _Complex = tuple[_Pair, _Pair]
 
 

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -51,8 +51,7 @@ class ParameterTensors:
         return [self.weight, self.grad, *self.filter_states, *(() if v is None else (v,))]
 
 
-@dataclass(frozen=True, slots=True)
-class StepConstants:
+class StepConstants(NamedTuple):
     """The constants of a step; they contain the correction for the zero start of the second moment, k_t = 1 - β₂ᵗ."""
 
     coefficients: Coefficients  # coefficients of the filter

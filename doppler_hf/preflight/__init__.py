@@ -17,6 +17,7 @@
 - saved_weights: whether the saved files will hold the model that is trained
 - loaded_adapters: whether a saved adapter, once it is loaded, gives the trained model back
 - rehearsal: a small evaluation and checkpoint
+- search: a hyperparameter search, before its first trial
 - metrics: compute_metrics on the labels of the whole evaluation set
 - user_errors: reasons for errors that the user's own code raises later
 """

@@ -253,9 +253,9 @@ class _Comparison:
             if any(bool(((weights < 0.0) | (weights > 1.0)).any()) for weights in batches_of_weights):
                 raise Refusal(
                     "weights-out-of-range",
-                    "compute_per_sample_loss returns weights below 0 or above 1, and a private run limits every weight "
-                    "to this "
-                    "range, so larger weights would all count as 1. Divide the weights by the largest weight of a class.",
+                    "compute_per_sample_loss returns weights below 0 or above 1. A private run cuts every weight to the "
+                    "range from 0 to 1, so all larger weights would count as 1. Divide all weights by the largest one, "
+                    "and use none below 0.",
                 )
             weights_of: Any = self.weights_of  # it returns weights and not None
             of_weights = batches._replace(losses_of=weights_of, norms_by=None, most_alone=SHORT)
@@ -301,9 +301,9 @@ def refuse_state_changes(model: nn.Module, *, again: Callable[[], object]) -> It
     if replaced:
         raise Refusal(
             "layers-replaced",
-            f"The forward pass replaces the layer {replaced[0]!r} for all later batches, depending on the data, which a "
-            "private run does not allow. Choose a setting that keeps the layer (for BigBird: "
-            "attention_type='original_full').",
+            f"During the forward pass the model replaces its layer {replaced[0]!r} for all later batches, and the data "
+            "decide whether it does so. A private run does not allow this. Set the option of the model that keeps the "
+            "layer (for BigBird: attention_type='original_full').",
         )
     written = [
         name

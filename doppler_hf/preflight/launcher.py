@@ -46,8 +46,9 @@ def refuse_settings_of_the_launcher(args: DopplerTrainingArguments, accelerator:
     if args.bf16 and precision != "bf16":
         raise Refusal(
             "launcher-precision",
-            f"bf16=True has no effect, because the accelerator was made with mixed precision {precision!r}. Set bf16 before "
-            "the trainer is made, or set it where the accelerator gets its precision.",
+            f"bf16=True has no effect, because accelerate's Accelerator already has mixed_precision={precision!r}. Set "
+            "bf16=True before the trainer is made, or set mixed_precision in accelerate's configuration or in "
+            "ACCELERATE_MIXED_PRECISION.",
         )
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
         raise Refusal(

@@ -56,9 +56,9 @@ class Limit(NamedTuple):
             return any(self.is_exceeded_in({self.column: each}) for each in value)
         found = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         if self.kind in ("lengths", "not empty"):
-            found = (np.ones_like(found) if self.no_place is None else found != self.no_place).sum(
-                axis=-1 if found.ndim else None
-            )
+            # A text in place of numbers has a length, too; another check names it.
+            places = np.ones(found.shape, np.int64) if self.no_place is None else found != self.no_place
+            found = places.sum(axis=-1 if found.ndim else None)
         return self.is_exceeded(found)
 
     def refusal(self, name: str, hint: str) -> Refusal:

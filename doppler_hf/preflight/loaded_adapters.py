@@ -27,7 +27,7 @@ from doppler_hf.run.processes import on_process_0
 EXACT: Final = (True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "mica")
 # A layer that is loaded exactly has the same outputs, except that several threads may round differently.
 _TOLERANCE: Final = 1e-4
-_MOST_WEIGHTS: Final = 2**26  # of a layer that is tried; larger layers take seconds
+_MOST_WEIGHTS: Final = 2**26  # The largest layer that is tried; larger layers take seconds.
 # Options that concern other layers than the one that is tried, or that need the whole model.
 _OF_OTHER_LAYERS: Final = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 

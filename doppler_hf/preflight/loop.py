@@ -33,7 +33,8 @@ def refuse_other_parameters(_run: PrivateRun, trainer: Any) -> None:
     """Refuse an optimizer whose parameters are not exactly the trained ones."""
     optimizer, model = trainer.optimizer.optimizer, trainer.model
     of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not of_optimizer <= {*model.parameters()}:  # such as parameters from before FSDP cut them, or of a loss
+    # Such parameters may be those from before FSDP cut the model, or those of a loss.
+    if not of_optimizer <= {*model.parameters()}:
         raise Refusal(
             "foreign-parameters",
             "The optimizer has parameters that are not in the model, so they would get no private gradient. If a loss has "

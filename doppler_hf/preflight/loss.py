@@ -115,11 +115,24 @@ def _note_one_output(run: PrivateRun, losses: Tensor, logits: Tensor, labels: Te
         factors = factors[factors.isfinite()]
         if len(factors) and float(factors.abs().max()) < _DIFFERENT * float(factors.abs().min()):
             return
+    if _follows_from_error(own, values - targets) and not bool(((targets == 0) | (targets == 1)).all()):
+        return
     run.notes.append(
         "the model has one output, so with clipping='automatic' the gradient of each record has the same length, whatever "
         "factors (class weights, focal loss) compute_per_sample_loss contains. Return (losses, weights) with weights from 0 "
         "to 1, which are applied after clipping"
     )
+
+
+def _follows_from_error(gradients: Tensor, errors: Tensor) -> bool:
+    """Return whether gradients point to the targets and grow with the error, as those of Huber's loss; (rows,) each.
+
+    Such a loss has no factors that belong to single records.
+    """
+    if bool((gradients * errors < 0).any()):
+        return False
+    sizes = gradients.abs()[errors.abs().argsort()]
+    return bool((sizes[1:] * _DIFFERENT >= sizes[:-1]).all())
 
 
 def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreTrainedModel, tolerance: float) -> None:
@@ -144,7 +157,7 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
             "forward-without-labels",
             # The message leaves out the error's words, which may hold the sizes of examples: messages end up in logs.
             f"{name}.forward failed with a {type(error).__name__} when it was called with `labels`, as Transformers calls "
-            "it. Override compute_per_sample_loss, and call the model without labels there.",
+            "it. Override compute_per_sample_loss: call the model without labels there, and compute one loss per record.",
         ) from error
     own = rules.named_outputs(outputs, has_loss=True).get("loss")
     if not isinstance(own, Tensor) or own.ndim > 0 or not own.isfinite():

@@ -18,7 +18,7 @@ from doppler_hf.privacy.known_numbers import refuse_generators_of_layers
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.private_run import PrivateRun
 
-ENOUGH_TOKENS: Final = 2**20  # more than a micro-batch has
+ENOUGH_TOKENS: Final = 2**20  # This is more than a micro-batch has.
 # LayerDrop leaves out a layer for all rows, and SpecAugment rounds the number of its masks in the same way for all rows.
 _OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
@@ -82,9 +82,9 @@ def refuse_torchao(model: nn.Module) -> None:
     if quantized or layers:
         what = "has weights that torchao has quantized" if quantized else "computes in torchao's 8-bit floats"
         why = (
-            "These tensors have no rule for the operations of per-sample gradients, and some of its layers have no gradient"
+            "Per-sample gradients cannot be computed with these tensors, and some layers have no gradient at all"
             if quantized
-            else "Their scale follows from all records of a micro-batch"
+            else "The scale of these floats is computed from all records of a batch, so one record would change others"
         )
         raise Refusal(
             "torchao-weights",

@@ -19,6 +19,7 @@ from doppler_hf.preflight import (
     records,
     rehearsal,
     saved_weights,
+    search,
     signatures,
     trainer,
     values,
@@ -70,6 +71,24 @@ def check_before_training(private_trainer: Any) -> None:
 def check_begun(private_trainer: Any) -> None:
     """Check what callbacks have done when the run began, such as watching gradients, before the ledger is opened."""
     model.refuse_hooks_of_gradients(private_trainer.model)
+
+
+def check_search(private_trainer: Any, *, hp_space: Any, direction: Any, others: dict[str, Any]) -> None:
+    """Check a call of `hyperparameter_search`, of which `others` are the arguments that have no use here."""
+    search.refuse_other_backends(others)
+    search.refuse_another_direction(direction)
+    search.refuse_without_target(private_trainer.args)
+    search.refuse_several_processes(private_trainer.args)
+    search.refuse_reports(private_trainer)
+    search.refuse_other_model(private_trainer)
+    search.refuse_evaluation_of_training_data(private_trainer)
+    search.refuse_space(private_trainer.args, hp_space)
+    check_before_training(private_trainer)
+
+
+def check_objective(private_trainer: Any, compute_objective: Any) -> None:
+    """Compute the objective of the untrained model, which costs no ε, before a search begins."""
+    search.refuse_no_number(private_trainer, compute_objective)
 
 
 def check_callbacks(private_trainer: Any) -> None:

@@ -51,8 +51,8 @@ def refuse_another_step(run: PrivateRun, trainer: Any) -> None:
     if counted.pieces > 1:
         raise Refusal(
             "own-training-step",
-            f"{own.place} calls DopplerTrainer.training_step {counted.pieces} times, which would add each record's gradient "
-            "as often. Call super().training_step once in your method.",
+            f"{own.place} calls DopplerTrainer.training_step {counted.pieces} times for one batch, so each record's "
+            f"gradient would be added {counted.pieces} times. Call super().training_step once in your method.",
         )
 
 

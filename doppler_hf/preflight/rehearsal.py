@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -19,8 +20,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset, Subset
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, TrainerState
@@ -28,8 +30,10 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
-from doppler_hf.preflight.values import refuse_out_of_range, refuse_uncollated
+from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of_range, refuse_uncollated
+from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.clipping.layers import modes_kept
+from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.run.own_code import definitions, overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0
@@ -44,36 +48,93 @@ _MOST_BYTES: Final = 1 << 24  # enough to reach an object that cannot be sent
 def rehearse(run: PrivateRun, trainer: Any) -> None:
     """Evaluate and save once on a small scale, as the run will after its first steps, and restore the trainer."""
     args, metrics, ignore_keys = trainer.args, {}, trainer._ignore_keys
-    # A loader of the user's own is skipped, because nobody knows how long an evaluation with it takes.
     evaluates = args.eval_strategy != "no"
     # A user who gives metrics calls `evaluate()` after the run, if the run itself does not evaluate.
     will_evaluate = evaluates or (trainer.compute_metrics is not None and trainer.eval_dataset is not None)
-    if will_evaluate and type(trainer).get_eval_dataloader is Trainer.get_eval_dataloader:
-        given, has_own_loss = trainer.eval_dataset, trainer.has_own_loss
-        collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
-        for each in given.values() if isinstance(given, dict) else [given]:
-            refuse_out_of_range(
-                trainer.model,
-                each,
-                collate=collate,
-                has_own_loss=has_own_loss,
-                name="eval_dataset",
-                label_names=trainer.label_names or (),
-            )
-            refuse_uncollated(each, collate=collate, most_rows=args.per_device_eval_batch_size, name="eval_dataset")
-        if given is None:
-            raise Refusal(
-                "nothing-to-evaluate",
-                "The run will evaluate, but eval_dataset is None. Pass an eval_dataset, or set eval_strategy='no'.",
-            )
-        _try_workers(trainer, given, collate)
-        found, is_metric_called = _metrics_of_few_rows(trainer, ignore_keys)
-        metrics = found if evaluates else {}
-        run.notes += _missing_results(trainer, found, is_metric_called=is_metric_called)
-        if evaluates and (name := args.metric_for_best_model) is not None:
+    if will_evaluate:
+        if overrides(trainer, "get_eval_dataloader"):
+            found, is_metric_called = _metrics_of_first_batch(run, trainer, ignore_keys)
+        else:
+            _check_evaluated_rows(trainer, ignore_keys)
+            found, is_metric_called = _metrics_of_few_rows(trainer, ignore_keys)
+        metrics = (found or {}) if evaluates else {}
+        if found is not None:
+            run.notes += _missing_results(trainer, found, is_metric_called=is_metric_called)
+        if evaluates and found is not None and (name := args.metric_for_best_model) is not None:
             _refuse_without_best(metrics, name)
     _try_events(trainer)
     on_process_0(lambda: _save_small(trainer, metrics))
+
+
+def _check_evaluated_rows(trainer: Any, ignore_keys: list[str] | None) -> None:
+    """Refuse evaluation sets with values or rows that an evaluation cannot take, and those that no worker can get."""
+    args, given = trainer.args, trainer.eval_dataset
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
+    for each in given.values() if isinstance(given, dict) else [given]:
+        refuse_out_of_range(
+            trainer.model,
+            each,
+            collate=collate,
+            has_own_loss=trainer.has_own_loss,
+            name="eval_dataset",
+            label_names=trainer.label_names or (),
+        )
+        most = args.per_device_eval_batch_size
+        odd = refuse_uncollated(each, collate=collate, most_rows=most, name="eval_dataset")
+        # Several processes, which look for rows for a moment, may find different ones, and an evaluation needs all of them.
+        _refuse_unevaluated(trainer, each, odd if args.world_size == 1 else [], ignore_keys)
+        if args.world_size > 1 and trainer.accelerator.dispatch_batches:
+            refuse_undispatched(each, collate=collate, batch_size=most, processes=args.world_size)
+    if given is None:
+        raise Refusal(
+            "nothing-to-evaluate",
+            "The run will evaluate, but eval_dataset is None. Pass an eval_dataset, or set eval_strategy='no'.",
+        )
+    _try_workers(trainer, given, collate)
+
+
+def refuse_undispatched(examples: Any, *, collate: Any, batch_size: int, processes: int) -> None:
+    """Refuse an evaluation set whose batches accelerate cannot join in one process for the others; look for a moment.
+
+    With dispatch_batches=True it joins as many batches as there are processes, which must be of one shape.
+    """
+    if not has_length(examples):
+        return
+    end = time.monotonic() + MOST_SECONDS_OF_COLLATING
+    for start in range(0, len(examples), batch_size * processes):
+        found = []
+        for first in range(start, min(len(examples), start + batch_size * processes), batch_size):
+            rows = [fetch_one(examples, row) for row in range(first, min(len(examples), first + batch_size))]
+            batch = collate(copy.deepcopy(rows))
+            found.append({name: each.shape[1:] for name, each in batch.items() if isinstance(each, torch.Tensor)})
+        if any(shapes != found[0] for shapes in found):
+            raise Refusal(
+                "batches-not-dispatched",
+                f"With dispatch_batches=True, accelerate joins the evaluation batches of all {processes} processes, which "
+                "fails here, because data_collator makes batches of different lengths. Leave dispatch_batches out of "
+                "accelerator_config, or pad all rows to one length.",
+            )
+        if time.monotonic() > end:
+            return
+
+
+def _refuse_unevaluated(trainer: Any, dataset: Any, rows: list[int], ignore_keys: list[str] | None) -> None:
+    """Refuse an evaluation set if the model fails on some of the rows, each alone, and takes others of them."""
+    errors = []
+    for row in rows:
+        few = dataset.select([row]) if hasattr(dataset, "select") else Subset(dataset, [row])
+        try:
+            _evaluated(trainer, few, ignore_keys, compute_metrics=Watched(lambda _: {}))
+        except Exception as error:
+            errors.append(error)
+    if errors and len(errors) < len(rows):
+        # The refusal leaves out the error's words, which may hold a part of a row.
+        raise Refusal(
+            "rows-not-evaluated",
+            f"The model fails with a {type(errors[0]).__name__} on some rows of eval_dataset, so an evaluation would end "
+            "the run after ε was spent. Look for rows whose values have another shape than those of others, such as images "
+            "with another size or number of channels, and change or remove them.",
+        ) from errors[0]
 
 
 def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: bool) -> list[str]:
@@ -97,7 +158,7 @@ def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: b
     if not is_metric_called and own is None and not without_loss:
         notes.append(
             f"compute_metrics is not called, because Transformers found no labels in eval_dataset: {where}. If the loss "
-            "needs no labels, set label_names=[], and compute_metrics is called without them"
+            "needs no labels, set label_names=[]; compute_metrics is then called without labels"
         )
     return notes
 
@@ -172,12 +233,12 @@ def _refuse_without_best(metrics: dict[str, Any], name: str) -> None:
         )
     if best is None:
         known = [each for each in metrics if each.startswith("eval_") and not each.endswith(("_runtime", "_second"))]
-        which = f"They return {', '.join(known)}" if known else "They return no metric on the first rows"
+        which = f"It returns {', '.join(known)}" if known else "It returns no metric for the first rows"
         default = " (the default of load_best_model_at_end)" if name == "loss" else ""
         mend = "Set one of these." if known else "Add labels to eval_dataset, or pass compute_metrics."
         raise Refusal(
             "no-such-metric",
-            f"Expected metric_for_best_model to be a metric of the evaluations; got {name!r}{default}. {which}. {mend}",
+            f"metric_for_best_model={name!r}{default} is not a metric that evaluation returns. {which}. {mend}",
         )
     if isinstance(best, float) and math.isnan(best):
         warnings.warn(
@@ -196,16 +257,18 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[d
     if own is None or trainer.args.batch_eval_metrics:
         with _errors_as_refusals("an evaluation"):
             try:
-                return _evaluated(trainer, _ROWS, ignore_keys), True
+                return _evaluated(trainer, few_rows(trainer.eval_dataset, _ROWS), ignore_keys), True
             except Exception:
                 if own is None:
                     raise
-                return _evaluated(trainer, _ROWS_AGAIN, ignore_keys), True  # a metric of two rows may be undefined
+                more = few_rows(trainer.eval_dataset, _ROWS_AGAIN)  # a metric of two rows may be undefined
+                return _evaluated(trainer, more, ignore_keys), True
     first: Exception | None = None
     for count in (_ROWS, _ROWS_AGAIN):
         watched = Watched(own)
         with _errors_as_refusals("an evaluation"):
-            metrics = _evaluated(trainer, count, ignore_keys, compute_metrics=watched)
+            few = few_rows(trainer.eval_dataset, count)
+            metrics = _evaluated(trainer, few, ignore_keys, compute_metrics=watched)
         # A metric may be undefined on a few rows but not on all, or the other way round. The whole set decides.
         found, error = _metrics_of_whole_sets(trainer, watched, count)
         if error is None and (found is not None or not watched.errors):
@@ -221,6 +284,54 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[d
         ) from first
     with _errors_as_refusals(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
         raise watched.errors[0]
+
+
+# Errors of a metric that have another reason than that it is undefined on a few rows.
+_MISTAKES: Final = (TypeError, AttributeError, KeyError, IndexError, NameError, ImportError)
+
+
+def _metrics_of_first_batch(
+    run: PrivateRun, trainer: Any, ignore_keys: list[str] | None
+) -> tuple[dict[str, Any] | None, bool]:
+    """Return the metrics of the first batch of the user's own evaluation loader, or None if they are undefined there.
+
+    Only one batch is evaluated, because nobody knows how long an evaluation with such a loader takes.
+    """
+    own = trainer.compute_metrics
+    watched = None if own is None or trainer.args.batch_eval_metrics else Watched(own)
+    with _errors_as_refusals("an evaluation of the first batch of your get_eval_dataloader"):
+        metrics = _evaluated(trainer, trainer.eval_dataset, ignore_keys, compute_metrics=watched, most_batches=1)
+        if watched is not None and watched.errors and isinstance(watched.errors[0], _MISTAKES):
+            raise watched.errors[0]
+    if watched is not None and watched.errors:
+        run.notes.append(
+            f"compute_metrics failed with a {type(watched.errors[0]).__name__} on the first batch of your "
+            "get_eval_dataloader. Make sure that it works for all rows together, because a failure later would end the run "
+            "after ε is spent"
+        )
+        return None, True
+    # Metrics that are added up over batches are returned with the last batch.
+    return (None if trainer.args.batch_eval_metrics else metrics), watched is None or bool(watched.seen)
+
+
+class _FirstBatches:
+    """The first batches of a loader, with all else that the loader has."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        try:
+            yield from islice(batches, self._count)
+        finally:
+            if hasattr(batches, "close"):
+                batches.close()
+            if isinstance(self._loader, DataLoaderStateMixin):  # accelerate takes a loader for active until its end
+                self._loader.end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _metrics_of_whole_sets(trainer: Any, watched: Watched, count: int) -> tuple[dict[str, Any] | None, Exception | None]:
@@ -259,19 +370,30 @@ def _errors_as_refusals(what: str) -> Iterator[None]:
 
 
 def _evaluated(
-    trainer: Any, count: int, ignore_keys: list[str] | None, *, compute_metrics: Watched | None = None
+    trainer: Any,
+    dataset: Any,
+    ignore_keys: list[str] | None,
+    *,
+    compute_metrics: Watched | None = None,
+    most_batches: int | None = None,
 ) -> dict[str, Any]:
-    """Evaluate some rows with a copy of the trainer, without callbacks, trackers, workers and warnings."""
+    """Evaluate a data set with a copy of the trainer, without callbacks, trackers, workers and warnings.
+
+    With `most_batches`, only so many batches of the loader are evaluated.
+    """
     quiet = copy.copy(trainer)
     quiet.compute_metrics = compute_metrics or trainer.compute_metrics
     quiet.metrics_of_rows = trainer.compute_metrics
-    quiet.eval_dataset = few_rows(trainer.eval_dataset, count)
+    quiet.eval_dataset = dataset
     quiet.state, quiet.control = copy.deepcopy((trainer.state, trainer.control))
     quiet.callback_handler, quiet.args = copy.copy(trainer.callback_handler), copy.copy(trainer.args)
     quiet.callback_handler.callbacks = []
     vars(quiet.args).update(dataloader_num_workers=0, dataloader_prefetch_factor=None)
     vars(quiet.args).update(dataloader_persistent_workers=False, dataloader_multiprocessing_context=None)
-    with modes_kept(trainer.model), warnings.catch_warnings(action="ignore"):
+    if most_batches is not None:
+        loader_of = quiet.get_eval_dataloader
+        quiet.get_eval_dataloader = lambda *given, **named: _FirstBatches(loader_of(*given, **named), most_batches)
+    with modes_kept(trainer.model), filled_generators(0), warnings.catch_warnings(action="ignore"):
         return dict(quiet.evaluate(ignore_keys=ignore_keys))
 
 

@@ -273,7 +273,7 @@ def _refuse_new_frozen(model: nn.Module, kept: set[int]) -> list[str]:
 
 
 def _looks_new(model: nn.Module, base: PreTrainedModel, name: str) -> bool:
-    """Return whether a weight is of a head in front of which nothing was trained: its layer's bias is still 0 everywhere."""
+    """Return whether a weight belongs to a head below which nothing was trained: its layer's bias is still 0 everywhere."""
     inner = without_prefix(model, name)
     layer = model.get_submodule(name.rpartition(".")[0])
     bias = getattr(layer, "bias", None)

@@ -57,6 +57,10 @@ def refuse_other_signatures(trainer: Any) -> None:
         _refuse_wrong_calls_of_super(trainer, definition)
 
 
+# Names that older versions of Transformers gave to what is `processing_class` now.
+_OLD_NAMES: Final = ("tokenizer", "image_processor", "feature_extractor")
+
+
 def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
     """Refuse callbacks with an event that Transformers cannot call, such as one without `**kwargs`."""
     saves, evaluates = _saves(trainer), _evaluates(trainer)
@@ -81,16 +85,62 @@ def refuse_callbacks_of_other_signatures(trainer: Any) -> None:
                     "callback-signature",
                     f"{name}.{event} {wrong}. The run would fail there after spending ε. Write `{line}`.",
                 )
+            for key in _arguments_used(function):
+                if key in (*_OF_EVERY_EVENT, *own):
+                    continue
+                instead = "processing_class" if key in _OLD_NAMES else None
+                raise Refusal(
+                    "callback-signature",
+                    f"{name}.{event} uses its argument {key}, but Transformers {transformers.__version__} does not pass it, "
+                    "so it is None. The run would fail there after spending ε. "
+                    + (f"Call it {instead}, its new name." if instead else f"Ask first whether {key} is None."),
+                )
             for key in _keys_read(function):
                 if key in (*_OF_EVERY_EVENT, *own):
                     continue
-                instead = "processing_class" if key in ("tokenizer", "image_processor", "feature_extractor") else None
+                instead = "processing_class" if key in _OLD_NAMES else None
                 raise Refusal(
                     "callback-signature",
                     f"{name}.{event} reads kwargs[{key!r}], but Transformers {transformers.__version__} does not pass it. "
                     "The run would fail there after spending ε. "
                     + (f"Read kwargs[{instead!r}], its new name." if instead else f"Read kwargs.get({key!r})."),
                 )
+
+
+def _arguments_used(function: Any) -> Iterator[str]:
+    """Yield the arguments of a callback's event that are None by default, and of which it reads something without asking."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if (getattr(function, "__module__", None) or "").partition(".")[0] in LIBRARIES or (tree := _tree_of(function)) is None:
+        return
+    given = next((node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    nodes = [*ast.walk(tree)]
+    if given is None or any(isinstance(node, ast.Try) for node in nodes):
+        return
+    positional = [*given.posonlyargs, *given.args]
+    pairs = [*zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True)]
+    pairs += [*zip(given.kwonlyargs, given.kw_defaults, strict=True)]  # type: ignore[list-item]
+    optional = [each.arg for each, default in pairs if isinstance(default, ast.Constant) and default.value is None]
+    # What is compared, tested, or assigned may be something else than None where it is used.
+    asking = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Compare, ast.Assert)
+    asked = {
+        inner.id
+        for node in nodes
+        if isinstance(node, asking)
+        for inner in ast.walk(node if isinstance(node, ast.BoolOp | ast.Compare) else node.test)
+        if isinstance(inner, ast.Name)
+    }
+    asked |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in nodes:
+        match node:
+            case (
+                ast.Attribute(value=ast.Name(id=name))
+                | ast.Subscript(value=ast.Name(id=name))
+                | ast.Call(func=ast.Name(id=name))
+            ):
+                if name in optional and name not in asked:
+                    yield name
+            case _:
+                pass
 
 
 def _keys_read(function: Any) -> Iterator[str]:

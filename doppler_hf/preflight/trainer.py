@@ -155,7 +155,8 @@ def refuse_weights_of_a_loss(trainer: Any) -> None:
             raise Refusal(
                 "weights-of-the-loss",
                 f"trainer.loss ({type(loss).__name__}) has weights that are not in the model: {', '.join(outside[:3])}. A "
-                "private run trains the model alone. Put the layer into the model, and call it in its forward.",
+                "private run trains the model alone. Make the layer a part of the model (such as model.scale); after the "
+                "model was called, the loss may call it.",
             )
 
 

@@ -149,31 +149,39 @@ def _refuse_gaps(examples: Any, collate: Callable[[list[Any]], Any], name: str) 
 
 def refuse_uncollated(
     examples: Any, *, collate: Callable[[list[Any]], Any], most_rows: int = 8, name: str = "train_dataset"
-) -> None:
-    """Refuse a data set of which some rows cannot be collated together, such as images of other sizes; look for a moment.
+) -> list[int]:
+    """Refuse a data set if some rows cannot be collated together, such as images of other sizes; look for a moment.
 
-    At most `most_rows` rows are collated at once.
+    At most `most_rows` rows are in a batch. If that is one row, rows need not fit together.
+
+    Returns:
+        The first rows found that do not fit together although each is collated alone, if a batch has one row.
     """
     if not has_length(examples) or len(examples) == 0:
-        return
+        return []
     end, places = time.monotonic() + MOST_SECONDS_OF_COLLATING, np.random.default_rng(1).permutation(len(examples))
-    number = min(most_rows, _COLLATED_AT_ONCE)
+    number = min(most_rows, _COLLATED_AT_ONCE) if most_rows > 1 else _COLLATED_AT_ONCE
     for start in range(0, len(places), number):
         if time.monotonic() > end:
-            return
-        rows = [fetch_one(examples, place) for place in places[start : start + number].tolist()]
+            return []
+        of_batch = places[start : start + number].tolist()
+        rows = [fetch_one(examples, place) for place in of_batch]
         if (error := _error_of(collate, rows)) is None:
             continue
+        alone = [_error_of(collate, [row]) for row in rows]
+        if most_rows == 1 and not any(alone):
+            return of_batch
         if isinstance(error, Refusal):  # the collator has explained it
             raise error
-        if all(_error_of(collate, [row]) is not None for row in rows):  # other checks explain a collator that always fails
-            return
+        if all(alone):  # other checks explain a collator that always fails
+            return []
         raise Refusal(
             "rows-not-collated",
             f"data_collator fails with a {type(error).__name__} on some rows of {name}, so the run would end when they are "
             "sampled. Look for rows whose values have another shape or type, such as images with another size or number of "
             "channels, and change or remove them.",
         ) from error
+    return []
 
 
 def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies, no_class
 
-_NO_TOKEN: Final = -100  # the value in transformers' ForCTCLoss
+_NO_TOKEN: Final = -100  # The value in transformers' ForCTCLoss.
 
 
 def ignored_pixel(model: PreTrainedModel) -> int:

@@ -94,13 +94,14 @@ def refuse_generators_of_layers(model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module, path, generator in held_generators(*names, in_functions=True):
         # Sensitivity: the numbers of such a generator depend on the order of the rows in the batch.
+        where = f" in its attribute {path.removeprefix('.')}" if path else ""
         raise Refusal(
             "generator-of-its-own",
             f"The layer {names[module]!r} ({type(module).__name__}) has its own random generator, a "
-            f"{type(generator).__name__} at {path.removeprefix('.') or 'itself'}. An attacker may know its random numbers, "
-            "and adding one record would change the random numbers that all other records get. Let the layer use the "
-            "global generators, which the trainer seeds secretly: leave out a seed such as generator_seed, or set the "
-            "attribute to None.",
+            f"{type(generator).__name__}{where}. "
+            "An attacker may know its random numbers, and adding one record would change the random numbers that all other "
+            "records get. Let the layer use the global generators, which the trainer seeds secretly: leave out a seed such "
+            "as generator_seed, or set the attribute that holds the generator to None.",
         )
 
 
@@ -127,9 +128,9 @@ def refuse_known_numbers(compute: Callable[[], Any], what: str, *, is_same: Call
     if not is_same(found[0], found[2]):
         raise Refusal(
             "not-repeatable",
-            f"{what} gives different results for the same batch, although the global generators of torch, NumPy and Python "
-            "were in the same state. It uses its own random generator, or keeps something from one batch to the next. Use "
-            "the global generators, which are secret in a private run, and keep nothing between batches.",
+            f"{what} gave two results for the same batch and the same random state. Either it has its own random generator, "
+            "or it remembers earlier batches. Draw from the global generators of torch, NumPy and Python, which the trainer "
+            "seeds secretly, and keep nothing between batches.",
         )
     return found[0]
 
@@ -145,7 +146,7 @@ def refuse_known_numbers_in_passes(
 
     def is_same(first: Any, second: Any) -> bool:
         if first is None or second is None or first.shape != second.shape:
-            return True  # which is refused for that
+            return True  # Other checks refuse losses without a value or of changing shape.
         # With the same numbers in the same shapes, a CPU adds them in the same order.
         is_on_cpu = first.device.type == "cpu"
         return torch.allclose(
@@ -162,7 +163,7 @@ def refuse_known_numbers_in_collator(collate: Callable[[list[Any]], Any], rows: 
 
     def is_same(first: Any, second: Any) -> bool:
         if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-            return True  # which is refused for that
+            return True  # Another check refuses a collator that returns no mapping.
         return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
     # A collator may modify its input.

@@ -45,14 +45,14 @@ OWN_LOSS: Final = (
     "Override compute_per_sample_loss to return one loss per record, such as F.cross_entropy(model(**inputs)['logits'], "
     "inputs['labels'], reduction='none')"
 )
-ANSWER = ("start_positions", "end_positions")  # the labels of question answering
-MASK: Final = "bool_masked_pos"  # marks the patches of an image that the model must reconstruct
+ANSWER = ("start_positions", "end_positions")  # The labels of question answering.
+MASK: Final = "bool_masked_pos"  # This input marks the patches of an image that the model must reconstruct.
 WITHOUT_TOKENS: Final = (
     "multiple_choice",
     "semantic_segmentation",
     "ctc",
     "masked_image",
-)  # tasks without a label for each token
+)  # These tasks have no label for each token.
 
 # Name of a class → its task. Masked comes before causal: XLM's head is in both tables, and its labels are not shifted.
 _TASK_OF_TABLE: Final[tuple[tuple[Mapping[str, str], Task], ...]] = (
@@ -440,12 +440,19 @@ def hidden_patch_losses(
         tensor([1.])
     """
     side = math.isqrt(is_hidden[0].numel())
-    if made_up.shape != images.shape or is_hidden[0].numel() != side**2 or any(size % side for size in images.shape[2:]):
+    wrong = ""
+    if made_up.shape != images.shape:
+        wrong = "the reconstruction that the model returns has another shape than pixel_values"
+    elif is_hidden[0].numel() != side**2:
+        wrong = f"the number of values in {MASK} is not a square"
+    elif any(size % side for size in images.shape[2:]):
+        wrong = f"the images cannot be cut into as many equal patches as {MASK} has values"
+    if wrong:
+        # The message has no sizes, because they are private (of a batch or a record), and messages end up in logs.
         raise Refusal(
             "wrong-shape",
-            f"{MASK} must have one value for each patch of a square image, and the reconstruction must have the size of the "
-            f"image; got {is_hidden.ndim} dimensions for {MASK}, {images.ndim} for the images and {made_up.ndim} for the "
-            "reconstruction, or sizes that do not fit. Override compute_per_sample_loss.",
+            f"The loss of masked image modeling cannot be computed: {wrong}. Make {MASK} with one value for each patch of a "
+            "square image, (image_size // patch_size) ** 2 values in all, or override compute_per_sample_loss.",
         )
     # Sensitivity: the mask, the number of hidden pixels and the mean are an example's own.
     made_up = made_up.to(torch.promote_types(made_up.dtype, torch.float32))

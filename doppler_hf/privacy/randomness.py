@@ -29,8 +29,9 @@ from torch import Tensor
 
 # Encrypting zeros gives the keystream itself. 32,768 words fit into the cache.
 _ZEROS: Final = memoryview(bytes(1 << 18))
-# MT19937 in each of the three: 624 words of 32 bits. Python's and NumPy's own seeding spreads a key of 256 bits over them;
-# torch's keeps 32 bits of a seed on the CPU, which can be tried out, so that its words are filled.
+# All three generators are MT19937: 624 words of 32 bits. The seeding of Python and NumPy spreads a key of 256 bits over
+# these words. Torch keeps only 32 bits of a seed on the CPU, which an attacker could try out, so its words are filled
+# directly.
 _KEY, _WORDS = 8, 624
 # In torch's state a 64-bit seed, two 32-bit fields and a 64-bit position precede torch's words, which take 64 bits each.
 _TORCH_STATE = torch.Generator().manual_seed(0).get_state()
@@ -78,8 +79,8 @@ class SecretBits(BitStream):
         keystream = words.numpy().view(np.uint8)
         for start in range(0, len(keystream), len(_ZEROS)):
             part = keystream[start : start + len(_ZEROS)]
-            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`, whose
-            # copy of all of them would take as long again as half of the encryption.
+            # `update_into` needs room for a block that it might hold back, so the last block is computed by `update`. If
+            # `update` computed all blocks, its copy of them would take half as long as the encryption itself.
             body = max(0, len(part) - 16)
             if body:
                 self._encryptor.update_into(_ZEROS[:body], part.data)

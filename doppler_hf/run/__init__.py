@@ -21,6 +21,7 @@
 - callback: the callback that passes Transformers' events to the run
 - beside_model: the ledger next to a saved model
 - trained_model: the model that a run trains, as its ledger knows it
+- search: a hyperparameter search, of which only the best trial is published
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights
 - merges: how to recognise weights into which an adapter was merged

@@ -23,7 +23,7 @@ from doppler_hf.run.processes import COMPARED_EVERY, refuse_different_replicas
 from doppler_hf.run.summary import print_end, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# What a step calls on the trainer, and what it reads there.
+# The methods that a step calls on the trainer, and the attributes that it reads there.
 _CALLED: Final = (
     "compute_per_sample_loss", "compute_loss", "compute_loss_context_manager", "training_step", "get_batch_samples",
     "_prepare_inputs", "_prepare_input", "_clip_grad_norm", "_get_grad_norm",
@@ -49,7 +49,7 @@ class PrivacyCallback(TrainerCallback):
         self._handler = trainer.callback_handler
         self._checked_callbacks: list[Any] = []
         self._checked_code: dict[str, tuple[Any, ...]] = {}
-        self._bound_watch: BoundWatch | None = None  # watches a private training loss
+        self._bound_watch: BoundWatch | None = None  # It watches a private training loss.
 
     def note_checked_code(self) -> None:
         """Note the code with which the checks before the first step were made."""
@@ -253,6 +253,6 @@ def end_run(
     if run.leave(model, speaks=speaks, writes=state.is_world_process_zero, together=False):
         run.ledger.save(args.output_dir)
     if not run.ledger.runs[-1].is_closed:
-        run.ledger = run.ledger.as_written()  # count as the file does, with all reserved steps
+        run.ledger = run.ledger.as_written()  # Count as the file does, with all reserved steps.
         if state.is_world_process_zero:
             print_interruption(run.ledger, args, error=error)

@@ -7,6 +7,7 @@ logs of the training, where no raw loss is kept. The number of records is public
 """
 
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words, not_covered_in_words
 from doppler_hf.run.model_card import HEADING, is_hub_id
 from doppler_hf.run.optimizer import optimizer_in_words
+from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import Evaluation, evaluations_of, losses, main_metrics
 from doppler_hf.run.training_curve import PICTURE_NAME
@@ -37,7 +39,7 @@ def written_part(run: PrivateRun, trainer: Any, folder: Path) -> str:
     """Return what a run writes into the card of a model in a folder."""
     assert run.ledger is not None
     sections = [
-        privacy_section(run.ledger),
+        privacy_section(run.ledger, also_not_covered=uncovered_rounding(run, trainer.model)),
         loading_section(trainer, folder),
         model_section(run, trainer),
         results_section(run, trainer, folder),
@@ -47,8 +49,22 @@ def written_part(run: PrivateRun, trainer: Any, folder: Path) -> str:
     return "\n".join(section for section in sections if section)
 
 
-def privacy_section(ledger: PrivacyLedger) -> str:
-    """Return what is guaranteed, what is not, how to verify it, and all terms."""
+def uncovered_rounding(run: PrivateRun, model: nn.Module) -> list[str]:
+    """Return what ε does not cover of rounding: in bfloat16, how a row is rounded if its neighbours decide on its padding.
+
+    # Privacy: this follows from precision, collator and columns, and not from how long records are, since it is published.
+    """
+    is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
+    if not is_rounded or (run.sampler.lengths is None and run.probe.are_of_one_length):
+        return []
+    return ["the rounding of bfloat16, if records have different lengths and are padded to the longest of their micro-batch"]
+
+
+def privacy_section(ledger: PrivacyLedger, *, also_not_covered: Sequence[str] = ()) -> str:
+    """Return what is guaranteed, what is not, how to verify it, and all terms.
+
+    `also_not_covered` is what the ledger does not know.
+    """
     lines = [
         HEADING,
         "",
@@ -61,7 +77,7 @@ def privacy_section(ledger: PrivacyLedger) -> str:
         ),
         "Not covered by ε:",
         "",
-        *(f"- {line}" for line in not_covered_in_words(ledger)),
+        *(f"- {line}" for line in (*not_covered_in_words(ledger), *also_not_covered)),
         "",
         "### How to verify it",
         "",
@@ -275,7 +291,7 @@ def software_section(model: nn.Module) -> str:
     """Return the versions of the packages by which the model is loaded; the ledger's are among its terms."""
     names = {"Transformers": transformers.__version__, "PyTorch": torch.__version__}
     if hasattr(model, "peft_config"):
-        # As PEFT writes it, which adds it under this heading where it is missing.
+        # PEFT adds this line under the heading where it is missing, so it is written in PEFT's own form.
         names = {"PEFT": version("peft"), **names}
     return "\n".join(["### Framework versions", "", *(f"- {name} {value}" for name, value in names.items()), ""])
 

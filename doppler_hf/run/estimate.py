@@ -30,7 +30,7 @@ from doppler_hf.privacy.batching.cutting import Cut
 from doppler_hf.run.memory import move_in, without_memory
 
 _TIMES: Final = 3
-_SAMPLED: Final = 4_000_000  # so many weights make a step that is not only overhead, but still short
+_SAMPLED: Final = 4_000_000  # So many weights make a step that is not only overhead, but still short.
 _FLOAT: Final = 4
 
 
@@ -120,7 +120,7 @@ def seconds_of_step(
     return {
         "passes": setting.passes * a_pass + setting.batch_size / setting.processes * per_example,
         "between processes": between,
-        "noise": noise * number / setting.processes,  # each process makes the noise of its share
+        "noise": noise * number / setting.processes,  # Each process makes the noise of its share.
         "optimizer": step * number,
     }
 
@@ -190,7 +190,7 @@ def _seconds_of_a_weight(setting: Setting, *, device: torch.device, sampled: int
         shape=setting.noise_shape,
         device=device,
     )
-    for _ in range(setting.noise_shape.bands - 1):  # make the earlier noise that a later step needs
+    for _ in range(setting.noise_shape.bands - 1):  # Make the earlier noise that a later step needs.
         mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps))
     noise = seconds_of(lambda: mechanism.privatize({"": torch.zeros_like(weight)}, step=next(steps)), device)
     optimizer = DopplerOptimizer([weight], 1e-3, low_pass_filter=setting.low_pass_filter, base=setting.base, noise_std=1.0)

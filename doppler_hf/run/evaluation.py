@@ -41,9 +41,10 @@ class EvaluatingTrainer(ShardedTrainer):
     can_return_loss: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
-    # The names of the evaluation sets of which a warning has said that they have training rows, and for which data sets.
+    # The names of the evaluation sets for which a warning about training rows was given. `sets_looked_at` has the data sets.
     sets_with_training_rows: frozenset[str] = frozenset()
-    # With `metrics_per_user`: the user of each row that is evaluated, and the metrics if others are called in their place.
+    # These two are for `metrics_per_user`: the user of each row that is evaluated, and the metrics if others are called in
+    # their place.
     _users: np.ndarray | None = None
     metrics_of_rows: Callable[[Any], dict[str, Any]] | None = None
     sets_looked_at: tuple[Any, Any] | None = None
@@ -121,7 +122,8 @@ class EvaluatingTrainer(ShardedTrainer):
         if not self._has_loss_without_labels(inputs):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         names, can_return_loss = self.label_names, self.can_return_loss
-        self.label_names, self.can_return_loss = [], True  # as TRL's trainers have it: Transformers then computes a loss
+        # Transformers then computes a loss; TRL's trainers set both in the same way.
+        self.label_names, self.can_return_loss = [], True
         try:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:
@@ -168,7 +170,7 @@ class EvaluatingTrainer(ShardedTrainer):
             self._prepare_model()
         run = self._run
         with coverage_kept_when_converted(run, self.args, model=self.model):
-            output = super().evaluation_loop(  # as Transformers calls it
+            output = super().evaluation_loop(  # Transformers calls it in the same way.
                 dataloader,
                 description=description,
                 prediction_loss_only=prediction_loss_only,

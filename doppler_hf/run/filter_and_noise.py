@@ -14,7 +14,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
 from doppler_hf.run.checkpoints import filter_of_checkpoint
-from doppler_hf.run.plan import planned_delta, planned_steps
+from doppler_hf.run.plan import Trial, planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # The most bytes for the noise of earlier steps if the shape is chosen and not given.
@@ -38,9 +38,14 @@ def chosen_filter(
 
 
 def chosen_noise_shape(
-    args: DopplerTrainingArguments, *, sampler: AllocationSampler, num_trained: int, resumed: PrivacyStatement | None = None
+    args: DopplerTrainingArguments,
+    *,
+    sampler: AllocationSampler,
+    num_trained: int,
+    resumed: PrivacyStatement | None = None,
+    trial: Trial | None = None,
 ) -> NoiseShape:
-    """Return the shape of the noise of a run."""
+    """Return the shape of the noise of a run, or of a trial of a search."""
     if args.noise_shape != "auto":
         return NoiseShape.parse(args.noise_shape)
     # Poisson sampling may draw a unit at every step. Without a target there are no shapes of equal ε. GaLore saves memory,
@@ -52,10 +57,11 @@ def chosen_noise_shape(
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
         return kept
     steps = planned_steps(args, sampler)
+    epsilon, delta = (args.target_epsilon, planned_delta(args, sampler)) if trial is None else (*trial.selection.first,)
     of_strategy = functools.partial(
         noise_multiplier_if_any,
-        target_epsilon=args.target_epsilon,
-        target_delta=planned_delta(args, sampler),
+        target_epsilon=epsilon,
+        target_delta=delta,
         sample_rate=sampler.sample_rate,
         steps=steps,
     )

@@ -84,6 +84,7 @@ def _is_writable(value: Any) -> bool:
 
 def _warn(name: str) -> None:
     warnings.warn(
-        f"{name} has a value that JSON cannot hold, such as a tensor. The checkpoint holds a list or text in its place.",
+        f"{name} has a value that JSON cannot hold, such as a tensor. The checkpoint holds a list or text in its place. To "
+        "choose what is saved, turn the value into numbers or text in your code, for example with item() or tolist().",
         stacklevel=4,
     )

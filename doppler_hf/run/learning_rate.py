@@ -38,8 +38,9 @@ from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import setting_without_default_rate
 
-# These bound, in order: √d·δ; √f·δ, and √f·δ of a layer that reads the data; η/(u·s), and η/(u·s) with adapters; the path of
-# short runs, and their steps; and f times the change of a weight in a step if all gradients are the same.
+# These numbers bound the following, in this order: √d·δ; √f·δ, and √f·δ of a layer that reads the data; η/(u·s), and η/(u·s)
+# with adapters; the path of short runs, and their steps; and f times the change of a weight in a step if all gradients are
+# the same.
 LONGEST_WALK: Final = 70.0
 LARGEST_OUTPUT: Final = 5.0
 LARGEST_OUTPUT_OF_DATA: Final = 12.0
@@ -170,9 +171,9 @@ def learning_rate_of_rule(
 class LayerOfSums(NamedTuple):
     """A trained layer whose outputs are sums over its inputs."""
 
-    inputs: int  # the number f of inputs for each output
-    is_of_data: bool  # whether neither a layer nor a normalization comes before it
-    is_first: bool  # whether no other such layer comes before it
+    inputs: int  # The number f of inputs for each output.
+    is_of_data: bool  # Whether neither a layer nor a normalization comes before it.
+    is_first: bool  # Whether no other such layer comes before it.
 
 
 def linear_layers(model: nn.Module) -> Iterator[LayerOfSums]:

@@ -297,3 +297,10 @@ def _read_one(path: Path) -> Record | None:
         )
         return Record(trainings, split_marks(said["marks"]), merges)
     return None
+
+
+def forget(run: str) -> None:
+    """Remove a run from the register, as its weights are gone."""
+    _OF_PROCESS.pop(run, None)
+    with contextlib.suppress(OSError):
+        (_register() / f"{run}.json").unlink(missing_ok=True)

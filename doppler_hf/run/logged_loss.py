@@ -144,7 +144,8 @@ class BoundWatch:
     def __init__(self, statement: PrivacyStatement, *, step: int) -> None:
         assert statement.per_sample_max_loss is not None
         self._bound = statement.per_sample_max_loss
-        # The mean of a step varies with the noise, and with the random size of its batch, by which it is not divided.
+        # The mean of a step varies with the noise. It also varies with the random size of its batch, because the sum is
+        # divided by the expected size instead.
         self._std = math.hypot(
             noise_of_loss(statement, steps=1), _NEAR * self._bound / math.sqrt(statement.expected_batch_size)
         )

@@ -52,8 +52,8 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
     if kind is None:
         raise Refusal(
             "no-class-of-model",
-            f"{merged / 'config.json'} does not name a model class of Transformers, so the merge cannot be repeated. Save "
-            "the merged model with save_pretrained.",
+            f"{merged / 'config.json'} names no model class of Transformers, so `verify` cannot redo the merge and compare "
+            "the two. Save the merged model again with save_pretrained.",
         )
     with _readable(merged):
         published, names = kind.from_pretrained(merged, dtype=config.dtype, output_loading_info=True)

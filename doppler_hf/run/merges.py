@@ -79,7 +79,7 @@ class AdaptersAtStart:
                 pairs = []
                 for name, layer in layers.items():
                     if is_converted and {value.dtype for value in layer.parameters()} == {precision}:
-                        continue  # the conversion would change nothing
+                        continue  # The conversion would change nothing.
                     with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
                         merged = [
                             _merged(layer, precision=precision, is_converted=is_converted, values=values)

@@ -32,8 +32,8 @@ _EARLIER_SECTION: Final = re.compile(
 _FRONT_MATTER: Final = re.compile(r"\A\s*---\r?\n.*?^---[ \t]*(?:\r?\n|\Z)", re.MULTILINE | re.DOTALL)
 _PLACEHOLDER: Final = re.compile(r"^(?:[-*] \*\*[^*]*\*\*:? *)?\[?more information needed\]?\.?$", re.IGNORECASE)
 _TITLE_OF_TEMPLATE: Final = "# Model Card for Model ID"
-_OF_PEFT: Final = re.compile(r"^- PEFT \S+$")  # which PEFT adds wherever it sees another version
-_HEAD: Final = re.compile(r"^    [0-9a-f]{64}$")  # of the ledger: it needs no digest to be known again
+_OF_PEFT: Final = re.compile(r"^- PEFT \S+$")  # PEFT adds this line wherever it sees another version.
+_HEAD: Final = re.compile(r"^    [0-9a-f]{64}$")  # The head of the ledger needs no digest to be recognised.
 _BY_TRANSFORMERS: Final = "<!-- This model card has been generated automatically according to the information"
 _BY_TRL: Final = "It has been trained using [TRL]"
 _HEADINGS_OF_LIBRARIES: Final = {
@@ -161,7 +161,7 @@ def without_placeholders(sections: Iterable[Section]) -> list[Section]:
     boilerplate = {line for line in template if line and not line.startswith(("#", "- ", "---")) and "{{" not in line}
     headings = {line.strip("# ") for line in template if line.startswith("#")} | _HEADINGS_OF_LIBRARIES
     kept: list[Section] = []
-    deepest_kept = 0  # the level of the section after this one, if that is a part of it
+    deepest_kept = 0  # The level of the section after this one, if that is a part of it.
     for each in reversed(list(sections)):
         filled = [line for line in each.lines if not is_placeholder(line)]
         is_filled = len(filled) < len(each.lines) or not boilerplate.isdisjoint(line.strip() for line in filled)
@@ -169,7 +169,7 @@ def without_placeholders(sections: Iterable[Section]) -> list[Section]:
         has_text = any(line.strip() for line in own)
         comments = {line for line in boilerplate if line.startswith("<!--")}
         lines = [line for line in filled if line.strip() not in comments] if has_text else own
-        if is_filled:  # blank lines around what went
+        if is_filled:  # The removed lines leave blank lines behind.
             lines = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n").splitlines()
             lines = ["", *lines, ""] if lines and each.heading else lines
         is_known = each.level > 1 and each.heading.strip("# ") in headings

@@ -20,7 +20,10 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans, without_partial_round
+from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, without_partial_round
+from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
+from doppler_hf.privacy.accounting.selection import Selection
+from doppler_hf.privacy.ledger.statement import SearchTerms
 from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
 from doppler_hf.run.trained_model import TrainedModel
@@ -28,7 +31,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 # The fields of the statement on which a calibrated σ depends.
 _CALIBRATED_FOR: Final = (
-    "unit_of_privacy", "num_units", "expected_batch_size",  # these come first, since other fields follow from them
+    "unit_of_privacy", "num_units", "expected_batch_size",  # These come first, since other fields follow from them.
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
@@ -37,13 +40,21 @@ _CALIBRATED_FOR: Final = (
 class Previous(NamedTuple):
     """The checkpoint, ledger and model that a run continues."""
 
-    checkpoint: str | None = None  # the checkpoint's folder
-    step: int = 0  # the step at which the checkpoint was written
-    ledger: PrivacyLedger | None = None  # the ledger that the run continues
-    model: TrainedModel | None = None  # the model of the same trainer's run before
+    checkpoint: str | None = None  # The folder of the checkpoint.
+    step: int = 0  # The step at which the checkpoint was written.
+    ledger: PrivacyLedger | None = None  # The ledger that the run continues.
+    model: TrainedModel | None = None  # The model of the same trainer's earlier run.
 
 
 NOTHING: Final = Previous()
+
+
+class Trial(NamedTuple):
+    """What a run must know as a trial of a search: the guarantees, and what the ledger of the best trial says."""
+
+    selection: Selection
+    time: str  # of all entries of the ledger
+    interrupted: Trainings  # what earlier searches had spent when they were interrupted
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
@@ -98,6 +109,7 @@ def planned_statement(
     noise_shape: NoiseShape,
     previous: Previous = NOTHING,
     default_max_loss: float = GUESS,
+    trial: Trial | None = None,
 ) -> PrivacyStatement:
     """Return the statement of a run of `args`, with the numbers of the sampling from the sampler itself.
 
@@ -140,6 +152,7 @@ def planned_statement(
             private=noise_multiplier > 0.0 and sampler.is_secret,
             noise_source=source,
             sampling=args.sampling,
+            search=None if trial is None else SearchTerms.of(trial.selection),
         )
 
     if args.noise_multiplier is not None:
@@ -151,7 +164,7 @@ def planned_statement(
         before, now = vars(continued.statement), vars(again)
         terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
         changed = [f"{term} changed from {before[term]} to {now[term]}" for term in terms]
-        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # name the argument to the user
+        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # Name the argument to the user.
             words = f"report_train_loss changed from {before['train_loss']!r} to {now['train_loss']!r}"
             changed[terms.index("loss_noise_multiplier")] = words
         # Keep the noise also after a crash that cost steps: the guard then stops the run earlier.
@@ -164,6 +177,13 @@ def planned_statement(
             # With less than a hundredth of the budget, nothing could be learnt, because the noise would be too large.
             if target < 0.01 * args.target_epsilon:
                 raise budget_spent(continued.epsilon(), args, changed=changed)
+    if trial is not None:
+        assert math.isclose(trial.selection.delta, delta), "δ of the trials does not add up to that of the search"
+        # Privacy: every trial satisfies the two guarantees from which the ε of the search follows, whatever its settings.
+        joint = noise_multiplier_of_trial(
+            trial.selection, sample_rate=sampler.sample_rate, steps=steps, strategy=noise_shape.c, sampling=args.sampling
+        )
+        return under(joint / math.sqrt(of_gradient))
     joint = get_noise_multiplier(
         target_epsilon=target,
         target_delta=share_of_delta,

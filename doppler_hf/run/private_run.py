@@ -49,7 +49,7 @@ from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.other_batches import OtherBatches
-from doppler_hf.run.plan import NOTHING, Previous, budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.plan import NOTHING, Previous, Trial, budget_spent, mechanisms_of, planned_statement
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
 from doppler_hf.run.rounds import Rounds
@@ -152,9 +152,13 @@ class PrivateRun:
         previous: Previous = NOTHING,
         loss_bound: LossBound | None = None,
         mixed_precision: str = "no",
+        trial: Trial | None = None,
+        interrupted: Trainings | None = None,
     ) -> None:
         self.loss_bound = loss_bound or LossBound.guessed()
         self.terms, self.mixed_precision = FixedTerms(args), mixed_precision
+        # What searches had spent, which were interrupted in this run's folder or in the folder of its search.
+        self._trial, self._interrupted = trial, interrupted or {} if trial is None else trial.interrupted
         self._args, self.train_dataset, self.previous = args, train_dataset, previous
         self._resources = contextlib.ExitStack()
         self._first_step = previous.step
@@ -175,12 +179,13 @@ class PrivateRun:
             seed=args.noise_seed,
         )
         resumed = None if previous.checkpoint is None or previous.ledger is None else previous.ledger.statement
-        shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed)
+        shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed, trial=trial)
         # Shaped noise protects a unit that takes part at most once in `bands` steps.
         self.sampler.take_turns(shape.bands)
         self.statement = planned_statement(
-            args, sampler=self.sampler, noise_shape=shape, previous=previous, default_max_loss=self.loss_bound.value
-        )
+            args, sampler=self.sampler, noise_shape=shape, previous=previous, default_max_loss=self.loss_bound.value,
+            trial=trial,
+        )  # fmt: skip
         self.mechanism, self.private_loss = mechanisms_of(args, self.statement, shape=shape, first_step=self._first_step)
         self._rounds = Rounds(args, train_dataset, self.sampler)
         self._continues_rounds = self._rounds.continue_from(previous, self.statement)
@@ -188,21 +193,21 @@ class PrivateRun:
         self.trained_model: TrainedModel | None = None
         self.is_running = self.is_little_said = False
         self.notes: list[str] = []
-        self.pads_each_row_alone = False  # whether every row has a padded length of its own
+        self.pads_each_row_alone = False  # Whether every row has a padded length of its own.
         self.words: dict[str, str] = {}
-        self.has_picture = False  # of the training, in its output folder
+        self.has_picture = False  # Whether the output folder has a picture of the training.
         self.shown: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._engine: ClippedGradients | None = None
-        self.affordable = 0  # the number of further steps that the budget allows
+        self.affordable = 0  # The number of further steps that the budget allows.
         # These describe the last draw: whether `p.grad` comes from the mechanism, how many examples had no finite gradient
         # (on the device), and how many more passes another process makes.
         self.is_released = False
         self.num_non_finite: int | Tensor = 0
         self.num_empty_passes = 0
-        self.num_rows = 0  # of the batch that was started last, on this process
+        self.num_rows = 0  # The number of rows of the batch that was started last, on this process.
         self._pieces_left = 0
-        self._may_compute = False  # whether the current step is reserved and not yet counted
+        self._may_compute = False  # Whether the current step is reserved and not yet counted.
         self._fillings = 0
         self._is_warned = False
 
@@ -226,6 +231,11 @@ class PrivateRun:
         # Nothing was dealt out before the first step, unless the run continues a round.
         has_begun = self._continues_rounds or self.ledger.runs[-1].steps_reserved > 0
         if self.affordable <= 0 or not has_begun:
+            self._rounds.secret_of(self.ledger).forget()
+
+    def forget_rounds(self) -> None:
+        """Forget the secret of the rounds, with which the run could be resumed."""
+        if self.ledger is not None:
             self._rounds.secret_of(self.ledger).forget()
 
     # --- before the first step ----------------------------------------------------------------------------------------
@@ -364,6 +374,7 @@ class PrivateRun:
         The ledger also records what `others`, runs with other ledgers, have spent on the weights.
         """
         statement, earlier = self.statement, self.previous.ledger
+        others = {**(others or {}), **self._interrupted}
         # The statement, and so the account, must describe what sampler and mechanisms do.
         sampler, mechanism, loss = self.sampler, self.mechanism, self.private_loss
         assert (sampler.sample_rate, sampler.sampling) == (statement.sample_rate, statement.sampling)
@@ -377,7 +388,8 @@ class PrivateRun:
         # Process 0 saves the ledger. From the name of its run, each process finds its own secret again.
         run_id = on_process_0(lambda: secrets.token_hex(8))
         if earlier is None:
-            ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id)
+            time = None if self._trial is None else self._trial.time
+            ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id, time=time)
         else:
             ledger = earlier.resume(
                 statement, from_step=step, continues_rounds=self._continues_rounds, earlier=others, run_id=run_id
@@ -420,7 +432,7 @@ class PrivateRun:
 
         `pieces` is empty when the loader is exhausted.
         """
-        # Sensitivity: part of another draw would let an example count twice.
+        # Sensitivity: if a step used a part of another draw, an example could count twice.
         if len(pieces) not in (0, self.sampler.pieces):
             raise Refusal(
                 "accumulation-changed",
@@ -469,7 +481,7 @@ class PrivateRun:
                 "Your training_step calls super().training_step more often than gradient_accumulation_steps allows for a "
                 "batch. Call it once, or override compute_per_sample_loss instead.",
             )
-        self._pieces_left -= 1  # count first, so that a piece that fails half-way is not added again
+        self._pieces_left -= 1  # Count first, so that a piece that fails half-way is not added again.
         self._fill_generators()
         losses = [self._add_clipped(micro_batch) for micro_batch in piece]
         return torch.cat(losses) if losses else torch.zeros(0, device=self._args.device)
@@ -478,7 +490,7 @@ class PrivateRun:
         # Copy from pinned memory while the device computes. Transformers' own move would wait for the device.
         inputs = send_to_device(micro_batch.inputs, self._args.device, non_blocking=True)
         losses, is_cross_entropy, of_losses = self._losses_of(inputs)
-        # Sensitivity: what is clipped to C is a row, or the mean of K rows. An example with more rows would contribute more.
+        # Sensitivity: one row is clipped to C, or the mean of K rows. An example with more rows would contribute more.
         if len(losses) != micro_batch.size:
             # The message leaves out the numbers: the size of a draw is private, and messages end up in logs.
             raise Refusal(

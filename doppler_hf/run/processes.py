@@ -92,7 +92,8 @@ def refuse_processes_that_draw_alone(world_size: int) -> None:
     """Refuse to add up sums if torch has a different number of processes than the arguments."""
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if processes != world_size:
-        # Sensitivity: each would draw from all examples, and one that several have drawn count as often in their sum.
+        # Sensitivity: each process would draw from all examples. An example that several processes have drawn would count
+        # several times in their sum.
         raise Refusal(
             "processes-sample-alone",
             f"The process group of torch has {processes} process{'es' * (processes > 1)}, but the training arguments have "
@@ -127,9 +128,9 @@ def refuse_different_terms(terms: list[Mapping[str, Any]]) -> None:
         else:
             is_same = first == other
         if not is_same:
-            # Sensitivity: the ledger has the terms of process 0. A contribution of another norm, drawn at another rate or
-            # beneath other noise would be in the same sum.
-            # The message leaves out what is computed from the examples: messages end up in logs.
+            # Sensitivity: the ledger has the terms of process 0. If another process used another norm, rate or noise, its
+            # contribution would still be in the same sum. The message leaves out what is computed from the examples, because
+            # messages end up in logs.
             values = "" if name == OF_EXAMPLES else f": {first!r} and {other!r}"
             raise Refusal(
                 "processes-differ",
@@ -150,7 +151,7 @@ def refuse_different_replicas(model: nn.Module, *, step: int) -> None:
     digests = gather_object([replicas_digest(model)])
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
-        # Privacy: what each released is noised, but the gradients of some were computed at weights that are saved nowhere.
+        # Privacy: what each process released has noise, but some gradients were computed at weights that are saved nowhere.
         raise Failure(
             "replicas-differ",
             f"The weights on process {', '.join(others)} differ from those on process 0 after step {step}, for example "

@@ -12,7 +12,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.shared_rows import SharedRows, shared_rows
 
 _CLOCKS: Final = ("_runtime", "_per_second", "_preparation_time")
-# What tells how good a result is without being one of the model's.
+# These show how good a result is, and are no results of the model themselves.
 BASELINES: Final = ("majority_class_accuracy", "mean_label_loss")
 
 
@@ -76,7 +76,8 @@ def evaluations_of(trainer: Any) -> list[Evaluation]:
 
 def training_losses_of(ledger: PrivacyLedger, log_history: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the logged training losses by their steps, if all of them have noise and ε covers them."""
-    # Privacy: a raw loss is not kept in the logs. Should one be there, as of a run without noise, it stays out all the same.
+    # Privacy: the logs do not keep a raw loss. If there is one all the same, for example from a run without noise, it is
+    # left out here.
     if any(each.statement.train_loss != "private" for each in ledger.runs) or ledger.why_not_private is not None:
         return {}
     return {int(log["step"]): float(log["loss"]) for log in log_history if "loss" in log and "step" in log}

@@ -30,8 +30,8 @@ def load_renamed(model: PreTrainedModel, folder: str | Path) -> None:
     if missing:
         raise Refusal(
             "weights-do-not-fit",
-            f"{folder} has no value that fits {missing[0]!r} and {len(missing) - 1} other weights of "
-            f"{type(model).__name__}. Make the model exactly as it was in the run that saved them.",
+            f"{folder} lacks {len(missing)} weights of {type(model).__name__}, or has them in another shape; the first is "
+            f"{missing[0]!r}. Make the model exactly as it was in the run that saved them.",
         )
 
 

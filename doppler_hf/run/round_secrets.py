@@ -33,7 +33,7 @@ _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
 _KEPT_WITHOUT_LEDGER: Final = 30 * 24 * 3600.0  # seconds
 _NAME: Final = re.compile(
     r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?"
-)  # version 0.3 added a digest
+)  # Version 0.3 added a digest.
 
 
 class RoundSecret(NamedTuple):
@@ -41,8 +41,8 @@ class RoundSecret(NamedTuple):
 
     run_id: str
     rank: int
-    world_size: int  # with a different number of processes, the units are divided differently
-    data: DataDigest  # the digest is as private as the data
+    world_size: int  # With a different number of processes, the units are divided differently.
+    data: DataDigest  # The digest is as private as the data.
 
     @property
     def path(self) -> Path:
@@ -92,7 +92,8 @@ class RoundSecret(NamedTuple):
                 path.unlink(missing_ok=True)
 
     def _kept(self) -> tuple[bytes, DataDigest] | None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may be missing or bad
+        # The file may be missing or bad.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             kept: dict[str, Any] = json.loads(self.path.read_text("utf-8"))
             secret = bytes.fromhex(kept["secret"])
             if len(secret) == _LENGTH:

@@ -77,15 +77,14 @@ class Rounds:
 
     def _refuse_another_number(self, earlier: int) -> None:
         """Refuse to restart a round for a different number of processes; without a target_epsilon, only warn."""
-        # Sensitivity: turns are drawn within each process's own share of the units. Under another number the shares are
-        # different, so that the secret cannot tell who has had its turn, and a unit may have a further one.
+        # Sensitivity: turns are drawn within each process's own share of the units. With another number of processes the
+        # shares are different. The secret then cannot tell who has had a turn, and a unit may get a further one.
         target = self._args.target_epsilon
         ours = self._args.world_size
         what = (
             f"The earlier run had {earlier} process{'es' * (earlier > 1)}, and this run has {ours}. Each process samples "
-            "from its own share of the records, so the round of the earlier run cannot continue with a different number of "
-            "processes. A new round would start, and records that already had their turn could have another turn, which "
-            "costs "
+            "from its own share of the records, and with another number of processes the shares are different. So a record "
+            "that was already in a batch of the current epoch could be in another one, which costs "
         )
         again = f"Resume with {earlier} process{'es' * (earlier > 1)}"
         if target is None:

@@ -101,8 +101,8 @@ def refuse_plugin(plugin: FullyShardedDataParallelPlugin, args: DopplerTrainingA
         if getattr(args, name):
             raise Refusal(
                 "fsdp-option",
-                f"{name}=True cannot be used with FSDP, because sharded weights are not converted. Leave {name} out, or "
-                "load the model with dtype=torch.bfloat16.",
+                f"{name}=True cannot be used with FSDP, because the weights that FSDP has sharded cannot be converted to "
+                f"another precision. Leave {name} out. To evaluate in bfloat16, load the model with dtype=torch.bfloat16.",
             )
 
 

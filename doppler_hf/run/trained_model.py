@@ -28,8 +28,9 @@ class TrainedModel:
     ) -> None:
         self._model, self._lineage = weakref.ref(model), lineage
         self._left: ModelDigests | None = None  # the digests of the model as the run, or its user, last left it
-        # Privacy: weights that something else has trained, and buffers that it has filled, since the training before are not
-        # part of what this one begins with. A checkpoint's weights are compared with its ledger, and a new model has none.
+        # Privacy: since the run before, something other than private steps may have trained weights or filled buffers. The
+        # ledger does not cover such a model, so it has no digest here. A checkpoint's weights are compared with its ledger,
+        # and a new model has none.
         digests = digests_of(model)
         is_trained = any(digests.parameters == known.parameters for known in ledger.models)
         is_same = previous is not None and previous._model() is model and step == 0 and ledger.steps_run > 0

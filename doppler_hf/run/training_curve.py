@@ -39,7 +39,7 @@ def draw_training_curve(ledger: PrivacyLedger, trainer: Any, *, guarantee: str) 
     try:
         evaluations = evaluations_of(trainer)
         noisy = training_losses_of(ledger, trainer.state.log_history)
-        if max(len(evaluations), len(noisy)) < 2:  # which is no curve
+        if max(len(evaluations), len(noisy)) < 2:  # A single point is no curve.
             return False
         draw(evaluations, noisy, path, guarantee=guarantee)
     except Exception as error:
@@ -54,7 +54,7 @@ def draw(evaluations: list[Evaluation], noisy: Mapping[int, float], path: Path, 
 
     metrics, of_loss = main_metrics(evaluations)[:_MOST_LINES], losses(evaluations)[:_MOST_LINES]
     panels = [names for names in (metrics, [*of_loss, *(["noisy"] if noisy else [])]) if names]
-    # As wide as a phone shows it without its letters becoming small.
+    # A phone shows this width without making the letters small.
     figure = Figure(figsize=(5.0, 0.8 + 2.6 * len(panels)), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, names in zip(all_axes, panels, strict=True):
@@ -74,7 +74,7 @@ def draw(evaluations: list[Evaluation], noisy: Mapping[int, float], path: Path, 
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     all_axes[-1].set_xlabel("step")
-    # Why a run is not private may be long.
+    # The title is wrapped, because the reason why a run is not private may be long.
     title = "\n".join(line for part in title_of(evaluations, metrics, guarantee) for line in textwrap.wrap(part, 58))
     figure.suptitle(title, fontsize="medium")
     path.parent.mkdir(parents=True, exist_ok=True)

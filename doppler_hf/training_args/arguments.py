@@ -119,7 +119,10 @@ class DopplerTrainingArguments(TrainingArguments):
         "with p the probability of the correct class. vanilla: shorten only gradients with a norm above C.",
     )
     clipping_granularity: Granularity = HfArg(
-        default="flat", help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L."
+        default="flat",
+        help="flat: one norm over all trainable parameters; per_layer: each of L layers is clipped to C/√L. With automatic "
+        "clipping, gradients below the norm 0.01 are not scaled to the full clip norm. With per_layer this holds for each "
+        "layer, so layers with small gradients learn less than others.",
     )
     augmentation_multiplicity: int = HfArg(
         default=1,
@@ -240,8 +243,8 @@ class DopplerTrainingArguments(TrainingArguments):
             raise Refusal(
                 "stock-trainer",
                 f"{type(self).__name__} was passed to a trainer that trains without privacy, such as Trainer or SFTTrainer. "
-                "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy, set disable_dp=True "
-                "and leave out target_epsilon and noise_multiplier.",
+                "Use DopplerTrainer, DopplerSFTTrainer or DopplerDPOTrainer. To train without privacy, use the same trainer "
+                "with disable_dp=True, and leave out target_epsilon and noise_multiplier.",
             )
         return super().place_model_on_device
 

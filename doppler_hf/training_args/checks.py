@@ -182,7 +182,7 @@ def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArg
     """Refuse arguments that have no effect with `disable_dp`: all that `TrainingArguments` does not have."""
     for field in added_fields(base):
         value = getattr(args, field.name)
-        # Without privacy no curve is drawn either, so that plot_training_curve=False is what happens.
+        # plot_training_curve=False is accepted, because without privacy no curve is drawn anyway.
         if field.name not in ("disable_dp", "plot_training_curve") and value != field.default:
             raise NoEffectError(
                 field.name, value, beside="disable_dp", because="True, which trains with the stock Trainer",

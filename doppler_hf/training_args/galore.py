@@ -27,9 +27,9 @@ class GaloreArguments:
         64
     """
 
-    rank: int = 128  # columns of the projector
-    update_proj_gap: int = 200  # optimizer steps between two projectors
-    scale: float = 0.25  # factor by which the projected update is multiplied
+    rank: int = 128  # The number of columns of the projector.
+    update_proj_gap: int = 200  # The number of optimizer steps between two projectors.
+    scale: float = 0.25  # The factor by which the projected update is multiplied.
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Failure, Refusal
 from doppler_hf.extras import MissingExtraError
 from doppler_hf.training_args.checks import NoEffectError
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with the one-line message of a mistake in an argument, or of an extra that is not installed.
+    """End the program with the one-line message of a mistake in an argument, an extra that is not installed, or a `Failure`.
 
     Use it for the part of a script that reads its arguments, its data and its model. Leave training outside, where a
     `ValueError` is a defect that needs its traceback.
     """
     try:
         yield
-    except (ValueError, MissingExtraError) as error:
+    except (ValueError, MissingExtraError, Failure) as error:
         raise SystemExit(f"error: {error}") from error
 
 

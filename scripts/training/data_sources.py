@@ -113,6 +113,8 @@ def load_splits(
 
 
 def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[str]]:
+    from pyarrow import parquet
+
     if not folder.is_dir():
         raise Refusal("no-such-folder", f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
     files = {}
@@ -131,6 +133,12 @@ def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[
         if not files.keys() & set(wanted):
             names = " or ".join(f"{split}.parquet" for split in wanted)
             raise Refusal("split-missing", f"--dataset_dir {folder} has no {names}. Add the file.")
+    for split, paths in files.items():
+        if not any(parquet.read_metadata(path).num_rows for path in paths):
+            raise Refusal(
+                "split-without-rows",
+                f"The split {split!r} in --dataset_dir {folder} has no rows. Check whether a filter removed them all.",
+            )
     return files
 
 

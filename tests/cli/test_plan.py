@@ -17,6 +17,7 @@ from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, meets_second
 from doppler_hf.run.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
 from doppler_hf.run.optimizer import first_learning_rate
+from doppler_hf.run.plan import averaged_noise
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
@@ -72,7 +73,7 @@ def test_json_holds_every_number(capsys, given):
     # Noise and filter, by SciPy's simulation and its own group delay.
     b, a = (1 / 11, 1 / 11), (1, -9 / 11)
     impulse = np.eye(1, 2000)[0]
-    of_noise = sigma * np.linalg.norm(shape.c) * scipy.signal.lfilter([1.0], shape.c, impulse)
+    of_noise = sigma / np.sqrt(0.99) * np.linalg.norm(shape.c) * scipy.signal.lfilter([1.0], shape.c, impulse)
     of_filtered = scipy.signal.lfilter(b, a, of_noise)
     np.testing.assert_allclose(plan["noise_std"], np.linalg.norm(of_noise[:31]) * 0.5 / 100, rtol=1e-9)
     np.testing.assert_allclose(plan["filtered_noise_std"], np.linalg.norm(of_filtered) * 0.5 / 100, rtol=1e-9)
@@ -96,6 +97,24 @@ def test_plan_and_training_name_the_same_noise_multiplier(tmp_path, capsys):
     assert f"filter: {rows(plan)['low_pass_filter'].split()[0]} (auto)" in start
     sentence = r"In this run \(ε = (8|7\.9[789])\), an attack .* recognises a training record with a probability of at most"
     assert re.search(sentence, " ".join(plan.split()))
+
+
+@pytest.mark.usefixtures("one_cell")
+@pytest.mark.parametrize("given", ["--epsilon=8", "--noise-multiplier=0.7"])
+def test_the_noise_of_a_plan_is_that_of_its_run_which_logs_the_loss(tmp_path, capsys, given):
+    words = ["plan", "--num-examples=200", "--batch-size=16", "--max-steps=40", given, "--json"]
+    plan = json.loads(printed(words, capsys))
+    own = dict(target_epsilon=8.0, noise_multiplier=None) if "epsilon" in given else dict(noise_multiplier=0.7 / 0.99**0.5)
+    trainer = trained(trainer_of(tmp_path, data=text_data(200), **own, per_device_train_batch_size=8, max_steps=40))
+    statement = trainer.privacy.statement
+    assert statement.train_loss == "private"
+    shape = NoiseShape.parse(statement.noise_shape)
+    noise = averaged_noise(statement.noise_multiplier, shape, batch_size=16, steps=40)
+    assert plan["average_noise_std"] == pytest.approx(noise, rel=1e-3)
+    assert plan["noise_multiplier"] == pytest.approx(statement.effective_noise_multiplier, rel=1e-3)
+    run = planning.PlannedRun(200, 16, 40, statement.effective_noise_multiplier, 1.0)
+    white = averaged_noise(statement.noise_multiplier, NoiseShape.parse("white"), batch_size=16, steps=40)
+    assert run.average_noise_std == pytest.approx(white, rel=1e-9)
 
 
 @pytest.mark.usefixtures("one_cell")
@@ -187,7 +206,7 @@ def test_weights_that_are_none_are_one_line(given, said, capsys, one_cell):
 
 def test_the_tasks_and_the_budget_are_those_of_the_files_that_import_torch():
     assert (*random_model.TASKS,) == plan.TASKS
-    assert DopplerTrainingArguments.train_loss_budget == plan.TRAIN_LOSS_BUDGET
+    assert DopplerTrainingArguments.train_loss_budget == planning.TRAIN_LOSS_BUDGET
 
 
 LONG = "b=" + ",".join(["0.0125"] * 12) + ";a=1,-0.85"
@@ -285,7 +304,11 @@ def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypa
         runs = [each for each in plan["alternatives"] if each["epochs"] == epochs]
         sizes, noises = lines[f"{epochs:g} epochs"]
         assert sizes == [100, 200] == [each["expected_batch_size"] for each in runs]
-        expected = [each["noise_multiplier"] / (each["expected_batch_size"] * each["steps"] ** 0.5) for each in runs]
+        # Of the gradient beside a loss that takes a hundredth of the budget.
+        sigmas = [each["noise_multiplier"] / 0.99**0.5 for each in runs]
+        expected = [
+            sigma / (each["expected_batch_size"] * each["steps"] ** 0.5) for each, sigma in zip(runs, sigmas, strict=True)
+        ]
         np.testing.assert_allclose(noises, expected, rtol=1e-12)  # in units of C
     assert lines["your plan"] == ([100], lines["1.5 epochs"][1][:1])
     title = axes.get_title()

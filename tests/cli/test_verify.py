@@ -206,7 +206,7 @@ def test_a_tail_that_was_cut_off_is_found_with_the_head(written, tmp_path, capsy
             lambda e: [entry["statement"].update(target_epsilon=0.5) for entry in (e[0], e[9])],
             "The target was ε = 0.5, but what was released costs",
         ),
-        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "Entry 9 ('resumed'"),
+        (lambda e: e[9]["statement"].update(target_epsilon=0.5), "Entry 9 of the ledger ('resumed'"),
         (lambda e: e[9]["statement"].update(private=False), "NOT PRIVATE: its noise and random batches"),
         (lambda e: e[0]["statement"].update(private=False), "NOT PRIVATE: its noise and random batches"),
         (

@@ -30,8 +30,10 @@ from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.attack import percent
+from doppler_hf.run import search
 from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
+from scripts.synthesize import SynthesisArguments
 from scripts.training.arguments import parse_args
 from scripts.training.lora import LoraArguments
 from scripts.training.recipe import KINDS
@@ -46,7 +48,12 @@ README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "recipes" / "r
 INDEX = ROOT / "recipes" / "RESULTS.md"
 SECURITY = ROOT / "SECURITY.md"
 PAGES = [README, SECURITY, *sorted(DOCS.rglob("*.md")), INDEX, *sorted(RESULTS.glob("*.md"))]
-RECIPE_TYPES = (DopplerTrainingArguments, LoraArguments, *(arguments for _, arguments in KINDS.values()))
+RECIPE_TYPES = (
+    DopplerTrainingArguments,
+    LoraArguments,
+    SynthesisArguments,
+    *(arguments for _, arguments in KINDS.values()),
+)
 PLACEHOLDERS = {"FILTER": "momentum", "LR": "1e-3", "SEED": "1"}
 LAUNCHERS = {"config_file", "num_processes", "nproc_per_node", "cpu", "signal"}  # of accelerate, torchrun and SLURM
 RECIPE_FIELDS = {field.name for types in RECIPE_TYPES for field in dataclasses.fields(types)}
@@ -123,6 +130,10 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         names |= {"model": tiny_llama(), "train": rows_of(600), "dev": rows_of(8), "tokenizer": chat_tokenizer()}
         if 'row["text"]' in snippet:
             names["train"] = Dataset.from_dict({"text": [f"The moon is {word}." for word in ("round", "old", "far") * 200]})
+    if "hyperparameter_search" in snippet:  # with two trials, each of one epoch
+        names["make_model"] = lambda: tiny_bert()
+        monkeypatch.setattr(search, "draw_number_of_trials", lambda trials: 2)
+        monkeypatch.setattr(search.Draw, "suggest_int", lambda draw, name, low, high: low)
     if "BitsAndBytesConfig" in snippet:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
         tiny_llama().save_pretrained("base")

@@ -77,20 +77,20 @@ def pvera(**options):
 
 
 HELD = {
-    "torch's, as an attribute": (lambda: noisy(from_global_generator, generator=seeded()), "at generator"),
+    "torch's, as an attribute": (lambda: noisy(from_global_generator, generator=seeded()), "attribute generator"),
     "NumPy's, in a dictionary": (
-        lambda: noisy(from_global_generator, rngs={"noise": np.random.default_rng(0)}), r"at rngs\['noise'\]"
+        lambda: noisy(from_global_generator, rngs={"noise": np.random.default_rng(0)}), r"attribute rngs\['noise'\]"
     ),
-    "NumPy's old one, in a list": (lambda: noisy(from_global_generator, rngs=[np.random.RandomState(0)]), r"at rngs\[0\]"),
-    "Python's": (lambda: noisy(from_global_generator, rng=random.Random(0)), "at rng"),
-    "of a plain object's list": (lambda: noisy(Holder(seeded()).draw), r"at draw\.generators\['noise'\]\[0\]"),
+    "NumPy's old one, in a list": (lambda: noisy(from_global_generator, rngs=[np.random.RandomState(0)]), r"rngs\[0\]"),
+    "Python's": (lambda: noisy(from_global_generator, rng=random.Random(0)), "attribute rng"),
+    "of a plain object's list": (lambda: noisy(Holder(seeded()).draw), r"attribute draw\.generators\['noise'\]\[0\]"),
     "of a layer that is in a list": (
         lambda: noisy(from_global_generator, others=[WithoutRegistration()]), r"others\[0\]\.rng"
     ),
-    "of a method": (lambda: noisy(np.random.default_rng(0).standard_normal), "at draw"),
-    "of a partial function": (lambda: noisy(functools.partial(torch.randn, generator=seeded())), "at draw"),
+    "of a method": (lambda: noisy(np.random.default_rng(0).standard_normal), "attribute draw"),
+    "of a partial function": (lambda: noisy(functools.partial(torch.randn, generator=seeded())), "attribute draw"),
     "of a hook": (hooked, r"'bert.embeddings' \(BertEmbeddings\)"),
-    "PEFT's PVeRA": (lambda: pvera(generator_seed=0), r"q_proj' \(Linear\) .* at pvera_generator\['default'\]"),
+    "PEFT's PVeRA": (lambda: pvera(generator_seed=0), r"q_proj' \(Linear\) .* attribute pvera_generator\['default'\]"),
 }  # fmt: skip
 
 

@@ -12,13 +12,20 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 from torch import nn
-from transformers import BertForTokenClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import (
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    default_data_collator,
+)
 from transformers.trainer_callback import ExportableState
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight import rehearsal
-from doppler_hf.preflight.rehearsal import few_rows
+from doppler_hf.preflight.rehearsal import few_rows, refuse_undispatched
 from doppler_hf.privacy import LEDGER_NAME
 from scripts.training.metrics import accuracy_from_logits
 from tests.support.adapters import add_adapter
@@ -477,3 +484,124 @@ def test_a_metric_of_groups_that_needs_the_whole_set_is_no_error(tmp_path):
 
     options = dict(evaluated=text_data(100, seed=1), compute_metrics=of_groups, metric_for_best_model="worst")
     assert trained(trainer_of(tmp_path, **options, **BEST)).state.best_metric is not None
+
+
+# --- evaluation loaders of the user's own ---
+
+
+def with_loader(make, *, on_object=False):
+    """Return options of a trainer with its own evaluation loader, set in a class or on the trainer."""
+
+    class OwnLoader(DopplerTrainer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            if on_object:
+                self.get_eval_dataloader = lambda eval_dataset=None: make(self.eval_dataset)
+
+    if not on_object:
+        OwnLoader.get_eval_dataloader = lambda self, eval_dataset=None: make(self.eval_dataset)
+    return dict(cls=OwnLoader, **EVALUATES)
+
+
+def batches(rows):
+    return DataLoader(list(rows), batch_size=4, shuffle=True, collate_fn=pad)
+
+
+def odd_batches(rows):
+    return DataLoader(list(rows), batch_size=4, collate_fn=lambda rows: {"tokens": pad(rows)["input_ids"]})
+
+
+def failing(rows):
+    raise FileNotFoundError("dev.csv")
+
+
+OWN_LOADERS = {
+    "batches that the model cannot take": (odd_batches, {}),
+    "a loader that cannot be made": (failing, {}),
+    "a metric with a mistake": (batches, dict(compute_metrics=missing("found"))),
+}
+
+
+@pytest.mark.parametrize("on_object", [False, True])
+@pytest.mark.parametrize("name", OWN_LOADERS)
+def test_the_first_batch_of_an_own_loader_is_tried(tmp_path, name, on_object):
+    make, options = OWN_LOADERS[name]
+    trainer = trainer_of(tmp_path, **with_loader(make, on_object=on_object), **options)
+    with refused("rehearsal-failed", match="first batch of your get_eval_dataloader"):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+
+
+def test_the_best_metric_is_looked_for_in_evaluations_of_an_own_loader(tmp_path):
+    options = with_loader(batches) | BEST | dict(metric_for_best_model="f2")
+    with refused("no-such-metric", match="f2"):
+        trainer_of(tmp_path, compute_metrics=accuracy_from_logits, **options).train()
+
+
+class Counted(list):
+    """Rows that count how often one of them is read."""
+
+    read = 0
+
+    def __getitem__(self, index):
+        Counted.read += 1
+        return super().__getitem__(index)
+
+
+def test_only_one_batch_of_an_own_loader_is_read_and_no_number_of_the_run_changes(tmp_path):
+    rows, seen = Counted(text_data(64, seed=1)), []
+
+    def make(_):
+        return DataLoader(rows, batch_size=4, shuffle=True, collate_fn=pad)
+
+    def at_first_step(**_):
+        seen.append(Counted.read)
+
+    Counted.read = 0
+    options = with_loader(make) | dict(noise_seed=1, max_steps=2)
+    trained(trainer_of(tmp_path / "1", callbacks=[On(step_begin=at_first_step)], **options))
+    assert seen[0] == 4
+    assert Counted.read == 68
+    first, second = (
+        trained(trainer_of(tmp_path / str(tried), rehearse=tried, **options)).model.state_dict() for tried in (True, False)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_metric_that_the_first_batch_of_an_own_loader_leaves_undefined_is_a_note(tmp_path, capsys):
+    rows = sorted(text_data(64, seed=1), key=lambda row: row["labels"])
+    make = lambda _: DataLoader(rows, batch_size=4, collate_fn=pad)  # noqa: E731
+    both = lambda prediction: {"auc": roc_auc_score_of(prediction)}  # noqa: E731
+    trainer = trained(trainer_of(tmp_path, compute_metrics=both, **with_loader(make)))
+    assert (
+        "compute_metrics failed with a ValueError on the first batch of your get_eval_dataloader" in capsys.readouterr().out
+    )
+    assert [log for log in trainer.state.log_history if "eval_auc" in log]
+
+
+def roc_auc_score_of(prediction):
+    if len({*prediction.label_ids.tolist()}) < 2:
+        raise ValueError("Only one class")
+    return roc_auc_score(prediction.label_ids, prediction.predictions[:, 1])
+
+
+# --- batches that one process sends to the others ---
+
+
+def test_batches_of_several_lengths_are_not_sent_from_one_process_to_others(tmp_path):
+    """On one process the settings are those of several, of which the real ones are in tests of processes."""
+    by_length = Rows(sorted(text_data(16), key=lambda row: len(row["input_ids"])))
+    with refused("batches-not-dispatched", match="dispatch_batches"):
+        refuse_undispatched(by_length, collate=pad, batch_size=4, processes=2)
+    padded = lambda rows: {name: nn.functional.pad(each, (0, 9 - each.shape[1])) if each.ndim > 1 else each  # noqa: E731
+                           for name, each in pad(rows).items()}  # fmt: skip
+    refuse_undispatched(text_data(16), collate=padded, batch_size=4, processes=2)
+    refuse_undispatched(Rows(list(text_data(16))), collate=padded, batch_size=4, processes=2)
+    refuse_undispatched(text_data(4), collate=pad, batch_size=4, processes=2)
+    images = Rows([dict(pixel_values=torch.zeros(3, 4, 4), labels=0)] * 16)
+    refuse_undispatched(images, collate=default_data_collator, batch_size=4, processes=2)
+    with refused("batches-not-dispatched"):
+        wide = [dict(pixel_values=torch.zeros(3, 4, 4 + row // 4), labels=0) for row in range(16)]
+        refuse_undispatched(Rows(wide), collate=default_data_collator, batch_size=4, processes=2)
+    own = dict(accelerator_config={"dispatch_batches": True}, **EVALUATES)
+    assert trained(trainer_of(tmp_path, **own)).state.global_step == 4  # in a single process there is nothing to send

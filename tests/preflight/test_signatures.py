@@ -251,6 +251,54 @@ def test_a_callback_that_reads_what_transformers_does_not_pass_is_refused(tmp_pa
     assert ("kwargs['processing_class']" if "okenizer" in callback.__name__ else "kwargs.get('metrics')") in message
 
 
+class UsesTokenizer(TrainerCallback):
+    def on_train_end(self, args, state, control, tokenizer=None, **kwargs):
+        tokenizer.save_pretrained(args.output_dir)
+
+
+class UsesProcessor(TrainerCallback):
+    def on_step_end(self, args, state, control, *, image_processor=None, model=None, **kwargs):
+        return image_processor(model)
+
+
+class UsesMetrics(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, metrics=None, **kwargs):
+        print(metrics["eval_loss"], logs["loss"])
+
+
+@pytest.mark.parametrize("callback", [UsesTokenizer, UsesProcessor, UsesMetrics])
+def test_a_callback_that_uses_an_argument_that_is_always_none_is_refused(tmp_path, callback):
+    trainer = trainer_of(tmp_path, callbacks=[callback()], save_strategy="steps", save_steps=2)
+    message = refusal_unspent(trainer, "callback-signature")
+    assert ("Call it processing_class" if callback is not UsesMetrics else "whether metrics is None") in message
+
+
+class Uses(TrainerCallback):
+    def on_train_end(self, args, state, control, tokenizer=None, processing_class=None, **kwargs):
+        found = tokenizer or processing_class
+        assert found is None
+
+    def on_log(self, args, state, control, logs=None, metrics=None, **kwargs):
+        assert logs["epoch"] is not None
+        if metrics:
+            raise AssertionError(metrics["eval_loss"])
+
+    def on_save(self, args, state, control, tokenizer=None, model=None, **kwargs):
+        if tokenizer is not None:
+            tokenizer.save_pretrained(args.output_dir)
+        assert model.config
+
+    def on_step_end(self, args, state, control, tokenizer=None, train_dataloader=None, **kwargs):
+        tokenizer = kwargs["processing_class"]
+        assert tokenizer is None
+        assert train_dataloader.dataset is not None
+
+
+def test_a_callback_that_asks_before_it_uses_an_argument_trains(tmp_path):
+    terms = dict(save_strategy="steps", save_steps=2, callbacks=[Uses()])
+    assert trained(trainer_of(tmp_path, **terms)).state.global_step == 4
+
+
 class Reads(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         assert kwargs["processing_class"] is None

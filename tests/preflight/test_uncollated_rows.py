@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 from torch.utils.data import Subset
 from transformers import BartConfig, BartForSequenceClassification, default_data_collator
 
@@ -16,7 +17,7 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.batching.columns import has_nan, lengths_of, row_with_gap
 from tests.support.refusals import refused
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import OfLogits, trained, trainer_of
 
 ROW = 17
 
@@ -144,10 +145,48 @@ def test_so_it_is_in_a_data_set_to_evaluate(tmp_path):
     with refused("rows-not-collated", match="rows of eval_dataset"):
         trained(trainer_of(tmp_path / "1", data=Rows(good), evaluated=Rows(evaluated), **options))
     trained(trainer_of(tmp_path / "2", data=Rows(good), evaluated=Rows(evaluated[:ROW]), **options))
-    # One row at a time is no obstacle for an evaluation.
-    options["per_device_eval_batch_size"] = 1
-    with pytest.raises((RuntimeError, ValueError), match="channel"):
-        trained(trainer_of(tmp_path / "3", data=Rows(good), evaluated=Rows(evaluated), **options)).evaluate()
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 24, 24)])
+def test_a_row_that_the_model_cannot_evaluate_is_refused_if_each_is_a_batch(tmp_path, shape):
+    good = images(np.ones((3, 16, 16), np.float32))
+    options = dict(model=vit(), collator=default_data_collator, max_steps=1, eval_strategy="steps", eval_steps=1)
+    options |= dict(per_device_eval_batch_size=1)
+    evaluated = images(np.zeros(shape, np.float32))
+    with refused("rows-not-evaluated", match="rows of eval_dataset") as refusal:
+        trained(trainer_of(tmp_path / "1", data=Rows(good), evaluated=Rows(evaluated), **options))
+    assert str(ROW) not in str(refusal.value)
+    assert not (tmp_path / "1" / "out" / LEDGER_NAME).exists()
+    trained(trainer_of(tmp_path / "2", data=Rows(good), evaluated=Rows(evaluated[:ROW]), **options))
+
+
+def test_a_row_that_only_the_collator_cannot_take_is_refused_if_each_is_a_batch(tmp_path):
+    rows = [dict(row) for row in text_data(24)]
+    bad = [row | {"input_ids": "three"} if number == ROW else row for number, row in enumerate(rows)]
+    options = dict(max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1)
+    with refused("rows-not-collated", match="rows of eval_dataset"):
+        trained(trainer_of(tmp_path / "1", evaluated=Rows(bad), **options))
+    trained(trainer_of(tmp_path / "2", evaluated=Rows(rows), **options))
+
+
+class OfAnySize(nn.Module):
+    """A convolution and a mean over the image, whatever its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, pixel_values):
+        return self.last(self.first(pixel_values).mean(dim=(2, 3)))
+
+
+def test_images_of_several_sizes_are_evaluated_one_by_one(tmp_path):
+    good = images(np.ones((3, 16, 16), np.float32))
+    evaluated = images(np.ones((3, 20, 12), np.float32))
+    options = dict(model=OfAnySize(), cls=OfLogits, collator=default_data_collator, remove_unused_columns=False)
+    options |= dict(max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1)
+    trainer = trained(trainer_of(tmp_path, data=Rows(good), evaluated=Rows(evaluated), **options))
+    assert [log for log in trainer.state.log_history if "eval_loss" in log]
 
 
 def test_the_look_at_rows_changes_neither_rows_nor_random_numbers(tmp_path):

@@ -241,11 +241,34 @@ def test_factors_for_a_model_with_one_output_are_told_of(tmp_path, capsys, facto
     assert ("the model has one output" in capsys.readouterr().out) is is_told
 
 
-def test_plain_losses_of_amounts_are_not_told_of(tmp_path, capsys):
+def of_amounts(loss):
     class OfAmounts(DopplerTrainer):
         def compute_per_sample_loss(self, model, inputs):
             amounts = inputs.pop("labels").float()
-            return (model(**inputs).logits.flatten() - amounts).square()
+            return loss(model(**inputs).logits.flatten(), amounts)
 
-    trained(trainer_of(tmp_path, model=tiny_bert(num_labels=1), cls=OfAmounts, max_steps=1, grad_sample_self_check=True))
-    assert "the model has one output" not in capsys.readouterr().out
+    return OfAmounts
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        (lambda found, amounts: (found - amounts).square(), False),
+        (lambda found, amounts: (found - amounts).abs(), False),
+        (lambda found, amounts: F.huber_loss(found, amounts, reduction="none", delta=1.5), False),
+        (lambda found, amounts: F.smooth_l1_loss(found, amounts, reduction="none", beta=2.5), False),
+        (lambda found, amounts: (found - amounts).cosh().log(), False),
+        # Factors: of rare amounts, of an error relative to the amount, and of errors to one side.
+        (lambda found, amounts: (found - amounts).square() * (1.0 + 9.0 * (amounts == 4)), True),
+        (lambda found, amounts: (found - amounts).abs() / (amounts + 0.1), True),
+        (lambda found, amounts: torch.maximum(0.9 * (amounts - found), 0.1 * (found - amounts)), True),
+    ],
+)
+def test_losses_of_amounts_are_told_of_if_they_have_factors(tmp_path, capsys, loss, is_told):
+    model = tiny_bert(num_labels=1)
+    with torch.no_grad():
+        model.classifier.bias.fill_(2.0)
+    data = text_data(48, labels=6)
+    options = dict(model=model, data=data, cls=of_amounts(loss), max_steps=1, grad_sample_self_check=True)
+    trained(trainer_of(tmp_path, **options))
+    assert ("the model has one output" in capsys.readouterr().out) is is_told

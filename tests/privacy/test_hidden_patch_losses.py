@@ -81,7 +81,10 @@ def test_an_image_of_which_nothing_is_hidden_has_no_loss_and_no_gradient():
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
-@pytest.mark.parametrize("patches", [5, 9])
-def test_a_mask_that_does_not_fit_is_refused(patches):
-    with refused("wrong-shape", match="bool_masked_pos"):
-        hidden_patch_losses(*torch.zeros(2, 2, 3, 4, 4), torch.zeros(2, patches, dtype=torch.bool))
+@pytest.mark.parametrize(
+    ("patches", "size", "named"), [(5, 4, "not a square"), (9, 4, "equal patches"), (4, 2, "another shape")]
+)
+def test_a_mask_that_does_not_fit_is_refused(patches, size, named):
+    made_up = torch.zeros(2, 3, size, size)
+    with refused("wrong-shape", match=f"{named}.* bool_masked_pos"):
+        hidden_patch_losses(made_up, torch.zeros(2, 3, 4, 4), torch.zeros(2, patches, dtype=torch.bool))

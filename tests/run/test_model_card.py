@@ -8,6 +8,7 @@ import pytest
 import transformers
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
 from transformers import BertForSequenceClassification, Trainer
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
@@ -18,7 +19,7 @@ from doppler_hf.run.card_sections import privacy_section
 from doppler_hf.run.model_card import BEGIN, marked, renew_card
 from tests.support.ledgers import after, all_events, statement
 from tests.support.tiers import thorough
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 
 EVALUATED = dict(max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
@@ -107,6 +108,36 @@ def written_by(way, tmp_path):
     if way != "adapter":
         trainer.create_model_card()
     return trainer, tmp_path / "out" / "README.md"
+
+
+class PadsToGrid:
+    """A collator that pads as its attribute says."""
+
+    pad_to_multiple_of = None
+
+    def __call__(self, rows):
+        batch = pad(rows)
+        more = -batch["input_ids"].shape[1] % (self.pad_to_multiple_of or 1)
+        return {name: F.pad(each, (0, more)) if each.ndim > 1 else each for name, each in batch.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (dict(bf16=True), True),
+        (dict(), False),
+        (dict(bf16=True, collator=PadsToGrid()), False),
+        (dict(bf16=True, data=Rows()), True),  # whose lengths nobody knows
+        (dict(bf16=True, data=Rows([row for row in text_data(200) if len(row["input_ids"]) == 5])), False),
+    ],
+)
+def test_the_card_says_if_the_rounding_of_bfloat16_is_not_covered(tmp_path, options, is_told):
+    trainer = trained(trainer_of(tmp_path, **options))
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    not_covered = card.split("Not covered by ε:")[1].split("###")[0]
+    assert ("\n- the rounding of bfloat16, if" in not_covered) is is_told
 
 
 @pytest.mark.parametrize("way", ["adapter", "plain", *thorough("adapter, written anew")])

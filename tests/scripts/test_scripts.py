@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertForSequenceCla
 
 import doppler_hf
 from doppler_hf.privacy import PrivacyLedger
-from scripts import causal_lm, dpo, glue, image_classification, sft
+from scripts import causal_lm, dpo, glue, image_classification, sft, synthesize
 from scripts.training.arguments import parse_args
 from scripts.training.data_sources import GLUE_TASKS
 from scripts.training.lora import LoraArguments
@@ -30,6 +30,7 @@ SCRIPTS = {
     "causal_lm": (causal_lm, causal_lm.CausalLMArguments),
     "sft": (sft, sft.SFTArguments),
     "dpo": (dpo, dpo.DPOArguments),
+    "synthesize": (synthesize, synthesize.SynthesisArguments),
 }
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*/*.yaml")) if path.parent.name in SCRIPTS]
 # GPT-2's layers are transposed; PEFT sees it, adapts itself and says so.

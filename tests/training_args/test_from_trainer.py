@@ -168,10 +168,10 @@ def test_everything_that_the_page_refuses_of_a_trainer_is_refused_for_its_reason
         then(cls(model=tiny_bert(), args=arguments(tmp_path, max_steps=1), **options))
 
 
-def test_a_search_is_refused_since_every_trial_would_cost_its_own_epsilon(tmp_path):
+def test_a_search_with_a_backend_is_refused_since_its_trials_would_depend_on_each_other(tmp_path):
     trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path, max_steps=1), pad, text_data())
-    with refused("hyperparameter-search"):
-        trainer.hyperparameter_search()
+    with refused("search-backend"):
+        trainer.hyperparameter_search(backend="optuna")
 
 
 def test_a_step_that_hands_on_a_batch_is_refused_and_an_error_of_ones_own_loss_is_not_taken_for_it(tmp_path):

@@ -25,8 +25,8 @@ class Trial(NamedTuple):
 
     model: nn.Module
     losses_of: Losses
-    alone: Sequence[Inputs]  # each example as a batch of its own
-    together: Inputs  # all examples in one batch, in the same order
+    alone: Sequence[Inputs]  # Each example as a batch of its own.
+    together: Inputs  # All examples in one batch, in the same order.
 
 
 def refuse_number_of_losses(losses: Any, number: int) -> None:

@@ -157,8 +157,9 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
         if sampling == "poisson" and len(strategy) > 1:
             raise Refusal(
                 "groups-with-poisson",
-                "Poisson sampling needs white noise, because a record may be in the batch of every step; got a noise "
-                f"shape with {len(strategy)} bands. Leave the argument strategy out, or set sampling='allocation'.",
+                "Poisson sampling needs noise that is independent between steps, because a record may be in the batch of "
+                f"every step; got noise that is shaped over {len(strategy)} steps. Leave the argument strategy out, or set "
+                "sampling='allocation'.",
             )
         for each in releases.rounds():
             counts[each._replace(number=0)] += each.number

@@ -20,14 +20,14 @@ from doppler_hf.privacy.accounting.round_loss import LARGEST_SHIFT, mixed, round
 
 SMALLEST_DELTA: Final = 1e-10  # For a smaller δ, the rounding of Fourier transforms is not small in comparison.
 _LARGEST_GRID: Final = 2**16  # The largest number of points for the loss of a round.
-# For attacks: a larger ε than ln 10⁴ matters for false-positive rates below 10⁻⁴ only.
+# Attacks are bounded up to ε = ln 10⁴, because a larger ε matters only for false-positive rates below 10⁻⁴.
 _CURVE_EPSILONS: Final = np.linspace(0.0, math.log(1e4), 500)
 _LOST_OF_A_CURVE: Final = 1e-8
 _MOST_BEYOND: Final = 0.01  # If all rounds together have more mass beyond the grid, the bound is useless.
 
 
 class Rounds(NamedTuple):
-    """A number of equal rounds, in each of which a unit takes part at most once."""
+    """A number of equal rounds. A unit takes part at most once in each of them."""
 
     noise_multiplier: float  # σ > 0
     rate: float  # the probability with which a unit takes part in one turn

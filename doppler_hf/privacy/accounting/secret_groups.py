@@ -98,7 +98,7 @@ class Run:
         if len(self._kinds) > 1:
             of_longer = self._kinds[0].log_moments[order - 1]
             is_longer = random.random(count) < math.exp(of_longer - self.log_moments[order - 1])
-            # A turn that the own group lacks gets noise, which the ratios of other groups contain.
+            # A turn that the record's own group lacks still gets noise, because the ratios of the other groups contain it.
             own[:, -1] = random.standard_normal(count)
         for kind, rows in zip(self._kinds, (np.flatnonzero(is_longer), np.flatnonzero(~is_longer)), strict=False):
             group[rows] = kind.first + random.integers(kind.groups, size=len(rows))
@@ -185,13 +185,14 @@ def _simulated(
     if not is_cheap.any():
         return None
     order = int(ORDERS[np.argmin(np.where(is_cheap, log_moments + _log_peak(near, ORDERS), np.inf))])
-    # A round that is not cut has the words that it had before groups counted apart, for the ε of older ledgers.
+    # A round that is not cut short is described in the words from before groups were counted separately, so that the seed,
+    # and with it the ε of older ledgers, stays the same.
     digest = hashlib.sha256(repr((runs, is_removal)).replace(", longer=0.0", "").encode()).digest()
     random, power = np.random.default_rng(int.from_bytes(digest, "little")), order + 1 if is_removal else -order
     samples = [run.sample(count, order, power, random) for run in made]
     log_ratio, log_weight = np.sum(samples, axis=0)
     log_weight -= log_moments[order - 1]
-    # R − e^ε or 1 − e^ε·R, over the weight.
+    # These are the logarithms of the two terms of R − e^ε or 1 − e^ε·R, without the factor e^ε, divided by the weight.
     exponents = (log_ratio - log_weight, -log_weight) if is_removal else (-log_weight, log_ratio - log_weight)
     first, second = (np.exp(np.minimum(each, _LARGEST_EXPONENT)) for each in exponents)
 

@@ -30,11 +30,11 @@ import numpy as np
 from scipy.optimize import brentq
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.accounting.accounting import Releases, bound, merged_rounds
+from doppler_hf.privacy.accounting.accounting import Releases, bound, get_total_epsilon, merged_rounds
 from doppler_hf.privacy.accounting.composition import delta_curve, epsilons_of
 
 MOST_TRIALS: Final = 10_000
-_POINTS: Final = 4000  # of the curve on which the second guarantee is chosen
+_POINTS: Final = 4000  # The number of points of the curve on which the second guarantee is chosen.
 _LEAST_TAIL: Final = 1e-12  # Probabilities of larger K are left out once they are this small in comparison.
 _CLOSE: Final = 1e-3  # The spacing of ln σ at which the search for a division of ε ends.
 
@@ -159,7 +159,7 @@ def selection_of(
         deltas_at: The same profile the other way round, for an array of values of ε.
     """
     share = delta / trials.mean
-    # Beyond ln(1/γ), or where δ₂ is next to nothing, ε₂ only grows.
+    # Beyond ln(1/γ), or where δ₂ is almost 0, ε₂ only grows.
     largest = trials.parameter if trials.shape == math.inf else -math.log(trials.parameter)
     epsilons = np.linspace(0.0, largest, _POINTS)
     deltas = np.clip(deltas_at(epsilons), 0.0, 1.0)
@@ -214,8 +214,20 @@ def divide_budget(
     while low == high or excess(low) < 0.0:
         low -= 0.7
     found = selection_at(float(brentq(excess, low, high, xtol=_CLOSE)))
-    # What the two halves of the division leave or lack, the first guarantee gets or gives.
+    # The two guarantees do not use up δ and ε exactly. The first guarantee gets what is left over, or gives what is lacking.
     return found._replace(first=Guarantee(target_epsilon - found.growth, found.first.delta))
+
+
+def epsilon_with(selection: Selection, history: Sequence[Releases], *, delta: float) -> float:
+    """Return ε at δ of a search, one of whose trials has these releases, and whose other trials satisfy the selection.
+
+    If the releases exceed one of the two guarantees, the search costs what follows from the larger ones.
+    """
+    # Privacy: trials with other settings may reach the guarantees where this one does not, so the guarantees count.
+    second = selection.second._replace(epsilon=max(selection.second.epsilon, second_epsilon(history, selection)))
+    own = get_total_epsilon(history, delta=delta / selection.trials.mean)
+    found = selection._replace(first=selection.first._replace(epsilon=max(selection.first.epsilon, own)), second=second)
+    return found.epsilon
 
 
 def meets_second(releases: Sequence[Releases], selection: Selection) -> bool:

@@ -56,7 +56,7 @@ def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[s
 
 
 def _text_columns(rows: Sequence[Mapping[str, Any]]) -> Refusal | None:
-    """Return the error of rows with columns of text, of which no tensors can be made; None if there are none."""
+    """Return the error for rows with columns of text, which cannot become tensors; None if there are no such columns."""
     names = [str(name) for name, value in (rows[0].items() if rows else ()) if isinstance(value, str)]
     if not names:
         return None

@@ -139,7 +139,7 @@ class Cut:
             parts = -(-number // most)
             if self.may_exceed and self.max_rows is not None:
                 parts = min(parts, -(-number // max(1, math.floor(_MORE_ROWS * self.max_rows) // rows)))
-            # As equal as can be: a single row that is left over would take a pass of its own.
+            # The passes are as equal as possible, because a single row that is left over would take a pass of its own.
             yield from (number * part // parts for part in range(1, parts + 1))
             return
         if self.padded is not None:
@@ -190,7 +190,7 @@ def neighbours_in(
     differ = lengths[first] != lengths[second]
     if others is not None:
         differ |= (others[first] != others[second]).any(axis=1)
-    differ[np.array(ends[:-1], dtype=np.int64) - 1] = False  # of two passes
+    differ[np.array(ends[:-1], dtype=np.int64) - 1] = False  # These two neighbours are in two passes.
     places = np.flatnonzero(differ)
     chosen = places[np.unique(np.linspace(0, len(places) - 1, min(3, len(places)), dtype=np.int64))]
     multiples = cut.padded.multiple(lengths[first[chosen]] // cut.texts)
@@ -230,7 +230,7 @@ def tokens_for(*, on_cpu: bool, rows: int, longest: int, width: int | None) -> i
         longest: The length of the longest row.
         width: The width of the model's layers, or None if it is not known.
     """
-    ordinary = rows * longest  # what the memory of an ordinary step must hold
+    ordinary = rows * longest  # The memory of an ordinary step holds so many tokens.
     if not on_cpu:
         return ordinary
     in_cache = _MOST_TOKENS if width is None else _WIDTHS_IN_CACHE // width

@@ -213,7 +213,7 @@ def bytes_of_row(row: Any) -> bytes:
     """Return the content of a row: the same for equal values. For objects of unknown classes, only the class counts."""
     try:
         return json.dumps(row, sort_keys=True, default=_plain).encode()
-    except Exception:  # For example keys of several types, a list that contains itself, or a sparse tensor.
+    except Exception:  # Keys of several types, a list that contains itself, or a sparse tensor raise errors.
         return type(row).__qualname__.encode()
 
 

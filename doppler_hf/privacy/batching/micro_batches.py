@@ -166,7 +166,8 @@ class PrivateLoader(DataLoader[Any]):
         _, alone = self._collated(*([row] for row in rows))
         if len({repr(_shapes_of(batch)) for batch in alone}) == 1:
             return True  # every row has the same size alone, and so beside any other
-        # Columns such as labels of a summary may be padded to the longest beside them, or like the inputs, or not at all.
+        # Columns such as the labels of a summary may be padded to the longest row beside them, or like the inputs, or not at
+        # all.
         if others is not None and all(
             self._are_padded_alike(pair, multiple) for pair, multiple in extremes_in(cut, lengths, others)
         ):

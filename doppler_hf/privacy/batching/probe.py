@@ -228,8 +228,8 @@ def _is_padded_on_the_left(batch: Inputs, start: int, like: Inputs, *, number: i
         return False
     if mask.ndim == 2:
         return not mask[start].flatten()[0]
-    # A mask of pairs of tokens may be added to scores, so that 0 means that a token is read, or be one of truth values. The
-    # row's own part of it is where it is the same as for the row alone.
+    # A mask of pairs of tokens has one of two forms: numbers that are added to the scores, where 0 means that a token is
+    # read, or truth values. The row's own part of the mask is the part that is the same as for the row alone.
     if not isinstance(alone, Tensor) or alone.ndim != mask.ndim:
         return False
     sides = [same(_cut(mask, start, alone, is_left=is_left), alone) for is_left in (False, True)]

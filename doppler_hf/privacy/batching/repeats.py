@@ -35,7 +35,7 @@ def _keys(dataset: Any, sources: dict[int, int]) -> Int[np.ndarray, " rows"]:
         source = sources.setdefault(address, len(sources))
         keys.append((source << _BITS_OF_ROWS) + np.arange(start, start + size, dtype=np.int64))
     rows = np.concatenate(keys)
-    chosen = dataset._indices if hasattr(dataset, "_fingerprint") else None  # by `select` or `shuffle`
+    chosen = dataset._indices if hasattr(dataset, "_fingerprint") else None  # `select` or `shuffle` has chosen the rows.
     return rows if chosen is None else rows[chosen.column(0).to_numpy().astype(np.int64)]
 
 

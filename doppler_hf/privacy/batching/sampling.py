@@ -141,11 +141,14 @@ class AllocationSampler(Sampler[list[int]]):
                     f"The argument {name} of AllocationSampler must have one entry for each of the {num_examples} records; "
                     f"got {len(values)} entries.",
                 )
-        if max_examples_per_unit is not None and (units is None or max_examples_per_unit < 1):
+        if max_examples_per_unit is not None and units is None:
             raise Refusal(
                 "out-of-range",
-                "The argument max_examples_per_unit must be at least 1, and needs the argument units, which gives the user "
-                f"of each record; got {max_examples_per_unit}.",
+                "The argument max_examples_per_unit is given without units. Pass units, the user of each record, too.",
+            )
+        if max_examples_per_unit is not None and max_examples_per_unit < 1:
+            raise Refusal(
+                "out-of-range", f"The argument max_examples_per_unit must be at least 1; got {max_examples_per_unit}."
             )
         self.num_examples = num_examples
         self.expected_batch_size = expected_batch_size

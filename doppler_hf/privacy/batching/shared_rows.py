@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-# A place in memory, the first row there, and the number of rows.
+# A run of rows: its place in memory, the first row there, and the number of rows.
 _Chunk = tuple[Any, int, int]
 # Two records may have the same object as their value if it is of one of these types.
 _VALUES = (str, bytes, int, float, type(None))

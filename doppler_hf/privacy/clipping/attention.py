@@ -17,13 +17,14 @@ Mask = Bool[Tensor, "..."] | Float[Tensor, "..."]
 
 
 def has_rule(module: nn.Module) -> bool:
-    """Return whether a module is torch's attention, of whose parameters one is trained."""
+    """Return whether a module is torch's own attention and has a trained parameter."""
     if not isinstance(module, nn.MultiheadAttention) or "forward" in vars(module):
         return False
     weights = (module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (module.in_proj_bias, module.bias_k, module.bias_v)
     used = [each for each in (*weights, *biases, module.out_proj.weight, module.out_proj.bias) if each is not None]
-    # One that is computed from others, as by pruning, would leave those without a gradient.
+    # A weight may be computed from other parameters, as pruning does. The rule would then leave those parameters without a
+    # gradient, so it applies only if all weights are parameters themselves.
     is_plain = type(module).forward is nn.MultiheadAttention.forward and all(isinstance(each, nn.Parameter) for each in used)
     return is_plain and any(each.requires_grad for each in used)
 
@@ -82,7 +83,8 @@ def _projected(
     first = {each: each if module.batch_first else each.transpose(0, 1) for each in inputs}
     bias, width = module.in_proj_bias, 3 * module.embed_dim
     if module.in_proj_weight is not None:
-        # All three of each input: the gradient of those that are not used is zero, and the weight's has one form.
+        # Each input is multiplied by the weights of query, key and value together, although only one product is used. The
+        # gradients of the unused ones are zero, and the gradient of the weight keeps one form.
         packed = {each: product(notes, x, module.in_proj_weight, bias).chunk(3, dim=-1) for each, x in first.items()}
         return [packed[each][place] for place, each in enumerate(inputs)]
     weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)

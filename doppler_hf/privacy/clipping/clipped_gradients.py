@@ -6,10 +6,12 @@ whole still has norm at most √(L·C²/L) = C. The clip factor of an example fo
     vanilla     clip(g) = min(1, C/‖g‖)·g                  (Abadi et al. 2016, https://arxiv.org/abs/1607.00133)
     automatic   clip(g) = C/max(‖g‖, γ)·g                  (after Bu et al. 2023, https://arxiv.org/abs/2206.07136)
 
-With both, the sensitivity of the sum is C. Because γ is tiny, automatic clipping scales every gradient to norm C.
-Well-fitted examples would then count as much as misclassified ones, and a classifier would drift to the majority class. So
-the gradients of a classifier are also multiplied by `shares_of_error`. Before clipping, norms are raised by the largest
-possible rounding error.
+With both, the sensitivity of the sum is C. Because γ is tiny, automatic clipping scales nearly every gradient to norm C.
+With per_layer, the gradient of a layer may well be below γ, and then this layer contributes less than its C/√L.
+
+Under automatic clipping well-fitted examples would count as much as misclassified ones, and a classifier would drift to the
+majority class. So the gradients of a classifier are also multiplied by `shares_of_error`. Before clipping, norms are raised
+by the largest possible rounding error.
 """
 
 import contextlib
@@ -41,7 +43,8 @@ Granularity = Literal["flat", "per_layer"]
 Engine = Literal["book_keeping", "opacus"]
 
 SMALLEST_NORM: Final = 0.01
-# Norms are raised by so many eps (a thousandth in float32), so that they are above the true norms in spite of rounding.
+# Norms are raised by so many eps (a thousandth in float32), so that they are never below the true norms in spite of
+# rounding.
 RAISED_BY: Final = 2**13
 # The squares of much smaller numbers would underflow in float32.
 SMALLEST_BOUND: Final = 1e-12
@@ -119,9 +122,9 @@ class ClippedGradients:
                 "nothing-trained", "The model has no trainable parameter. Set requires_grad=True for some parameters."
             )
         self.engine_name, self._norm_rule, self._rows_per_loss = engine, norm_rule, rows_per_loss
-        # Sensitivity: two parameters that share their storage, as where PEFT ties adapters, are two blocks of coordinates,
-        # each with its own gradient. C bounds the norm over both, and each gets its noise. That the shared weights get both
-        # steps is post-processing.
+        # Sensitivity: where PEFT ties adapters, two parameters share their storage. They count as two blocks of coordinates,
+        # each with its own gradient. C bounds the norm over both, and each gets its own noise. The shared weights then get
+        # both steps, which is post-processing.
         self.parameters = trainable
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
         self._as_made = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -222,8 +225,8 @@ class ClippedGradients:
             self.refuse_other_parameters()
         if len(losses) == 0:
             return losses.detach()
-        # Autocast, and every mode that rounds the factors of a product, is off here, since the bound holds for float32
-        # numbers.
+        # Autocast, and every mode that rounds the factors of a product, is switched off here, because the bound on rounding
+        # holds for float32 numbers only.
         with torch.autocast(losses.device.type, enabled=False), highest_matmul_precision():
             gradients = self._engine.per_sample_gradients(losses, self.parameters, views=views)
             if is_cross_entropy and self._clipping == "automatic":

@@ -162,7 +162,8 @@ class BookKeepingEngine:
             ) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
-            # Used by their own layers too, and once more beside them: most often in a penalty on the weights.
+            # These parameters were used by their own layers and also outside of them, most often in a penalty on the
+            # weights.
             twice = [name for name in unexplained if trainable[name] in notes.uses]
             raise Refusal("no-per-sample-gradient", self._unexplained(unexplained, has_penalty=bool(twice)))
 
@@ -247,9 +248,9 @@ class BookKeepingEngine:
             if self.notes.batch_size is None:
                 raise Refusal(
                     "layer-called-alone",
-                    f"The layer {name!r} was called outside of the model's forward, for example by another method of the "
-                    "model, so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
-                    "forward return what the loss needs.",
+                    f"The layer {name!r} was called before the model itself, for example by another method of the model, "
+                    "so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
+                    "forward return what the loss needs. After that the loss may call further layers.",
                 )
             return watched(*args, **kwargs)
 

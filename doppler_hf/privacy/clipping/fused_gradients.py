@@ -24,15 +24,15 @@ from torch import Tensor
 
 from doppler_hf import triton_support
 
-# Places in a tile, and numbers of a place that are multiplied at a time.
+# The places in a tile, and how many numbers of a place are multiplied at a time.
 TILE: Final = 64
 _DEPTH: Final = 64
-# Numbers that are added to one another before they are added to the rest, so that small ones are not lost beside it.
+# So many numbers are added up before they are added to the rest, so that small numbers are not lost beside a large sum.
 _RUN: Final = 1024
-# Numbers that a program weighs at a time, and programs for an example.
+# How many numbers a program multiplies by their factors at a time, and how many programs work on an example.
 CHUNK: Final = 4096
 _PIECES: Final = 4
-# Tensors of so many bytes are weighed in one go, for which they are copied.
+# Tensors of up to so many bytes are copied together and multiplied by their factors in one kernel.
 AT_ONCE: Final = 2**26
 _ROWS: Final = 32
 _COLUMNS: Final = 128
@@ -74,7 +74,7 @@ def _gram(
 def _tiles_of(pair):
     """Return the tiles i and j of a pair, with j ≤ i; pairs are counted row by row, from i = 0."""
     i = ((tl.sqrt_rn(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64)
-    # The root is rounded, by less than one.
+    # The root may be wrong by less than one, because it is rounded.
     i -= (i * (i + 1) // 2 > pair).to(tl.int64)
     i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int64)
     return i, pair - i * (i + 1) // 2
@@ -205,7 +205,8 @@ def _weigh(
         other = tl.load(row + 2).to(tl.pointer_type(T)) + example * others
         for begin in range(piece * CHUNK, others, PIECES * CHUNK):
             at = begin + tl.arange(0, CHUNK)
-            # Finite ones stay: these may be a user's inputs, or a weight that was expanded to a batch of one.
+            # Tensors with finite numbers stay as they are: they may be a user's inputs, or a weight that was expanded to a
+            # batch of one.
             size = tl.abs(tl.load(other + at, mask=at < others, other=0.0).to(tl.float32))
             tl.store(other + at, tl.zeros([CHUNK], T), mask=(at < others) & ((size == float("inf")) | (size != size)))
 

@@ -52,13 +52,13 @@ Names = tuple[str, ...]  # Names of parameters that share one gradient, side by 
 # The cost of writing one number to memory and reading it twice, in multiply-adds. Fitted on two x86-64 cores; any value
 # between 25 and 400 makes the same choices for a RoBERTa of 384 with 64 tokens and for ViT-tiny with 197.
 MEMORY_COST: Final = 50
-# Gradients in full with fewer numbers have one norm and one sum together, for which they are copied; on a GPU, which is
-# quicker with many numbers than with many kernels, of more.
+# The norms and sums of gradients in full with fewer numbers are computed together, from a copy. On a GPU the limit is
+# higher, because a few kernels with many numbers are faster than many kernels.
 SMALL, SMALL_IN_KERNELS = 2**16, 2**20
 
 GUARD: Final = 2.0
 TERMS: Final = 128.0
-# A large product hides the small ones that are added to it one by one: no more than so many.
+# Small products that are added to a large one, one by one, are lost in its rounding. So at most so many are added at a time.
 TILE: Final = 1024
 # Squares below float32's range are lost, and the other factor may be large.
 VANISHED: Final = 1e-25
@@ -78,9 +78,9 @@ class Weights:
     """What the examples' gradients are multiplied by, in a sum from which those that are not finite are left out."""
 
     factors: Float[Tensor, " examples"]  # 0 where the gradient is not finite
-    finite: Bool[Tensor, " examples"] | None  # None where it is known that all are
-    zero: Float[Tensor, ""]  # on their device: a number would be brought there for each tensor
-    # What `fused_gradients.weighed` has made of the factors of one gradient's product.
+    finite: Bool[Tensor, " examples"] | None  # None if all gradients are known to be finite.
+    zero: Float[Tensor, ""]  # A zero on the device of the factors: a Python number would be copied there for each tensor.
+    # The factors of one gradient's product, multiplied by the kernel `fused_gradients.weighed`.
     by_kernel: tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]] | None = None
 
     @functools.cached_property
@@ -95,12 +95,13 @@ class Weights:
     def times(self, values: Float[Tensor, "examples _ _"]) -> Float[Tensor, "examples _ _"]:
         """Return the cleaned values, each multiplied by its example's factor, in float32 or better."""
         factors = self.factors.to(torch.promote_types(values.dtype, torch.float32))
-        return self.cleaned(values) * factors[:, None, None]  # a copy: other layers of a residual stream share the values
+        # This is a copy, because other layers of a residual stream share the values.
+        return self.cleaned(values) * factors[:, None, None]
 
     def on_product(
         self, left: Float[Tensor, "examples time p"], right: Float[Tensor, "examples time q"]
     ) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
-        """Return the factors of a product, of which the smaller one is multiplied."""
+        """Return both factors of a product, with the smaller one multiplied by the weights."""
         if self.by_kernel is not None:
             return self.by_kernel
         if left.shape[2] <= right.shape[2]:
@@ -114,7 +115,7 @@ class Weights:
 class Gradient(abc.ABC):
     """Each example's gradient of one parameter, or of several side by side."""
 
-    # Whether its sum, a table, takes far more memory than what it is computed from.
+    # Whether the sum of these gradients, which is a table, takes far more memory than their factors.
     is_of_table: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -168,7 +169,7 @@ class Dense(Use):
 
     @classmethod
     def joined(cls, uses: Sequence["Dense"]) -> "Dense":
-        """Return the sum of several uses, none of which is written into: they may be autograd's own."""
+        """Return the sum of several uses, in new memory: the uses may be autograd's own tensors."""
         return cls(functools.reduce(torch.add, [use.values for use in uses]))
 
     def in_full(self, total: Float[Tensor, "examples n"] | None) -> Float[Tensor, "examples n"]:
@@ -213,7 +214,7 @@ class Product(Use):
         """Return the matrices p × q one after another, added to `total` if there is one."""
         if total is None:
             return formed(self.left, self.right).flatten(1)
-        # Without memory of its own, since the head of a language model is large.
+        # The product is added in place, because the head of a language model is too large for a second copy.
         matrices = total.view(len(total), self.left.shape[2], -1)
         matrices.baddbmm_(in_float32(self.left).mT, in_float32(self.right))
         return total
@@ -246,7 +247,7 @@ class Lookup(Use):
 
     @property
     def factors(self) -> tuple[Float[Tensor, "examples time dim"]]:
-        """The values, of which each is added to a row."""
+        """The values, each of which is added to a row."""
         return (self.values,)
 
     @classmethod
@@ -324,7 +325,7 @@ def in_full(uses: Sequence[Use]) -> Dense:
     return Dense(last.in_full(total))
 
 
-# All uses of one parameter, by their form.
+# All uses of one parameter, grouped by their form.
 Uses = dict[type[Use], list[Any]]
 
 
@@ -362,7 +363,7 @@ class Notes:
         self.is_in_forward = self._is_unwatched = False
         self.casts: dict[
             tuple[Tensor, torch.dtype], Tensor
-        ] = {}  # copies of weights in other dtypes, valid for one forward pass
+        ] = {}  # Copies of weights in other dtypes, which are valid for one forward pass.
         self.clear()
 
     @property
@@ -394,7 +395,8 @@ class Notes:
         """Discard all notes."""
         self.casts.clear()
         self.batch_size: int | None = None  # rows of the forward pass, or of the part of it that cuts them further
-        # A use has as many rows of each, one after another: one, or its views, choices or windows. They are added up.
+        # Each use has this many rows of each example, one after another: a single row, or the example's views, choices or
+        # windows. They are added up.
         self.num_examples = 1
         self.uses: dict[Tensor, Uses] = {}  # parameter → its uses; the backward pass fills this
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
@@ -417,14 +419,15 @@ class Notes:
     def note(self, parameter: Tensor, use: Use) -> None:
         """Note one use of a parameter, or in a check look for others than those that have a loss."""
         if self.examined is not None:
-            self.uses.setdefault(parameter, {})  # that it was used, and nothing else
+            self.uses.setdefault(parameter, {})  # A check notes only that the parameter was used.
             if use.has_terms()[~self.examined.to(parameter.device)].any():
                 self.coupled.add(parameter)
             return
         uses, form = self.uses.setdefault(parameter, {}), type(use)
         alike = uses.setdefault(form, [])
         alike.append(use)
-        # A language model's head is called for a part of an example's tokens at a time, and all of them count together.
+        # A language model's head is called for a part of an example's tokens at a time. All its uses together are the
+        # example's gradient.
         if form is Dense:
             uses[Dense] = [_joined(alike)]
         elif Dense in uses or form.are_formed(alike, self.is_formed):
@@ -434,7 +437,7 @@ class Notes:
         """Return the gradient of every parameter that was used, by name, and forget its uses."""
         found = {}
         for name, parameter in parameters.items():
-            # Each is removed at once, so that its memory is free for the next parameter.
+            # Each entry is removed at once, so that its memory is free for the next parameter.
             if uses := self.uses.pop(parameter, {}):
                 found[name] = combined(uses)
         return found
@@ -483,12 +486,13 @@ class Notes:
         self.note_sum(bias, grad)
 
     def note_rows(self, parameter: Tensor, gradient: Float[Tensor, "rows ..."]) -> None:
-        """Note the gradient of each row in full, as of a parameter's copies."""
+        """Note the gradient of each row in full, for example of a parameter's copies."""
         # Sensitivity: the rows are added up before anything is clipped, so that an example is one vector of norm C at most,
         # however many rows it has.
         rows = in_float32(gradient).reshape(gradient.shape[0], -1)
         values = rows if rows.shape[0] == self.num_examples else rows.unflatten(0, (self.num_examples, -1)).sum(dim=1)
-        # Large ones now, while they are in the cache; of small ones there is one norm together.
+        # The norms of large gradients are computed now, while these are in the cache. Small gradients get one norm together,
+        # later.
         self.note(parameter, Dense(values, row_norms(values).square() if values.numel() >= self.small else None))
 
     def _rows_as_sequences(self, factor: Shaped[Tensor, "rows time *rest"]) -> Shaped[Tensor, "examples _ *rest"]:

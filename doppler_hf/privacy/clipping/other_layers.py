@@ -57,8 +57,9 @@ class LayerWithoutRule:
         sizes = {len(value) if value.ndim else 1 for value in values if isinstance(value, Tensor)}
         own = dict(trainable_of(self.module))
         dimensions = tuple(value.ndim for value in values if isinstance(value, Tensor))
-        # Sensitivity: once without a batch, as in the start check, always: a later batch may have as many examples as there
-        # are positions.
+        # Sensitivity: if inputs with these numbers of dimensions were once without a batch, as in the start check, they
+        # count as without a batch in every step. A later batch may have as many examples as there are positions, and would
+        # look like positions.
         if dimensions in self._unbatched or self.notes.batch_size not in sizes or sizes - {1, self.notes.batch_size}:
             return self._without_batch(own, dimensions, *args, **kwargs)
         kind = tuple(tuple(size == 1 for size in value.shape[1:]) for value in values if isinstance(value, Tensor))
@@ -75,7 +76,7 @@ class LayerWithoutRule:
             except torch.OutOfMemoryError:
                 raise
             except LAYER_ERRORS:
-                # Copies do not fit all lengths, as of positions of which a part is taken.
+                # Copies do not fit all lengths, for example if the layer takes only the first positions of a table.
                 self._copies[kind] = None
         with substituted(self.module, {name: parameter.detach() for name, parameter in own.items()}):
             outputs, output_spec = pytree.tree_flatten(self._forward(*args, **kwargs))
@@ -129,7 +130,8 @@ class LayerWithoutRule:
         ]
         ndim = max(value.ndim for value in values if isinstance(value, Tensor))
         own = {name: parameter.detach() for name, parameter in trainable_of(self.module)}
-        # Other numbers in another order, or copies that reach the wrong example would not show.
+        # The second copy has different numbers, in a different order. With two equal copies it would not show if a copy
+        # reached the wrong example.
         other = {
             name: 1.5 * parameter.flip(-1) + 0.5 if parameter.ndim else parameter + 1 for name, parameter in own.items()
         }
@@ -200,12 +202,13 @@ class LayerWithoutRule:
 
         try:
             with warnings.catch_warnings(action="ignore"):  # Vmap warns about slow operations.
-                # Randomness raises: a second draw of dropout would not be the one whose loss is differentiated.
+                # Vmap raises an error if the layer draws random numbers: a second draw of dropout would not be the one whose
+                # loss is differentiated.
                 return torch.func.vmap(gradient_of_one)([values[index] for index in batched], list(gradients))
         except torch.OutOfMemoryError:
             raise
         except LAYER_ERRORS as error:
-            self.notes.failed[self._name] = error  # raised by the engine, for all such layers together
+            self.notes.failed[self._name] = error  # The engine raises one error for all such layers together.
             return {}
 
 
@@ -216,12 +219,13 @@ class _Tap(torch.autograd.Function):
     def forward(
         ctx: Any, layer: LayerWithoutRule, spec: Any, values: list[Any], num_parameters: int, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        # In the backward pass the notes have the rows of the whole model, and here they may have those of windows.
+        # The number of rows is kept here: in the backward pass the notes have the rows of the whole model, but this call may
+        # have the rows of windows.
         ctx.layer, ctx.spec, ctx.num_parameters, ctx.rows = layer, spec, num_parameters, layer.notes.batch_size
         ctx.where = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(*(values[index] for index in ctx.where))
-        # Copies, because later layers may work in place.
+        # The outputs are copies, because later layers may change them in place.
         return tuple(output.clone() for output in rest[num_parameters:])
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from doppler_hf.privacy.clipping.gradients import Notes
 from doppler_hf.privacy.clipping.torch_layers import product
 
-# The hidden state, and with an LSTM that of its cells.
+# The hidden state; an LSTM has the state of its cells, too.
 State = tuple[Float[Tensor, "rows _"], ...]
 
 

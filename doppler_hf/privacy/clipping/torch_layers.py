@@ -27,7 +27,7 @@ from doppler_hf.privacy.clipping.gradients import Notes, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
 
 Rule = Callable[..., Any]
-# Numbers of the patches that are in memory together: 2 MiB in float32. Between 1 and 8 MiB it made no difference.
+# How many numbers of patches are in memory together: 2 MiB in float32. Between 1 and 8 MiB it made no difference.
 _PATCHES_AT_ONCE: Final = 1 << 19
 
 
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
         # The input is kept in the dtype of the product. Without kernels, wide matrices share their input with each other.
         is_rounded = weight.requires_grad and is_cast(x)
         if is_rounded and (notes.in_kernels or notes.is_formed(x.shape[1:-1].numel(), *weight.shape)):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # in float32 it would take twice the memory
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # A copy in float32 would take twice the memory.
         ctx.save_for_backward(x if weight.requires_grad else None)
         if is_cast(weight):
             weight = notes.cast(weight, torch.get_autocast_dtype(weight.device.type))
@@ -164,7 +164,8 @@ def group_norm(
     notes: Notes, module: nn.GroupNorm, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch channels *positions"]:
     """Compute Y = x̂ w + b per channel, x̂ normalized over groups of channels."""
-    # As autocast does for a normalization on CUDA.
+    # Autocast converts the input of a normalization on CUDA in the same way; this function replaces the call that it would
+    # see.
     input = input.float() if input.is_cuda and torch.is_autocast_enabled("cuda") else input
     return _GroupNorm.apply(input, module.weight, module.bias, module, notes)
 
@@ -184,7 +185,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Float[Tensor, "batch channels *positions"]) -> tuple[Tensor | None, ...]:
-        # In half precision torch adds up the gradients of weights in half precision, too.
+        # The sums are made in float32, because torch would add up the gradients of half-precision weights in half precision.
         x, mean, rstd, weight = (in_float32(tensor) for tensor in (*ctx.saved_tensors, ctx.weight))
         examples, channels, positions = len(x), x.shape[1], x.shape[2:].numel()
         # Sensitivity: to torch this is one example, whose channels are those of all examples, each with a weight of its own.

@@ -60,11 +60,16 @@ def digest(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
-def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any]) -> Entry:
-    """Return an entry of `event` that follows `entries`; `payload` holds plain JSON values."""
+def now() -> str:
+    """Return the present time as entries have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def next_entry(entries: Sequence[Entry], event: str, payload: Mapping[str, Any], *, time: str | None = None) -> Entry:
+    """Return an entry of `event` that follows `entries`, with the present time; `payload` holds plain JSON values."""
     entry = {
         "index": len(entries),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now() if time is None else time,
         "event": event,
         **payload,
         "previous_hash": entries[-1]["hash"] if entries else ORIGIN,
@@ -80,8 +85,8 @@ def check_chain(entries: Sequence[Entry]) -> None:
             if entry[name] != value:
                 raise Refusal(
                     "ledger-changed",
-                    f"Entry {index} ({entry['event']!r}) was changed or moved: its {name} is {entry[name]!r}, but "
-                    f"{value!r} follows from the rest of the file. Restore the file from an unchanged copy.",
+                    f"Entry {index} of the ledger ({entry['event']!r}) was changed or moved: its {name} is "
+                    f"{entry[name]!r}, but {value!r} follows from the rest of the file. Restore an unchanged copy.",
                 )
 
 
@@ -103,7 +108,7 @@ def schema_validator() -> Any:
     return Draft202012Validator(schema)
 
 
-# What to do about a file that cannot be read, if it has no backup.
+# The advice for a file that cannot be read, if it has no backup.
 _WITHOUT_BACKUP: Final = (
     "If there is none, copy the ledger from the folder of the latest checkpoint, which lacks the steps after it. Without "
     "any copy, move the file away, and the next run begins a new ledger. ε that was spent but is missing from the ledger "
@@ -215,7 +220,7 @@ def _locked(path: Path) -> Callable[[], object] | None:
             try:
                 file, is_new = os.open(path, os.O_RDWR | os.O_NOFOLLOW), False
             except FileNotFoundError:
-                continue  # its holder has just removed it
+                continue  # The process that held the lock has just removed the file.
         try:
             flock(file, _EXCLUSIVE)
             if _is_named(file, path):
@@ -223,9 +228,9 @@ def _locked(path: Path) -> Callable[[], object] | None:
         except OSError as error:
             if error.errno in _HELD:
                 return None
-            if is_new:  # the library would take it for the lock of another process
+            if is_new:  # The lock's library would mistake this error for the lock of another process.
                 path.unlink(missing_ok=True)
-            return _locked_by_library(path)  # some file systems have no such locks
+            return _locked_by_library(path)  # Some file systems have no such locks.
         finally:
             os.close(file)
 

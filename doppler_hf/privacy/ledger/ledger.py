@@ -37,7 +37,7 @@ from doppler_hf.privacy.accounting.accounting import (
     is_continued_by,
     total_of_runs,
 )
-from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_of_plans
+from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_at, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
 from doppler_hf.privacy.ledger.file import Entry, is_earlier_state, package_versions, read_entries, write_entries
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run, split_marks
@@ -63,12 +63,20 @@ class PrivacyLedger:
     # --- written by a run ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, statement: PrivacyStatement, *, earlier: Trainings | None = None, run_id: str | None = None) -> Self:
+    def open(
+        cls,
+        statement: PrivacyStatement,
+        *,
+        earlier: Trainings | None = None,
+        run_id: str | None = None,
+        time: str | None = None,
+    ) -> Self:
         """Return a new ledger without any spending, for weights on which `earlier` training runs may have spent ε.
 
-        Its run gets a random name, unless `run_id` is given. Processes that train together pass the same name.
+        Its run gets a random name, unless `run_id` is given. Processes that train together pass the same name. All entries
+        get the given `time`, or else the present time.
         """
-        ledger = cls(LedgerRecord())
+        ledger = cls(LedgerRecord(time=time))
         ledger._begin("opened", statement, {"earlier": _entries_of(earlier or {})}, run_id)
         return ledger
 
@@ -315,10 +323,22 @@ class PrivacyLedger:
 
     def epsilon_of_fixed_length(self) -> float:
         """Return the ε that would hold if the number of steps and all terms had been fixed before the first result."""
+        if self.statement.search is not None:
+            return self.planned_epsilon  # other trials may have made all their steps
         return get_total_epsilon(self.history, delta=self.statement.target_delta) if self.private else math.inf
+
+    @property
+    def epsilon_of_trial(self) -> float | None:
+        """ε of the published trial of a search, as if it had been the only run, at δ of the search; None if no search."""
+        if self.statement.search is None:
+            return None
+        plan = next(iter(self.plans), ())
+        return get_total_epsilon(plan, delta=self.statement.target_delta) if self.private else math.inf
 
     def trade_off(self) -> TradeOff:
         """Return bounds on the success of a membership attack."""
+        if self.statement.search is not None:  # only this pair is known
+            return trade_off_at(self.epsilon(), delta=self.statement.target_delta)
         return trade_off_of_plans(self.plans, epsilon=self.epsilon(), delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
@@ -378,7 +398,7 @@ class PrivacyLedger:
         terms = {
             # A random name tells runs apart that begin in the same second with the same arguments.
             "run_id": secrets.token_hex(8) if run_id is None else run_id,
-            "statement": asdict(statement),
+            "statement": {name: value for name, value in asdict(statement).items() if (name, value) != ("search", None)},
             "mechanism": statement.mechanism,
             "neighbouring_relation": NEIGHBOURING_RELATION,
             "role_of_num_units": ROLE_OF_NUM_UNITS,

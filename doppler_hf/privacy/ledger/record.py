@@ -23,8 +23,9 @@ from typing import Any, Final, NamedTuple
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Account, Plan, Releases, Spent, Trainings, merged_runs, name_of_plan
+from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import Entry, next_entry
-from doppler_hf.privacy.ledger.statement import PrivacyStatement
+from doppler_hf.privacy.ledger.statement import PrivacyStatement, SearchTerms
 
 MARK_LENGTH: Final = 16  # hexadecimal digits by which a trained weight is recognised
 
@@ -41,12 +42,26 @@ class ModelDigests(NamedTuple):
     buffers: str
 
 
+class SearchAccount(NamedTuple):
+    """The account of a search, of which this ledger has the published trial."""
+
+    planned: Sequence[Plan]
+    counted: Sequence[Plan]
+    target: float | None
+    search: SearchTerms
+
+    def epsilon(self, *, delta: float) -> float:
+        """Return the ε of the search, which holds wherever the trial ends."""
+        (plan,) = self.planned or ((),)
+        return epsilon_with(self.search.selection, plan, delta=delta)
+
+
 class Claim(NamedTuple):
     """An ε that entry number `entry` states (infinity if not private)."""
 
     entry: int
     epsilon: float
-    account: Account  # the plans to which this ε belongs
+    account: Account | SearchAccount  # the plans to which this ε belongs
     private: bool
     versions: Mapping[str, str]
 
@@ -89,7 +104,8 @@ class Run:
 class LedgerRecord:
     """The content of a checked chain of entries: see `PrivacyLedger`."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), *, time: str | None = None) -> None:
+        self._time = time  # of all new entries; None for the present time
         self.entries: list[Entry] = []
         self.runs: list[Run] = []
         self.plans: list[list[Run]] = []  # plans, each with its runs in their order
@@ -103,8 +119,8 @@ class LedgerRecord:
             self.take(entry)
 
     def add(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Append an entry of `event`, with the present time."""
-        self.take(next_entry(self.entries, event, payload))
+        """Append an entry of `event`."""
+        self.take(next_entry(self.entries, event, payload, time=self._time))
 
     def take(self, entry: Entry) -> None:
         """Append an entry if it can follow the entries before it; only this method changes the record."""
@@ -129,9 +145,11 @@ class LedgerRecord:
                 self._release(entry)
         self.entries.append(entry)
 
-    def account(self, steps_run: int) -> Account:
+    def account(self, steps_run: int) -> Account | SearchAccount:
         """Return what all plans release: as planned, and with the last plan up to `steps_run` steps of all runs."""
-        return _account(self.plans, steps_run, to_its_end=_all_allowed_steps)
+        account = _account(self.plans, steps_run, to_its_end=_all_allowed_steps)
+        search = self.runs[-1].statement.search
+        return account if search is None else SearchAccount(*account, search)
 
     @property
     def names_of_plans(self) -> list[str]:
@@ -161,12 +179,14 @@ class LedgerRecord:
             return None
         left = last.steps_allowed - last.steps_made
         if not self._has_ended_cleanly(last):
-            # Privacy: chance has led here. It has lost the steps since the latest checkpoint, but no steps before the step
-            # at which the run was resumed by choice. To resume from an earlier checkpoint is a choice.
+            # Privacy: chance has ended the run here, and results have not. Chance can lose the steps since the latest
+            # checkpoint, but no steps before the step at which the run was resumed by choice, since resuming from an earlier
+            # checkpoint is a choice.
             kept = max(last.made_anew_from, self._saved_at())
             is_lost = from_step >= kept or statement.target_epsilon is not None
             return left + max(0, last.ended_at - max(from_step, kept)) if is_lost else None
-        # Privacy: results may have led here. The run may make only the steps that the plan has left.
+        # Privacy: results may have decided that the run ended here. So a continued run may make only the steps that the plan
+        # has left.
         goes_on = keeps_rounds or self._is_between_rounds(last)
         return left if goes_on and (from_step >= last.ended_at or statement.target_epsilon is not None) else None
 
@@ -183,10 +203,17 @@ class LedgerRecord:
         )  # Groups stay the same in all rounds.
 
     def _begin(self, entry: Entry) -> None:
-        statement, versions = PrivacyStatement(**entry["statement"]), entry["versions"]
+        statement, versions = PrivacyStatement.from_entry(entry["statement"]), entry["versions"]
         self.earlier = merged_runs([self.earlier, _earlier(entry)])
         if not math.isclose(statement.sample_rate, statement.expected_batch_size / statement.num_units, rel_tol=1e-12):
             _refuse(entry, f"its sample_rate {statement.sample_rate} is not expected_batch_size / num_units")
+        search = statement.search
+        # Privacy: the first guarantee of a trial gets its part of δ, since a search has E K times the δ of a trial.
+        if search is not None and not math.isclose(search.selection.delta, statement.target_delta, rel_tol=1e-9):
+            _refuse(
+                entry,
+                f"its search has δ = {search.selection.delta:.6g}, and its target_delta is {statement.target_delta:.6g}",
+            )
         if not self.runs:
             if entry["event"] != "opened":
                 _refuse(entry, "a ledger begins with 'opened'")
@@ -197,6 +224,14 @@ class LedgerRecord:
         if entry["event"] == "opened":
             _refuse(entry, "the ledger is open")
         earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
+        if earlier.search is not None or statement.search is not None:
+            # Privacy: a trial that goes on would release more than its two guarantees allow.
+            raise Refusal(
+                "search-continued",
+                "The ledger of a search cannot be continued, because the ε of a search holds for its trials as they were "
+                "planned. To train the published model further, load it into a new trainer with a new output_dir. The ε of "
+                "the search is then counted as that of an earlier run.",
+            )
         for name, there, here in (
             (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
             ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),
@@ -271,6 +306,7 @@ class LedgerRecord:
         step = run.being_saved_at if is_end else entry["step"]
         if is_end or step != run.being_saved_at:
             run.saved_at, run.being_saved_at = run.being_saved_at, step
+        account: Account | SearchAccount
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:
@@ -331,6 +367,6 @@ def _refuse(entry: Entry, reason: str) -> None:
     said = json.dumps({name: entry[name] for name in ("from_step", "steps_reserved", "steps_run") if name in entry})
     raise Refusal(
         "impossible-entry",
-        f"Entry {entry['index']} ({entry['event']!r}, {said}) cannot follow the entries before it: {reason}. Restore the "
-        "file from an unchanged copy.",
+        f"Entry {entry['index']} of the ledger ({entry['event']!r}, {said}) cannot follow the entries before it: "
+        f"{reason}. Restore an unchanged copy.",
     )

@@ -6,10 +6,11 @@ one Gaussian mechanism with 1/σ₀² = 1/σ² + 1/σ_L². The accountant bounds
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self
 
 from doppler_hf.filters.noise_shape import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Accountant, Releases, Sampling, joint_noise_multiplier
+from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection
 
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
 ROLE_OF_NUM_UNITS: Final = "public, not protected"
@@ -23,6 +24,34 @@ _NEVER_COVERED: Final = (
     "the number of units, which is taken to be public",
     "the time and memory that a step takes",
 )
+_OF_SEARCHES: Final = (
+    "the evaluation data, with which the search has chosen its best trial",
+    "the number of trials, which is secret, and what tells of it, such as the time that the search took",
+    "any other run or search on the same training data: their ε add up",
+)
+
+
+@dataclass(frozen=True)
+class SearchTerms:
+    """What every trial of a search satisfies, if a run is the published trial of a search: see `accounting.selection`."""
+
+    expected_trials: float
+    first_epsilon: float
+    first_delta: float
+    second_epsilon: float
+    second_delta: float
+
+    @classmethod
+    def of(cls, selection: Selection) -> Self:
+        """Return the terms of a search whose number of trials has a logarithmic distribution."""
+        assert selection.trials.shape == 0.0
+        return cls(selection.trials.mean, *selection.first, *selection.second)
+
+    @property
+    def selection(self) -> Selection:
+        """The same terms as the accountant has them."""
+        first, second = Guarantee(self.first_epsilon, self.first_delta), Guarantee(self.second_epsilon, self.second_delta)
+        return Selection(NumberOfTrials(self.expected_trials), first, second)
 
 
 @dataclass(frozen=True)
@@ -51,6 +80,13 @@ class PrivacyStatement:
     private: bool  # False without noise, with reproducible noise or draws, or with gradients recorded before noise
     noise_source: str
     sampling: Sampling = "allocation"  # the default for older ledgers, which do not have this field
+    search: SearchTerms | None = None  # if the run is the published trial of a search, whose δ is target_delta
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> Self:
+        """Return the statement that an entry of a ledger holds."""
+        search = entry.get("search")
+        return cls(**entry | {"search": None if search is None else SearchTerms(**search)})
 
     @property
     def groups(self) -> int:
@@ -104,7 +140,9 @@ class PrivacyStatement:
     @property
     def not_covered(self) -> tuple[str, ...]:
         """The things that the guarantee does not cover."""
-        return (*([_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []), *_NEVER_COVERED)
+        raw = [_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []
+        never = [line for line in _NEVER_COVERED if self.search is None or "hyper-parameter" not in line]
+        return (*raw, *never, *([] if self.search is None else _OF_SEARCHES))
 
     def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
         """Return whether the terms of a run from this step on are those of an earlier run.

@@ -41,6 +41,7 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
             for plan in ledger.plans
             for joint, rate, steps, *_ in plan
         ),
+        *search_rows(ledger),
         ("noise shape", statement.noise_shape_in_words),
         ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({clipped})"),
         ("training loss", train_loss[statement.train_loss]),
@@ -49,6 +50,33 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
         ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
     ]
+
+
+def search_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return the terms of the search whose best trial was published, each with its label; nothing if there was none."""
+    terms, of_trial = ledger.statement.search, ledger.epsilon_of_trial
+    if terms is None or of_trial is None:
+        return []
+    first, second = terms.selection.first, terms.selection.second
+    return [
+        ("ε counts", f"a search with a secret number of trials, {terms.expected_trials:g} expected; the best was published"),
+        (
+            "ε of each trial",
+            f"{first.epsilon:.4g} at δ = {first.delta:.3g}, and {second.epsilon:.4g} at δ = {second.delta:.3g}",
+        ),
+        ("ε of the published trial alone", f"{of_trial:.4g} at δ = {ledger.statement.target_delta:.3g}"),
+    ]
+
+
+def search_in_words(ledger: PrivacyLedger) -> str:
+    """Return what else the ε of a search counts, in one sentence; empty if there was no search."""
+    terms, of_trial = ledger.statement.search, ledger.epsilon_of_trial
+    if terms is None or of_trial is None:
+        return ""
+    return (
+        f"This ε is that of a whole search, of which only the best trial was published; the number of trials is secret, and "
+        f"{terms.expected_trials:g} were expected. The published trial alone would cost ε = {of_trial:.4g}."
+    )
 
 
 def why_not_private(ledger: PrivacyLedger) -> str | None:
@@ -79,7 +107,7 @@ def guarantee_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
 
 
 def parts_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
-    """Return of which runs a sum of ε consists; empty if no other run has trained the weights."""
+    """Return the runs whose ε are added up, in words; empty if no other run has trained the weights."""
     before = [_number(spent.epsilon) for spent in ledger.earlier_trainings.values()]
     if not before:
         return ""
@@ -97,7 +125,12 @@ def claim_in_words(ledger: PrivacyLedger) -> str:
     return (
         f"Trained with ({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)} "
         f"(adding or removing it){parts and f', {parts}'}. ε was {HOW_COMPUTED}. "
-        + " ".join(filter(None, (early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger))))
+        + " ".join(
+            filter(
+                None,
+                (search_in_words(ledger), early_stop_in_words(ledger), earlier_in_words(ledger), meaning_in_words(ledger)),
+            )
+        )
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from doppler_hf import triton_support
 
-# Blocks of the cipher in a program, one a lane, and normals in a block.
+# How many blocks of the cipher a program computes, one in each lane, and how many normals follow from a block.
 LANES: Final = 256
 _NORMALS: Final = 8
 _WARPS: Final = 8
@@ -33,7 +33,7 @@ _WARPS: Final = 8
 
 @triton.jit
 def _quarter_round(a, b, c, d):
-    # Written out: Triton's interpreter takes longer for a call than for what is in it.
+    # The rounds are written out, because Triton's interpreter takes longer for a call than for the work inside it.
     a = a + b
     d = d ^ a
     d = (d << 16) | (d >> 16)
@@ -79,7 +79,7 @@ def _block(table, counter, LANES: tl.constexpr):
 
 @triton.jit
 def _uniform(low, high):
-    # Half a unit beside an integer is never 0. A float64 is finest at 0, where the logarithm needs it.
+    # An integer plus one half is never 0. A float64 is most precise near 0, where the logarithm needs precision.
     return (high.to(tl.float64) * 4294967296.0 + low.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2⁻⁶⁴
 
 
@@ -159,7 +159,7 @@ def add_noise_and_scale(
     sizes = np.array([value.numel() for value in values])
     programs = -(-sizes // (LANES * _NORMALS))
     firsts = np.cumsum(programs) - programs
-    # Privacy: the cipher's counter has 32 bits, of which no block may come twice under one key.
+    # Privacy: the cipher's counter has 32 bits, and no value of it may be used twice under one key.
     assert programs.sum() * LANES * terms <= 1 << 32, "too many coordinates for one key"
     rows = np.zeros((len(values), 4 + len(coefficients)), dtype=np.int64)
     rows[:, 0] = [triton_support.address_of(value) for value in values]

@@ -53,7 +53,7 @@ from doppler_hf.privacy.randomness import BitStream, bit_stream
 from doppler_hf.shards import added_up, rows_here
 
 _CPU: Final = torch.device("cpu")
-# So many normals are made at a time: enough to divide among torch's threads, in 4 MiB of working memory.
+# So many normals are made at a time: enough to divide them among torch's threads, with 4 MiB of working memory.
 _PIECE: Final = 1 << 18
 # The number of normals that `floating_point_safe` adds.
 TERMS: Final = 4
@@ -103,7 +103,7 @@ class GaussianMechanism:
         if not 0.0 <= noise_multiplier < float("inf"):
             raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
         if not 0.0 < max_grad_norm < float("inf"):
-            raise Refusal("out-of-range", f"The clip norm max_grad_norm must be positive and finite; got {max_grad_norm}.")
+            raise Refusal("out-of-range", f"The clip norm, max_grad_norm, must be positive and finite; got {max_grad_norm}.")
         if expected_batch_size < 1:
             raise Refusal("out-of-range", f"expected_batch_size must be at least 1; got {expected_batch_size}.")
         self.noise_multiplier = noise_multiplier
@@ -244,7 +244,7 @@ class GaussianMechanism:
         self, values: Mapping[str, Float[Tensor, "_"]], *, device: torch.device, dtype: torch.dtype, step: int
     ) -> None:
         """Add the noise of a step to values of one kind, which together are one vector (modified in place)."""
-        count, rows, begin = sum(map(len, values.values())), None, 0
+        count, rows, begin = sum(each.numel() for each in values.values()), None, 0
         if self._num_past:
             if (rows := self._rows.get((device, dtype))) is None:
                 rows = self._rows[device, dtype] = torch.zeros(self._num_past, count, dtype=dtype, device=device)
@@ -256,7 +256,8 @@ class GaussianMechanism:
             count, std=self._white_std, stream=self._stream, dtype=dtype, floating_point_safe=self._floating_point_safe
         )
         for piece in in_pieces(values):
-            end = begin + sum(map(len, piece))
+            sizes = [part.numel() for part in piece]
+            end = begin + sum(sizes)
             noise = normals.draw(end - begin, step=step).to(device)
             if rows is not None:
                 # Privacy: y depends on the generator alone, never on an example. So its rounding to float32 makes it the
@@ -264,7 +265,7 @@ class GaussianMechanism:
                 past = rows[:, begin:end]
                 noise = noise.addmv_(past.t(), c, alpha=-1.0)
                 past[(latest + 1) % self._num_past] = noise  # the oldest row
-            torch._foreach_add_(piece, noise.split([len(part) for part in piece]))
+            torch._foreach_add_(piece, noise.split(sizes))
             begin = end
 
 
@@ -359,7 +360,7 @@ class Normals:
         most = min(_PIECE, count + count % 2)
         self._words = torch.empty(most, dtype=torch.int64, device="cpu")
         self._drawn, self._rounded = torch.empty_like(self._words, dtype=torch.float64), torch.empty(most, dtype=dtype)
-        # One pass less saves a seventh of the time.
+        # Leaving out one pass over memory saves a seventh of the time.
         self._total = torch.empty_like(self._drawn) if floating_point_safe else self._drawn
 
     def draw(self, count: int, *, step: int) -> Float[Tensor, " count"]:
@@ -381,11 +382,10 @@ def in_pieces(values: Mapping[str, Float[Tensor, "_"]]) -> Iterator[list[Float[T
     piece: list[Tensor] = []
     room = _PIECE
     for each in values.values():
-        rest = each
-        while len(rest):
-            piece.append(rest[:room])
-            rest = rest[room:]
-            room -= len(piece[-1])
+        begin, size = 0, each.numel()
+        while begin < size:
+            piece.append(each[begin : begin + room])
+            begin, room = begin + room, room - min(room, size - begin)
             if room == 0:
                 yield piece
                 piece, room = [], _PIECE

@@ -40,6 +40,30 @@ def test_norms_are_raised_by_a_thousandth_before_they_are_clipped(clipping):
         assert clipped.sums["weight"].norm().item() == pytest.approx(1 - 2**13 * 2**-23, rel=1e-5)
 
 
+@pytest.mark.parametrize(("small", "share"), [(1e-3, 0.1), (1e-5, 1e-3), (0.1, 1.0)])
+def test_a_layer_whose_gradient_is_below_the_smallest_norm_contributes_less_than_its_part(small, share):
+    """With one norm over all layers, the layer has the part of the whole that its gradient has."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+        def forward(self, x):
+            return (self.first(x) + small * self.second(x))[:, 0]
+
+    model, found = Two(), {}
+    for granularity in ("per_layer", "flat"):
+        with ClippedGradients(model, max_grad_norm=1.0, clipping="automatic", granularity=granularity) as clipped:
+            clipped.backward(model(torch.tensor([[1.0, 0.0]])))
+            found[granularity] = {name: float(total.norm()) for name, total in clipped.sums.items()}
+    part = 1 / math.sqrt(2)
+    assert found["per_layer"]["first.weight"] == pytest.approx(part, rel=2e-3)
+    assert found["per_layer"]["second.weight"] == pytest.approx(part * share, rel=2e-3)
+    whole = math.hypot(1.0, small)
+    assert [*found["flat"].values()] == pytest.approx([1.0 / whole, small / whole], rel=2e-3)
+
+
 @pytest.mark.parametrize("of_zero", [1.0, 1e9, 1e30, math.inf, math.nan])
 @pytest.mark.parametrize("granularity", ["flat", "per_layer"])
 def test_an_example_of_weight_zero_adds_nothing(of_zero, granularity):

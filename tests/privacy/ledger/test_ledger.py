@@ -328,8 +328,8 @@ def test_the_schema_knows_the_statement():
     Draft202012Validator.check_schema(schema)
     fields = [field.name for field in dataclasses.fields(PrivacyStatement)]
     required = schema["$defs"]["statement"]["required"]
-    # Ledgers before 0.3 are of random allocation, and do not say so.
-    assert [*required, "sampling"] == list(schema["$defs"]["statement"]["properties"]) == fields
+    # Ledgers before 0.3 are of random allocation, and do not say so. Only the ledger of a search says what a search is.
+    assert [*required, "sampling", "search"] == list(schema["$defs"]["statement"]["properties"]) == fields
 
 
 @pytest.mark.parametrize(
@@ -404,16 +404,16 @@ def test_values_outside_their_range_are_refused_whatever_the_hashes(tmp_path, fi
 @pytest.mark.parametrize(
     ("edit", "code", "place"),
     [
-        (lambda e: e.pop(0), "impossible-entry", r"0 \('steps'"),
-        (lambda e: e.__delitem__(slice(0, 9)), "impossible-entry", r"0 \('resumed'"),
-        (lambda e: e.insert(3, dict(e[0])), "impossible-entry", r"3 \('opened'"),
-        (lambda e: e[3].update(steps_reserved=2), "impossible-entry", r"3 \('steps'"),
-        (lambda e: e[9].update(steps_run=6), "impossible-entry", r"9 \('resumed'"),
+        (lambda e: e.pop(0), "impossible-entry", r"0 of the ledger \('steps'"),
+        (lambda e: e.__delitem__(slice(0, 9)), "impossible-entry", r"0 of the ledger \('resumed'"),
+        (lambda e: e.insert(3, dict(e[0])), "impossible-entry", r"3 of the ledger \('opened'"),
+        (lambda e: e[3].update(steps_reserved=2), "impossible-entry", r"3 of the ledger \('steps'"),
+        (lambda e: e[9].update(steps_run=6), "impossible-entry", r"9 of the ledger \('resumed'"),
         (lambda e: e[9].update(from_step=8), "ledger-of-another-checkpoint", "8, .*7 "),
-        (lambda e: e[13].update(steps_run=6), "impossible-entry", r"13 \('closed'"),
-        (lambda e: e[13].update(steps_run=11), "impossible-entry", r"13 \('closed'"),
-        (lambda e: e.append(dict(e[12], steps_reserved=20)), "impossible-entry", r"16 \('steps'"),
-        (lambda e: e.insert(0, dict(e[15])), "impossible-entry", r"0 \('saved'"),
+        (lambda e: e[13].update(steps_run=6), "impossible-entry", r"13 of the ledger \('closed'"),
+        (lambda e: e[13].update(steps_run=11), "impossible-entry", r"13 of the ledger \('closed'"),
+        (lambda e: e.append(dict(e[12], steps_reserved=20)), "impossible-entry", r"16 of the ledger \('steps'"),
+        (lambda e: e.insert(0, dict(e[15])), "impossible-entry", r"0 of the ledger \('saved'"),
         (lambda e: e[0]["statement"].update(sample_rate=0.04), "impossible-entry", "sample_rate 0.04"),
     ],
 )

@@ -1,0 +1,428 @@
+"""`hyperparameter_search` with privacy: a secret number of trials, of which only the best is published.
+
+Privacy: `privacy.accounting.selection` bounds what such a search says about one record. Its assumptions hold as follows.
+
+- The number of trials, and the settings of all trials, are drawn from the operating system's entropy before the first trial
+  begins. So no result can influence them. `hp_space` gets an object that draws, and nothing else.
+- Every trial begins with a new model, a new run with secrets of its own, and copies of the callbacks. Its noise is such that
+  it satisfies the two guarantees of the search (`calibration.noise_multiplier_of_trial`), whatever its settings are.
+- A trial is scored on evaluation data, which are other records than the training data. A trial that fails, or whose score is
+  not a number, is worse than all others. Independent coins order trials with equal scores.
+- All files of all trials are in a folder outside `output_dir`, which is removed. The published model is saved after the last
+  trial, with a ledger and with files whose times are those of the start of the search: the time of the best trial, or of the
+  end, would tell something of the number of trials.
+- Nothing of a trial is shown while the search runs, not even of the first one: if its settings were known, and another trial
+  were published, there would be at least two trials, and the theorem does not hold for a number of which this is known.
+
+A search that does not reach its end publishes nothing. It still counts with its whole ε: `output_dir` has a note of a search
+that is running, and each later private run in this folder adds the ε of the note to its own. The note has neither the number
+of trials nor what is left to do, so such a search cannot be resumed.
+"""
+
+import copy
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from transformers.trainer_utils import BestRun, SchedulerType, default_compute_objective
+
+from doppler_hf.errors import Failure, Refusal
+from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
+from doppler_hf.privacy.accounting.accounting import Releases, Spent, Trainings
+from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
+from doppler_hf.privacy.ledger.file import now
+from doppler_hf.run.lineage import forget
+from doppler_hf.run.plan import Trial
+from doppler_hf.training_args import DopplerTrainingArguments
+
+NOTE_NAME: Final = "privacy_search_running.json"
+# The arguments that may differ between trials. None of them changes what ε means or covers, and each run of a trial computes
+# its noise from them.
+SEARCHED: Final = frozenset({
+    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "per_sample_max_grad_norm", "clipping", "clipping_granularity", "augmentation_multiplicity", "noise_shape",
+    "low_pass_filter", "base_optimizer", "adam_bc_floor", "weight_decay", "adam_beta2", "adam_epsilon",
+    "lr_scheduler_type", "warmup_steps", "seed",
+})  # fmt: skip
+_PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
+# Callbacks of Transformers that do nothing but show something.
+_SHOWING: Final = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
+_RANDOM: Final = secrets.SystemRandom()
+
+
+class Draw:
+    """The settings of one trial, drawn at random. It has the methods that `hp_space` calls on a trial of Optuna.
+
+    Example:
+        >>> draw = Draw()
+        >>> 1e-4 <= draw.suggest_float("learning_rate", 1e-4, 1e-2, log=True) <= 1e-2
+        True
+        >>> draw.suggest_categorical("per_device_train_batch_size", [32, 64]) in (32, 64)
+        True
+    """
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        """Draw a number between `low` and `high` uniformly, or its logarithm uniformly, or one of the steps from `low`."""
+        _check_range(name, low, high, positive=log)
+        if step is not None:
+            return self._once(name, lambda: low + step * _RANDOM.randrange(math.floor((high - low) / step + 1e-9) + 1))
+        if log:
+            return self._once(name, lambda: min(high, max(low, math.exp(_RANDOM.uniform(math.log(low), math.log(high))))))
+        return self._once(name, lambda: _RANDOM.uniform(low, high))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """Draw a whole number from `low` to `high` uniformly, or its logarithm nearly uniformly."""
+        _check_range(name, low, high, positive=log)
+        if log:
+            ends = math.log(low - 0.5), math.log(high + 0.5)
+            return self._once(name, lambda: min(high, max(low, round(math.exp(_RANDOM.uniform(*ends))))))
+        return self._once(name, lambda: _RANDOM.randrange(low, high + 1, step))
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Draw one of the choices uniformly."""
+        return self._once(name, lambda: _RANDOM.choice(choices))
+
+    def _once(self, name: str, draw: Callable[[], Any]) -> Any:
+        if name not in self.params:
+            self.params[name] = draw()
+        return self.params[name]
+
+
+def _check_range(name: str, low: float, high: float, *, positive: bool) -> None:
+    if not low <= high or (positive and low <= 0):
+        raise Refusal(
+            "out-of-range",
+            f"hp_space draws {name} between {low} and {high}{' on a logarithmic scale' if positive else ''}. The first "
+            f"number has to be {'positive and ' if positive else ''}at most the second one.",
+        )
+
+
+def drawn_settings(hp_space: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the settings of a trial, which `hp_space` draws."""
+    settings = hp_space(Draw())
+    if not isinstance(settings, Mapping):
+        raise Refusal(
+            "search-space",
+            f"hp_space returned {type(settings).__name__}. Return a dictionary of the arguments that a trial gets, such as "
+            '{"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)}.',
+        )
+    return dict(settings)
+
+
+def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, Any]) -> DopplerTrainingArguments:
+    """Return the arguments of a trial with these settings, after the checks of ordinary arguments."""
+    for name in settings:
+        if name not in SEARCHED:
+            is_known = hasattr(args, name)
+            raise Refusal(
+                "search-setting",
+                f"hp_space sets {name}, which {'may not differ between trials' if is_known else 'is no argument'}. A search "
+                "can choose: " + ", ".join(sorted(SEARCHED)) + ".",
+            )
+    of_trial = copy.copy(args)
+    for name, value in settings.items():
+        # Transformers reads a schedule by its kind, and only its own `__post_init__` makes one of a name.
+        setattr(of_trial, name, SchedulerType(value) if name == "lr_scheduler_type" else value)
+    try:
+        of_trial.check()
+    except ValueError as error:
+        raise Refusal("search-setting", f"hp_space drew settings that are refused ({dict(settings)}): {error}") from error
+    return of_trial
+
+
+def default_objective(metrics: Mapping[str, float]) -> float:
+    """Return Transformers' default objective: the loss, or the sum of all other metrics, here without clocks and ε."""
+    names = [name for name in metrics if name.startswith("eval_") and not name.endswith("_time")]
+    return float(default_compute_objective({name: metrics[name] for name in names}))
+
+
+def draw_number_of_trials(trials: NumberOfTrials) -> int:
+    """Draw the secret number of trials."""
+    # Privacy: the coins come from the operating system, and nothing that is published depends on the number.
+    number = 1
+    while _RANDOM.random() < trials.another_after(number):
+        number += 1
+    return number
+
+
+def drawn_trials(hp_space: Callable[[Any], Any], trials: NumberOfTrials) -> list[dict[str, Any]]:
+    """Return the settings of all trials of a search, a secret number of them, each drawn independently of the others."""
+    return [drawn_settings(hp_space) for _ in range(draw_number_of_trials(trials))]
+
+
+class _Result(NamedTuple):
+    score: float  # the larger, the better
+    coin: float  # orders equal scores
+    objective: float
+    settings: dict[str, Any]
+    kept: dict[str, Any]  # attributes of the trainer
+
+
+def search(
+    trainer: Any,
+    *,
+    hp_space: Callable[[Any], Any],
+    compute_objective: Callable[[dict[str, float]], float],
+    n_trials: float,
+    direction: str,
+    plan: PrivacyStatement,
+) -> BestRun:
+    """Run a search, save its best trial into `output_dir`, and leave the trainer with that model.
+
+    `plan` is the statement of a run with the trainer's own arguments.
+    """
+    args, began = trainer.args, time.time()
+    folder, trials = Path(args.output_dir), NumberOfTrials(float(n_trials))
+    # The division suits a trial with the trainer's own arguments and white noise, and is valid for all trials.
+    selection = divide_budget(
+        trials,
+        target_epsilon=args.target_epsilon,
+        target_delta=plan.target_delta,
+        releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, sampling=plan.sampling),
+    )
+    of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
+    _say_what_begins(folder, selection)
+    with trainer._lock_of(folder), _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
+        trial = Trial(selection, now(), interrupted_in(folder, but=note.name))
+        best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
+        _restore(trainer, best.kept)
+        trainer.args.output_dir = args.output_dir
+        trainer.state.best_model_checkpoint = None
+        run = trainer.privacy
+        trainer.draw_training_curve(run)
+        trainer.save_model()
+        run.forget_rounds()
+    _date_back(folder, to=began)
+    assert run.ledger is not None
+    return BestRun(run.ledger.run_id, best.objective, best.settings, None)
+
+
+def _say_what_begins(folder: Path, selection: Selection) -> None:
+    print(
+        f"Search: ε = {selection.epsilon:.4g} at δ = {selection.delta:.3g} for all trials together, of which "
+        f"{selection.trials.mean:g} are expected. Their number is secret, so nothing is shown until the search has ended."
+    )
+    if (folder / LEDGER_NAME).exists():
+        print(
+            f"{folder} has the ledger of an earlier run, which will be renamed when the best model is saved there. If that "
+            "run used the same data, its ε and the ε of this search add up."
+        )
+
+
+def _best_of(
+    trainer: Any,
+    of_trials: Sequence[tuple[dict[str, Any], DopplerTrainingArguments]],
+    trial: Trial,
+    *,
+    compute_objective: Callable[[dict[str, float]], float],
+    direction: str,
+    note: "_Note",
+) -> _Result:
+    """Run all trials, and return the best one. Everything of the others is forgotten."""
+    before, handler = _kept(trainer), trainer.callback_handler
+    callbacks, best, failure = handler.callbacks, None, None
+    trainer._trial_of_search = trial
+    try:
+        for settings, args in of_trials:
+            handler.callbacks = copied_callbacks(callbacks)
+            result = None
+            try:
+                with _unseen(), tempfile.TemporaryDirectory(dir=note.folder) as place:
+                    args.output_dir = place
+                    objective = _objective_of_trial(trainer, args, compute_objective, note=note)
+                if not math.isnan(objective):
+                    score = -objective if direction == "minimize" else objective
+                    result = _Result(score, _RANDOM.random(), objective, settings, _kept(trainer))
+            except Exception as error:
+                if not note.is_spent:
+                    raise
+                failure = error
+            # Privacy: a failure is not shown, since it tells of a trial, and it is worse than any score.
+            is_better = result is not None and (best is None or result[:2] > best[:2])
+            _forget(best.kept["_run"] if is_better and best is not None else None if is_better else trainer._run)
+            best = result if is_better else best
+        if best is None:
+            why = f"The last error: {type(failure).__name__}: {failure}" if failure else "All objectives were NaN."
+            raise Failure(
+                "search-failed",
+                "All trials of the search failed, so there is no model to publish. The ε of the search is spent: later runs "
+                f"in this output_dir count it. {why}",
+            )
+    except BaseException:
+        for run in (trainer._run, None if best is None else best.kept["_run"]):
+            if run is not before["_run"]:
+                _forget(run)
+        _restore(trainer, before)
+        raise
+    finally:
+        trainer._trial_of_search, handler.callbacks = None, callbacks
+    return best
+
+
+def _objective_of_trial(
+    trainer: Any,
+    args: DopplerTrainingArguments,
+    compute_objective: Callable[[dict[str, float]], float],
+    *,
+    note: "_Note",
+) -> float:
+    trainer.args, trainer._run = args, None
+    try:
+        trainer.train()
+        return float(compute_objective(trainer.evaluate()))
+    finally:
+        run = trainer._run
+        note.is_spent |= run is not None and run.ledger is not None and run.ledger.runs[-1].steps_reserved > 0
+
+
+def copied_callbacks(callbacks: Sequence[Any]) -> list[Any]:
+    """Return copies of callbacks for a trial, without those that only show it."""
+    return [copy.deepcopy(each) for each in callbacks if _SHOWING.isdisjoint(kind.__name__ for kind in type(each).__mro__)]
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Show nothing of what the block prints, warns of or logs.
+
+    # Privacy: it would tell the number of trials, and their settings and results, to whoever reads the screen or a log file.
+    """
+    was_disabled = logging.root.manager.disable
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(was_disabled)
+
+
+_KEPT: Final = (
+    "args", "model", "model_wrapped", "state", "control", "is_in_train", "_run", "_train_batch_size",
+)  # fmt: skip
+
+
+def _kept(trainer: Any) -> dict[str, Any]:
+    # The states of an optimizer have no use after a trial.
+    return {name: getattr(trainer, name) for name in _KEPT} | {"optimizer": None, "lr_scheduler": None, "is_in_train": False}
+
+
+def _restore(trainer: Any, kept: Mapping[str, Any]) -> None:
+    for name, value in kept.items():
+        setattr(trainer, name, value)
+
+
+def _forget(run: Any) -> None:
+    """Remove what the user's state folder has of a trial that is not published."""
+    if run is not None and run.ledger is not None:
+        run.forget_rounds()
+        forget(run.ledger.run_id)
+
+
+def _date_back(folder: Path, *, to: float) -> None:
+    """Give the files that were written since the search began the time of its beginning."""
+    # Privacy: the time at which the search ended tells how many trials it had.
+    for path in [*folder.rglob("*"), folder]:
+        if path.stat().st_mtime >= to:
+            os.utime(path, (to, to))
+
+
+# --- searches that do not end ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Note:
+    name: str
+    folder: Path  # of the trials
+    is_spent: bool = False
+
+
+@contextmanager
+def _noted(folder: Path, *, epsilon: float, delta: float) -> Iterator[_Note]:
+    """Note in a folder that a search is running, and remove the note at its end, or if nothing was spent.
+
+    # Privacy: the note is written before the first trial, so whatever ends the search, its ε is counted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _notes(folder)
+    remove_leftovers(folder)
+    note = _Note(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    own = {"name": note.name, "epsilon": epsilon, "delta": delta, "trials": str(note.folder)}
+    _write_notes(folder, [*before, own])
+    try:
+        yield note
+    except BaseException:
+        if not note.is_spent:
+            _write_notes(folder, before)
+        else:
+            print(
+                f"The search has not ended, so nothing of it is published, and it cannot be resumed. Its ε = {epsilon:g} "
+                f"counts all the same: later private runs in {folder} add it to theirs."
+            )
+        raise
+    else:
+        _write_notes(folder, [])  # the published ledger has the ε of earlier searches, too
+    finally:
+        shutil.rmtree(note.folder, ignore_errors=True)
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove the trials of searches that were killed while they ran in this folder. The caller has the folder's lock."""
+    for each in _notes(Path(folder)):
+        trials = Path(each["trials"])
+        if trials.name.startswith(_PREFIX):  # the file may have been edited
+            shutil.rmtree(trials, ignore_errors=True)
+
+
+def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:
+    """Return what searches in this folder, except one, had spent when they were interrupted."""
+    return {each["name"]: Spent(each["epsilon"], each["delta"]) for each in _notes(Path(folder)) if each["name"] != but}
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    path = folder / NOTE_NAME
+    if not path.exists():
+        return []
+    try:
+        notes: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["searches"]
+        return [{"name": str(each["name"]), "epsilon": float(each["epsilon"]), "delta": float(each["delta"]),
+                 "trials": str(each["trials"])} for each in notes]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal(
+            "search-note-damaged",
+            f"{path} cannot be read ({type(error).__name__}), so the ε of an interrupted search in this folder is unknown. "
+            "Use another output_dir, and add that ε to the ε of later runs on the same data.",
+        ) from error
+
+
+def _write_notes(folder: Path, notes: Sequence[Mapping[str, Any]]) -> None:
+    path = folder / NOTE_NAME
+    if not notes:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return
+    temporary = path.with_name(f".{NOTE_NAME}.{secrets.token_hex(4)}")
+    about = "A search runs here, or was interrupted. Later private runs in this folder add its epsilon and delta to theirs."
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"about": about, "searches": list(notes)}, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
