@@ -182,7 +182,8 @@ def compare_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: PreT
             "another-loss",
             f"{name}.forward computes a different loss than the built-in per-sample loss for this model class, which a "
             "private run would train. Override compute_per_sample_loss to return the forward's loss for each row. If the "
-            "forward adds a penalty on the weights, such as L2, remove the penalty and set weight_decay.",
+            "forward adds a penalty on the weights, such as L2, remove the penalty and set weight_decay. If an autocast of "
+            "your own rounds the forward, remove it and set bf16=True.",
         )
 
 

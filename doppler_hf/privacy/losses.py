@@ -362,7 +362,8 @@ def classification_losses(
             # The message has no sizes, because they are private (of a batch or a record), and messages end up in logs.
             f"{problem_type} with logits of shape (batch, num_labels) must have labels of shape "
             f"{'(batch,)' if len(expected) == 1 else '(batch, num_labels)'}; got {logits.ndim} and {labels.ndim} "
-            f"dimensions, or sizes that do not fit. {_fix_of_labels(logits, labels)}, in every data set.",
+            f"dimensions, or sizes that do not fit. {_fix_of_labels(logits, labels)}, in every data set. If the column is "
+            "called 'label', write 'label' in place of 'labels'.",
         )
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)

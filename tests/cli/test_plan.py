@@ -231,12 +231,12 @@ def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     first = next(number for number, line in enumerate(table) if "───" in line)
     lines = [
         line
-        for line in table[first + 1 : table.index(next(line for line in table if line.startswith("noise:")))]
+        for line in table[first + 1 : table.index(next(line for line in table if line.startswith("noise is what")))]
         if line.strip()
     ]
     assert all(re.fullmatch(r" *→? *[\d.e+]+ +[\d,]+ +[\d,]+ +[\d.e-]+ C +[\d,]+ *", line) for line in lines)
     # Two digits, neither more nor less.
-    noises = re.findall(r"([\d.e-]+) C\b", text[: text.index("\nnoise:")])
+    noises = re.findall(r"([\d.e-]+) C\b", text[: text.index("\nnoise is what")])
     assert all(len(re.sub(r"e.*|\.", "", noise).lstrip("0")) == 2 for noise in noises), noises
 
 

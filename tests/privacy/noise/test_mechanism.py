@@ -55,7 +55,7 @@ def test_sums_of_other_than_real_numbers_are_refused(dtype):
     [
         (dict(noise_multiplier=-1.0), "noise_multiplier .*-1"),
         (dict(noise_multiplier=float("nan")), "nan"),
-        (dict(max_grad_norm=0.0), "max_grad_norm .*0"),
+        (dict(max_grad_norm=0.0), "max_grad_norm, .*0"),
         (dict(expected_batch_size=0), "expected_batch_size .*0"),
     ],
 )
