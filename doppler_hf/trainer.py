@@ -437,7 +437,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         terms = {"hp_space": hp_space, "direction": direction}
         if self.args.disable_dp:
             return super().hyperparameter_search(compute_objective=compute_objective, n_trials=n_trials, **terms, **others)
-        objective = default_objective if compute_objective is None else compute_objective
+        objective = compute_objective or functools.partial(default_objective, direction=direction)
         preflight.check_search(self, **terms, others=others)
         before, self._run = self._run, None
         try:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.records import has_copies_in, shares_users
 from doppler_hf.run.published_results import training_rows_in
 from doppler_hf.run.search import arguments_of_trial, copied_callbacks, drawn_settings
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -115,6 +116,20 @@ def refuse_evaluation_of_training_data(trainer: Any) -> None:
             "search-on-training-data",
             "eval_dataset has rows of train_dataset, so the choice of the best trial would depend on them without noise. "
             "Evaluate on other records, for example on split['test'] of a split whose split['train'] is train_dataset.",
+        )
+    # Sensitivity: the choice of the best trial reads the evaluation data without noise.
+    if has_copies_in(trainer.train_dataset, trainer.eval_dataset):
+        raise Refusal(
+            "search-on-copies",
+            "Many rows of eval_dataset seem to be copies of rows of train_dataset, so the choice of the best trial would "
+            "depend on training records without noise. Evaluate on other records.",
+        )
+    unit = trainer.args.privacy_unit_column
+    if unit is not None and shares_users(trainer.train_dataset, trainer.eval_dataset, column=unit):
+        raise Refusal(
+            "search-on-users",
+            f"Some users (column {unit!r}) are in train_dataset and in eval_dataset, so the choice of the best trial would "
+            "depend on their rows without noise. Split the data by users, so that no user is in both.",
         )
 
 

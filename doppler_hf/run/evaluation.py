@@ -28,6 +28,9 @@ from doppler_hf.run.summary import print_if_not_learnt
 
 # Two losses of the same rows, in evaluation mode, that differ by less are the same.
 _SAME: Final = 1e-3
+# What an evaluation gets besides the user's metrics: what one answer for all rows reaches.
+_MAJORITY, _MEAN_LABEL, _MOST_FREQUENT = "majority_class_accuracy", "mean_label_loss", "most_frequent_{}_share"
+BASELINES: Final = (_MAJORITY, _MEAN_LABEL, _MOST_FREQUENT.format("predicted"), _MOST_FREQUENT.format("right"))
 
 
 class EvaluatingTrainer(ShardedTrainer):
@@ -228,10 +231,10 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> 
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
         _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # labels may be of tokens, too
-        output.metrics[f"{prefix}_majority_class_accuracy"] = float(counts.max(initial=0) / max(1, counts.sum()))
+        output.metrics[f"{prefix}_{_MAJORITY}"] = float(counts.max(initial=0) / max(1, counts.sum()))
     # One-dimensional labels are of a regression; with several classes each label is a row.
     if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:
-        output.metrics[f"{prefix}_mean_label_loss"] = float(labels.astype(np.float64).var())
+        output.metrics[f"{prefix}_{_MEAN_LABEL}"] = float(labels.astype(np.float64).var())
     if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
         found = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         if isinstance(found, np.ndarray) and found.shape == labels.shape:
@@ -249,7 +252,7 @@ def _add_shares(output: EvalLoopOutput, predicted: np.ndarray, right: np.ndarray
     """
     for name, answers in (("predicted", predicted), ("right", right)):
         _, counts = np.unique(answers, axis=0, return_counts=True)
-        output.metrics[f"{prefix}_most_frequent_{name}_share"] = float(counts.max() / len(answers))
+        output.metrics[f"{prefix}_{_MOST_FREQUENT.format(name)}"] = float(counts.max() / len(answers))
 
 
 def mean_and_outputs(

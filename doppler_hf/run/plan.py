@@ -7,6 +7,7 @@ losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from doppler_hf.errors import Refusal
@@ -55,6 +56,7 @@ class Trial(NamedTuple):
     selection: Selection
     time: str  # of all entries of the ledger
     interrupted: Trainings  # what earlier searches had spent when they were interrupted
+    output_dir: Path  # of the search, in which the best trial is saved
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:

@@ -362,7 +362,9 @@ class PrivateRun:
         """Open the ledger, or continue the earlier ledger from this step on. After a refusal the run has no ledger."""
         assert self.ledger is None, "a run begins once"
         # Every process must do this, since they may have to join the parts of a weight.
-        lineage = Lineage(model, output_dir=output_dir, continued=self.previous.ledger)
+        # A trial has a folder of its own, but ledgers of earlier runs are beside the folder of its search.
+        place = output_dir if self._trial is None else self._trial.output_dir
+        lineage = Lineage(model, output_dir=place, continued=self.previous.ledger)
         ledger, affordable = self._opened(step=step, others=lineage.earlier)
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=self.previous.model, step=step)
         self.ledger, self.affordable, self.is_running = ledger, affordable, True

@@ -42,6 +42,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import Releases, Spent, Trainings
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
 from doppler_hf.privacy.ledger.file import now
+from doppler_hf.run.evaluation import BASELINES
 from doppler_hf.run.lineage import forget
 from doppler_hf.run.plan import Trial
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -144,9 +145,11 @@ def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, An
     return of_trial
 
 
-def default_objective(metrics: Mapping[str, float]) -> float:
-    """Return Transformers' default objective: the loss, or the sum of all other metrics, here without clocks and ε."""
-    names = [name for name in metrics if name.startswith("eval_") and not name.endswith("_time")]
+def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
+    """Return the loss if it is to be small, else the sum of all other metrics, as Transformers does, without our own."""
+    if direction == "minimize":
+        return float(metrics["eval_loss"])
+    names = [name for name in metrics if name.startswith("eval_") and not name.endswith(("_time", *BASELINES))]
     return float(default_compute_objective({name: metrics[name] for name in names}))
 
 
@@ -194,12 +197,14 @@ def search(
         target_delta=plan.target_delta,
         releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, sampling=plan.sampling),
     )
-    of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
     _say_what_begins(folder, selection)
+    with _unseen():  # `hp_space` may print
+        of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
     with trainer._lock_of(folder), _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
-        trial = Trial(selection, now(), interrupted_in(folder, but=note.name))
+        trial = Trial(selection, now(), interrupted_in(folder, but=note.name), folder)
         best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
         _restore(trainer, best.kept)
+        _forget_last_trial(trainer)
         trainer.args.output_dir = args.output_dir
         trainer.state.best_model_checkpoint = None
         run = trainer.privacy
@@ -234,7 +239,7 @@ def _best_of(
 ) -> _Result:
     """Run all trials, and return the best one. Everything of the others is forgotten."""
     before, handler = _kept(trainer), trainer.callback_handler
-    callbacks, best, failure = handler.callbacks, None, None
+    callbacks, best, why = handler.callbacks, None, "All objectives were NaN."
     trainer._trial_of_search = trial
     try:
         for settings, args in of_trials:
@@ -247,16 +252,18 @@ def _best_of(
                 if not math.isnan(objective):
                     score = -objective if direction == "minimize" else objective
                     result = _Result(score, _RANDOM.random(), objective, settings, _kept(trainer))
+                    # Privacy: a trial must not run out of memory because of the trials before it, so none stays there.
+                    trainer.model.to("cpu")
             except Exception as error:
                 if not note.is_spent:
                     raise
-                failure = error
+                why = f"The last error: {type(error).__name__}: {error}"  # the error itself would keep the trial's tensors
             # Privacy: a failure is not shown, since it tells of a trial, and it is worse than any score.
             is_better = result is not None and (best is None or result[:2] > best[:2])
             _forget(best.kept["_run"] if is_better and best is not None else None if is_better else trainer._run)
             best = result if is_better else best
+            _free_memory(trainer)
         if best is None:
-            why = f"The last error: {type(failure).__name__}: {failure}" if failure else "All objectives were NaN."
             raise Failure(
                 "search-failed",
                 "All trials of the search failed, so there is no model to publish. The ε of the search is spent: later runs "
@@ -330,6 +337,21 @@ def _restore(trainer: Any, kept: Mapping[str, Any]) -> None:
         setattr(trainer, name, value)
 
 
+def _free_memory(trainer: Any) -> None:
+    trainer.model = trainer.model_wrapped = None
+    trainer.callback_handler.model = trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
+    trainer.accelerator.free_memory()  # collects garbage, too
+
+
+def _forget_last_trial(trainer: Any) -> None:
+    """Let nothing of the trainer refer to the last trial, which may be another one than the best."""
+    # Privacy: callbacks get what the handler has, and may save it.
+    if trainer.place_model_on_device:
+        trainer.model.to(trainer.args.device)
+    trainer.callback_handler.model = trainer.model
+    trainer._locks = {folder: lock for folder, lock in trainer._locks.items() if folder.exists()}
+
+
 def _forget(run: Any) -> None:
     """Remove what the user's state folder has of a trial that is not published."""
     if run is not None and run.ledger is not None:
@@ -341,8 +363,8 @@ def _date_back(folder: Path, *, to: float) -> None:
     """Give the files that were written since the search began the time of its beginning."""
     # Privacy: the time at which the search ended tells how many trials it had.
     for path in [*folder.rglob("*"), folder]:
-        if path.stat().st_mtime >= to:
-            os.utime(path, (to, to))
+        if path.lstat().st_mtime >= to:
+            os.utime(path, (to, to), follow_symlinks=False)
 
 
 # --- searches that do not end ------------------------------------------------------------------------------------------

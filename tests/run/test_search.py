@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from scipy.stats import norm
 from transformers import BertForSequenceClassification, TrainerCallback
 
@@ -22,7 +23,7 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
 from doppler_hf.privacy.ledger.terms import claim_in_words
-from doppler_hf.run import search
+from doppler_hf.run import lineage, search
 from doppler_hf.run.plan import Trial
 from doppler_hf.run.search import NOTE_NAME, SEARCHED, Draw, arguments_of_trial, draw_number_of_trials, drawn_trials
 from tests.support.refusals import refused
@@ -112,6 +113,72 @@ def test_a_search_whose_delta_is_not_divided_is_no_ledger(tmp_path, monkeypatch)
     rewritten(path, entries)
     with refused("impossible-entry"):
         PrivacyLedger.load(path)
+
+
+def test_a_user_in_both_sets_is_refused(tmp_path):
+    train, evaluated = (
+        data.add_column("user", [first + row // 2 for row in range(len(data))])
+        for data, first in ((text_data(48), 0), (text_data(8, seed=1), 23))
+    )
+    trainer = trainer_of_search(tmp_path, evaluated=evaluated, privacy_unit_column="user")
+    trainer.train_dataset = train
+    with refused("search-on-users", match="'user'"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    trainer.eval_dataset = evaluated.map(lambda row: {"user": row["user"] + 1})
+    assert trainer.hyperparameter_search(space, n_trials=3).run_id
+
+
+def test_only_the_best_model_is_left_for_callbacks(tmp_path, monkeypatch):
+    """And none of the locks of the folders of trials."""
+    trainer, _ = searched(tmp_path, monkeypatch, trials=3)
+    handler = trainer.callback_handler
+    assert handler.model is trainer.model
+    assert handler.optimizer is handler.lr_scheduler is None
+    assert [*trainer._locks] == [(tmp_path / "out").resolve()]
+
+
+def test_what_the_space_prints_is_not_shown_for_the_trials(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 3)
+
+    def loud(trial):
+        print("drawn")
+        return space(trial)
+
+    trainer_of_search(tmp_path).hyperparameter_search(loud, n_trials=3)
+    assert capsys.readouterr().out.count("drawn") == 100  # by the check before the search
+
+
+def test_a_search_finds_the_ledgers_of_folders_beside_its_own(tmp_path, monkeypatch):
+    before = trainer_of_search(tmp_path, output_dir=str(tmp_path / "first"), noise_multiplier=1.0, target_epsilon=None)
+    before.train()
+    before.save_model()
+    weights = {name: value.clone() for name, value in before.model.state_dict().items()}
+    monkeypatch.setattr(lineage, "_OF_PROCESS", {})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+
+    def loaded():
+        model = tiny_bert()
+        model.load_state_dict({name: value.clone() for name, value in weights.items()})
+        return model
+
+    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 2)
+    trainer_of_search(tmp_path, output_dir=str(tmp_path / "second"), model_init=loaded).hyperparameter_search(
+        space, n_trials=3
+    )
+    ledger = PrivacyLedger.load(tmp_path / "second")
+    assert ledger.spent.epsilon == pytest.approx(3.0 + before.privacy.ledger.epsilon(), rel=1e-6)
+
+
+def test_the_default_objective_is_the_loss_or_the_sum_of_the_users_metrics():
+    metrics = {
+        "eval_loss": 0.5,
+        "eval_accuracy": 0.75,
+        "eval_f1": 0.5,
+        "eval_majority_class_accuracy": 0.6,
+        "eval_runtime": 2.0,
+    }
+    assert search.default_objective(metrics | {"eval_most_frequent_predicted_share": 1.0}, direction="maximize") == 1.25
+    assert search.default_objective(metrics, direction="minimize") == 0.5
 
 
 class Loud(TrainerCallback):
@@ -282,6 +349,7 @@ REFUSED = {
     "search-reports": (dict(report_train_loss="raw"), dict()),
     "search-same-model": (dict(model_init=lambda: ONE), dict()),
     "search-on-training-data": (dict(evaluated=text_data(48)), dict()),
+    "search-on-copies": (dict(evaluated=Dataset.from_list(text_data(48).to_list()[5:25])), dict()),
     "search-space": (dict(), dict(hp_space=None)),
     "search-setting": (dict(), dict(hp_space=lambda trial: {"target_epsilon": 8.0})),
     "search-objective": (dict(), dict(compute_objective=lambda metrics: metrics["eval_accuracy"])),
@@ -326,12 +394,6 @@ def test_a_search_on_several_processes_is_refused(tmp_path, monkeypatch):
         trainer.hyperparameter_search(space, n_trials=3)
 
 
-def test_copies_of_training_rows_in_the_evaluation_data_are_told(tmp_path, monkeypatch, capsys):
-    copies = [dict(text_data(48)[row]) for row in range(8)]
-    searched(tmp_path, monkeypatch, trials=1, evaluated=copies)
-    assert "many rows of eval_dataset are equal to rows of train_dataset" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", sorted(SEARCHED))
 def test_every_argument_that_may_be_searched_reaches_the_run_of_a_trial(tmp_path, name):
     values = {
@@ -370,10 +432,12 @@ class Mechanism:
 
     def __init__(self, random):
         self.random, self.callback_handler = random, types.SimpleNamespace(callbacks=[])
+        self.accelerator = types.SimpleNamespace(free_memory=lambda: None)
         for name in search._KEPT:
             setattr(self, name, None)
 
     def train(self):
+        self.model = types.SimpleNamespace(to=lambda device: None)
         self._run = types.SimpleNamespace(
             ledger=types.SimpleNamespace(runs=[types.SimpleNamespace(steps_reserved=1)], run_id="none"),
             forget_rounds=lambda: None,
@@ -385,7 +449,7 @@ class Mechanism:
 
 def published_scores(tmp_path, trials, *, number):
     trainer, note = Mechanism(np.random.default_rng(0)), search._Note("", tmp_path)
-    trial = Trial(None, "", {})
+    trial = Trial(None, "", {}, tmp_path)
     for _ in range(number):
         drawn = [(each, types.SimpleNamespace()) for each in drawn_trials(lambda trial: {}, trials)]
         yield search._best_of(

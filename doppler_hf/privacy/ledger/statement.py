@@ -141,7 +141,7 @@ class PrivacyStatement:
     def not_covered(self) -> tuple[str, ...]:
         """The things that the guarantee does not cover."""
         raw = [_RAW_TRAIN_LOSS] if self.train_loss == "raw" else []
-        never = [line for line in _NEVER_COVERED if self.search is None or "hyper-parameter" not in line]
+        never = [line for line in _NEVER_COVERED if self.search is None or not line.startswith("hyper-parameter")]
         return (*raw, *never, *([] if self.search is None else _OF_SEARCHES))
 
     def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
