@@ -31,7 +31,7 @@ from scripts.causal_lm import CausalLMArguments
 from scripts.training.arguments import one_line_errors, parse_args, refuse_without_effect
 from scripts.training.data_sources import selected
 from scripts.training.finished_model import finished_labels, training_settings, write_record
-from scripts.training.label_histogram import check_epsilon, noisy_histogram
+from scripts.training.label_histogram import check_epsilon, noisy_histogram, spent_epsilon
 from scripts.training.labelled_texts import (
     checked_text,
     label_names,
@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if Path(args.model_name_or_path).is_dir()
                 else args.model_name_or_path,
                 sampling=sampling,
-                histogram_epsilon=args.histogram_epsilon,
+                # Privacy: also without the flag, since --proportions may be numbers that somebody read in the histogram.
+                histogram_epsilon=spent_epsilon(out),
             )
         print(f"{len(samples.texts):,} synthetic texts are in {folder}. Its README.md says what ε covers.")
 

@@ -19,7 +19,9 @@ from typing import Any, Final
 from doppler_hf.errors import Failure, Refusal
 from scripts.training.finished_model import write_atomically
 
-HISTOGRAM: Final = "label_histogram.json"
+# All synthetic folders of a model share one histogram, so it is in the model's folder. Privacy: the model's card and ledger
+# do not count its ε, so the name begins with "_": Trainer.push_to_hub leaves such files out.
+HISTOGRAM: Final = "_label_histogram.json"
 SMALLEST_EPSILON: Final = 1e-4
 
 
@@ -67,6 +69,12 @@ def noisy_histogram(
             "--histogram_epsilon out, and choose the numbers with --proportions.",
         )
     return counts
+
+
+def spent_epsilon(folder: Path) -> float | None:
+    """Return ε of the histogram that was drawn for the model in this folder, or None if there is none."""
+    path = folder / HISTOGRAM
+    return float(json.loads(path.read_text("utf-8"))["epsilon"]) if path.is_file() else None
 
 
 def exact_counts(labels: Iterable[str], users: Iterable[Any] | None, names: Sequence[str]) -> Counter[str]:

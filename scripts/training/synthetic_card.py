@@ -33,7 +33,7 @@ def write_dataset(
         model: The folder of the trained model.
         base: The name of the model that was trained further.
         sampling: How the texts were sampled.
-        histogram_epsilon: ε of the histogram after which the numbers of texts were chosen; None if there was none.
+        histogram_epsilon: ε of the histogram that was drawn for this model; None if there is none.
     """
     from datasets import ClassLabel, Dataset, Features, Value
 
@@ -92,7 +92,8 @@ def card(
         "",
         "Whoever made this folder chose these numbers. They are not counted in the private data."
         if histogram_epsilon is None
-        else "These numbers follow a histogram of the labels in the private data, to which noise was added.",
+        else "The labels in the private data were counted with noise. These numbers follow the noisy counts, or were chosen "
+        "by somebody who may know them.",
         "",
         f"- Prompt: `{prompt_text('LABEL')!r}`",
         f"- Sampling: temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, at most {sampling.max_length:,} "
@@ -119,8 +120,8 @@ def _privacy(ledger: PrivacyLedger | None, *, histogram_epsilon: float | None) -
         texts = (
             f"**The texts: ε = {own.epsilon + histogram_epsilon:.4g}, δ = {own.delta:.3g} for {covered}.** This is "
             "the sum of the ε of the model and of that of a noisy histogram of the labels "
-            f"(ε = {histogram_epsilon:g}, δ = 0), which decided how "
-            "many texts there are of each label. It does not grow with the number of texts."
+            f"(ε = {histogram_epsilon:g}, δ = 0), on which the numbers of texts of each label may depend. It does not grow "
+            "with the number of texts."
         )
     return [
         f"The model: {claim_in_words(ledger)}",

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import scipy.stats
 from datasets import ClassLabel, Dataset, Value, load_dataset
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from transformers import Trainer
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main as doppler_hf
@@ -315,7 +317,7 @@ def test_texts_follow_a_noisy_histogram_whose_epsilon_is_added(flags, tmp_path, 
     asked = [*flags, f"--dataset_dir={tmp_path / 'rows'}", "--labels=bad,good", *unit, "--histogram_epsilon=30"]
     synthesize.main(asked)
     out, folder = tmp_path / "out", tmp_path / "out" / "synthetic"
-    kept = (out / "label_histogram.json").read_bytes()
+    kept = (out / label_histogram.HISTOGRAM).read_bytes()
     assert json.loads(kept)["counts"] == sizes  # at ε = 30 there is practically no noise
     assert Counter(LABELS[row["label"]] for row in rows_of(folder)) == numbers_of_samples(12, sizes)
     card, ledger = (folder / "README.md").read_text(), PrivacyLedger.load(folder)
@@ -327,10 +329,26 @@ def test_texts_follow_a_noisy_histogram_whose_epsilon_is_added(flags, tmp_path, 
         synthesize.main([*asked, "--num_samples=16"])
         with pytest.raises(SystemExit, match="--histogram_epsilon 30"):
             synthesize.main([*asked, "--histogram_epsilon=1"])
-    assert (out / "label_histogram.json").read_bytes() == kept
-    # Equal parts cost nothing, so that a folder of such texts does not state the ε of the histogram.
-    synthesize.main([*(flag for flag in asked if "histogram" not in flag), f"--synthetic_dir={tmp_path / 'equal'}"])
-    assert f"ε = {ledger.epsilon() + 30:.4g}" not in (tmp_path / "equal" / "README.md").read_text()
+    assert (out / label_histogram.HISTOGRAM).read_bytes() == kept
+    # Its ε is spent. Without the flag, whoever gives the numbers may have read them in the histogram.
+    without = [flag for flag in asked if "histogram" not in flag]
+    for more in ([], [f"--synthetic_dir={tmp_path / 'copied'}", "--proportions=bad=4,good=20"]):
+        synthesize.main([*without, *more])
+    for own in (folder, tmp_path / "copied"):
+        card = (own / "README.md").read_text()
+        assert f"ε = {ledger.epsilon() + 30:.4g}, δ = {ledger.statement.target_delta:.3g} for one" in card
+        assert "counted with noise" in card
+        assert "not counted in the private data" not in card
+
+
+def test_the_hub_does_not_get_the_histogram(monkeypatch):
+    """The model's card and ledger state the ε of training only."""
+    hub, trainer = mock.MagicMock(), mock.MagicMock()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    Trainer.push_to_hub(trainer)
+    left_out = hub.upload_folder.call_args.kwargs["ignore_patterns"]
+    files = ["config.json", label_histogram.HISTOGRAM, f"{label_histogram.HISTOGRAM}.tmp"]
+    assert [*filter_repo_objects(files, ignore_patterns=left_out)] == ["config.json"]
 
 
 def write_rows(folder, rows):
