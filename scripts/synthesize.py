@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.errors import Refusal
+from doppler_hf.run.processes import on_process_0
 from scripts.causal_lm import CausalLMArguments
 from scripts.training.arguments import one_line_errors, parse_args, refuse_without_effect
 from scripts.training.data_sources import selected
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # With other settings than those of the model in `out`, no ε is spent by mistake: the run is refused.
         of_data = {name: value for name, value in vars(args).items() if name not in OF_SAMPLING}
         settings = training_settings(training_args, **of_data, **vars(lora_args))
-        names = finished_labels(out, settings)
+        # One process decides for all: another one might read the record before it is written.
+        names = on_process_0(lambda: finished_labels(out, settings))
 
     if names is None:
         names = train(args, lora_args, training_args, settings)
