@@ -21,7 +21,7 @@ from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import trainer_of
 
 COLUMNS = ("input_ids", "token_type_ids", "decoder_input_ids", "labels", "label")
-TEXT = [name for name in MODELS if not name.startswith(("vit", "resnet"))]
+TEXT = [name for name in MODELS if not name.startswith(("vit", "resnet", "bit"))]
 ABSOLUTE = [name for name in TEXT if not name.startswith(("llama", "qwen", "t5"))]
 BEYOND, ROW = 4321, 137
 

@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from transformers import BitConfig
+from transformers.models.bit.modeling_bit import BitGroupNormActivation, WeightStandardizedConv2d
 
 from tests.support.nets import BATCH, Net, draw, tokens
 
@@ -55,6 +57,29 @@ LAYERS = {
         draw(BATCH, 2, 4, 5, 6),
     ),
     "stride beyond the kernel": (nn.Conv2d(4, 6, 2, stride=(3, 4), padding=1), IMAGE),
+    "group norm and activation": (
+        nn.Sequential(
+            nn.Conv2d(4, 6, 1), BitGroupNormActivation(BitConfig(num_groups=3, hidden_act="gelu"), 6), nn.Conv2d(6, 2, 1)
+        ),
+        IMAGE,
+    ),
+    "standardized convolution": (
+        nn.Sequential(
+            WeightStandardizedConv2d(4, 6, 3, padding="same"),
+            nn.Tanh(),
+            WeightStandardizedConv2d(6, 2, 2, stride=2, eps=0.3),
+        ),
+        IMAGE,
+    ),
+    "standardized convolution with bias, stride and dilation": (
+        WeightStandardizedConv2d(4, 6, 3, stride=3, padding="valid", dilation=2, bias=True),
+        IMAGE,
+    ),
+    "standardized convolution with groups": (WeightStandardizedConv2d(4, 6, 3, groups=2, stride=2, padding="same"), IMAGE),
+    "standardized convolution, twice": (
+        Net(lambda n, x: n.conv(n.conv(x).tanh()).tanh(), conv=WeightStandardizedConv2d(4, 4, 3, padding="same")),
+        IMAGE,
+    ),
     "one position": (nn.Conv2d(4, 6, (9, 8)), IMAGE),
     "channels last in memory": (
         nn.Conv2d(4, 6, (3, 2), stride=(1, 2), dilation=(2, 1)).to(memory_format=torch.channels_last),

@@ -107,6 +107,14 @@ def resnet(attention="sdpa"):
     return model
 
 
+def bit(attention="sdpa"):
+    """A ResNet of BiT, whose convolutions standardize their weights; there is no attention to choose."""
+    config = hf.BitConfig(
+        num_channels=3, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_groups=2, num_labels=CLASSES
+    )
+    return hf.BitForImageClassification(config)
+
+
 def with_adapters(model, *, use_dora=False, targets="all-linear"):
     classifier = ["classifier"] if hasattr(model, "classifier") else None
     config = LoraConfig(r=4, target_modules=targets, modules_to_save=classifier, lora_dropout=0.0, use_dora=use_dora)
@@ -125,6 +133,7 @@ MODELS = {
     "t5-lm": t5_lm,
     "vit": vit,
     "resnet": resnet,
+    "bit": bit,
     "roberta-lora": lambda attention: with_adapters(roberta(attention), targets=["query", "value"]),
     "roberta-dora": lambda attention: with_adapters(roberta(attention), targets=["query", "value"], use_dora=True),
     "vit-lora": lambda attention: with_adapters(vit(attention)),

@@ -5,6 +5,7 @@ A layer notes each use of a trained parameter in `Notes`, in one of these forms:
     Dense      g_i in full                      values (examples, n)
     Product    g_i = Σ_t l_it r_itᵀ             left (examples, time, p), right (examples, time, q)
     Lookup     g_i = Σ_t e(id_it) v_itᵀ         ids (examples, time), values (examples, time, dim), e(k) a unit vector
+    Standardized   a product, through the standardization of the weight that multiplies
 
 After the backward pass all uses of a parameter become one gradient: one of these, or `Tied`, the sum of a product and a
 look-up of one table. `Squares` finds the norms of all gradients, and `weighted_sums` their sums. The sum Σ w_i g_i of a
@@ -236,6 +237,97 @@ class Product(Use):
 
 
 @dataclass(frozen=True, eq=False)
+class Standardization:
+    """Weight standardization (Qiao et al. 2019, https://arxiv.org/abs/1903.10520): ŵ_o = (w_o − mean)·rstd_o in every row o.
+
+    The gradient of w_o is rstd_o·(g_o − mean(g_o) − ŵ_o⟨g_o, ŵ_o⟩/q), with g_o the gradient of ŵ_o, of q numbers.
+    """
+
+    weight: Float[Tensor, "p q"]  # ŵ
+    rstd: Float[Tensor, " p"]
+
+    def pulled_back(self, gradients: Float[Tensor, "examples p q"]) -> Float[Tensor, "examples p q"]:
+        """Return the gradients of w from those of ŵ."""
+        # Sensitivity: this is linear, and its numbers are functions of the weights alone, which are public.
+        along = torch.linalg.vecdot(gradients, self.weight, dim=2).div_(self.weight.shape[1])
+        found = gradients - gradients.mean(dim=2, keepdim=True)
+        return found.addcmul_(along.unsqueeze(2), self.weight, value=-1.0).mul_(self.rstd.unsqueeze(1))
+
+
+@dataclass(frozen=True, eq=False)
+class Standardized(Use):
+    """The gradient of a matrix that is standardized before it multiplies.
+
+    It follows from G = Σ_t l_t r_tᵀ, where l are the gradients of the outputs multiplied by rstd, and r the inputs. With m_o
+    the mean of row o of G, and s_o = ⟨G_o, ŵ_o⟩, it is
+
+        g = G − m 1ᵀ − diag(s) ŵ/q,    ‖g‖² = ‖G‖² − q Σ_o m_o² − Σ_o s_o² (2 − ‖ŵ_o‖²/q)/q,
+
+    since the mean of ŵ_o is 0.
+    """
+
+    product: Product
+    standard: Standardization
+
+    @property
+    def factors(self) -> tuple[Float[Tensor, "examples time p"], Float[Tensor, "examples time q"]]:
+        """Both factors of the product."""
+        return self.product.factors
+
+    @classmethod
+    def joined(cls, uses: Sequence["Standardized"]) -> "Standardized":
+        """Return several uses of one matrix one after another in time."""
+        return cls(Product.joined([use.product for use in uses]), uses[0].standard)
+
+    @classmethod
+    def are_formed(cls, uses: Sequence["Standardized"], is_formed: Callable[[int, int, int], bool]) -> bool:
+        """Return whether matrices of p·q elements are cheaper than all places of the uses together."""
+        return Product.are_formed([use.product for use in uses], is_formed)
+
+    @functools.cached_property
+    def means(self) -> Float[Tensor, "examples p"]:
+        """Return the numbers m_o."""
+        left, right = map(in_float32, self.factors)
+        of_right = row_sums(right.flatten(0, 1)).div_(right.shape[2]).view(*right.shape[:2], 1)
+        return sums_over_time(left * of_right)
+
+    @functools.cached_property
+    def along(self) -> Float[Tensor, "examples p"]:
+        """Return the numbers s_o."""
+        left, right = map(in_float32, self.factors)
+        parts = zip(right.split(TILE, dim=2), self.standard.weight.mT.to(right.dtype).split(TILE), strict=True)
+        return sums_over_time(left * sum(product_in_float32(*part) for part in parts))
+
+    def in_full(self, total: Float[Tensor, "examples n"] | None) -> Float[Tensor, "examples n"]:
+        """Return the matrices p × q one after another, added to `total` if there is one."""
+        found, weight = self.product.in_full(total), self.standard.weight
+        matrices = found.view(-1, *weight.shape).sub_(self.means.unsqueeze(2))
+        matrices.addcmul_(self.along.unsqueeze(2), weight, value=-1 / weight.shape[1])
+        return found
+
+    def add_squares(self, squares: "Squares", group: str) -> None:
+        """Leave the factors to be compared, and subtract the squares of what standardization takes out."""
+        self.product.add_squares(squares, group)
+        left, right = map(in_float32, self.factors)
+        q, squared = right.shape[2], row_sums(self.standard.weight.square()).to(left.dtype)
+        # Sensitivity: rounding may have made |m_o| and |s_o| too large by a few eps of Σ_t |l_to| ‖r_t‖ times the norm of
+        # 1/q or of ŵ_o, and so the norm too small. So that much is taken off.
+        of_right = row_norms(right.flatten(0, 1)).view(*right.shape[:2], 1)
+        lost = sums_over_time(left.abs() * of_right).mul_(TERMS * torch.finfo(left.dtype).eps)
+        means = (self.means.abs() - lost / math.sqrt(q)).clamp_(min=0.0).square_().mul_(q)
+        along = (self.along.abs() - lost * squared.sqrt()).clamp_(min=0.0).square_().mul_((2 - squared / q) / q)
+        squares.add(group, -row_sums(means.add_(along)))
+
+    def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
+        """Return Σ w_i g_i, shape (p, q), or added to `total`, of any shape with p·q elements."""
+        found, weight = self.product.weighted(weights, total), self.standard.weight
+        taken_out = weights.times(torch.stack([self.means, self.along], dim=1)).sum(dim=0).to(found.dtype)
+        matrix = found.view(weight.shape).sub_(taken_out[0, :, None])
+        matrix.addcmul_(taken_out[1, :, None], weight.to(found.dtype), value=-1 / weight.shape[1])
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class Lookup(Use):
     """The gradient of an embedding: the rows that were looked up, and the gradients of what was found."""
 
@@ -314,6 +406,11 @@ class Tied(Gradient):
 def formed(left: Float[Tensor, "*rows time p"], right: Float[Tensor, "*rows time q"]) -> Float[Tensor, "*rows p q"]:
     """Return Σ_t l_t r_tᵀ of every row, formed."""
     return product_in_float32(left.mT, right)
+
+
+def sums_over_time(terms: Float[Tensor, "examples time p"]) -> Float[Tensor, "examples p"]:
+    """Return Σ_t of the terms, with the small error of `row_sums`."""
+    return row_sums(terms.mT.flatten(0, 1)).view(len(terms), -1)
 
 
 def in_full(uses: Sequence[Use]) -> Dense:
@@ -443,20 +540,28 @@ class Notes:
         return found
 
     def note_product(
-        self, parameter: Tensor, left: Float[Tensor, "rows time p"], right: Float[Tensor, "rows time q"]
+        self,
+        parameter: Tensor,
+        left: Float[Tensor, "rows time p"],
+        right: Float[Tensor, "rows time q"],
+        standard: Standardization | None = None,
     ) -> None:
-        """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements."""
+        """Note a use whose gradient is Σ_t left_t right_tᵀ, of p·q elements; with `standard`, this is the gradient of ŵ."""
         # The product is formed for each row if that is cheaper already, since joining patches of images takes longer than
         # adding products.
         if self.is_formed(left.shape[1], left.shape[2], right.shape[2]):
-            self.note_rows(parameter, formed(left, right))
+            matrices = formed(left, right)
+            self.note_rows(parameter, matrices if standard is None else standard.pulled_back(matrices))
             return
         left, right = self._rows_as_sequences(left), self._rows_as_sequences(right)
+        if standard is not None:
+            left = left * standard.rstd.to(left.dtype)
         if self.in_kernels:
             left, right = left.contiguous(), right.contiguous()
             if left.dtype != right.dtype:
                 left, right = in_float32(left), in_float32(right)
-        self.note(parameter, Product(left, right))
+        product = Product(left, right)
+        self.note(parameter, product if standard is None else Standardized(product, standard))
 
     def note_lookup(self, parameter: Tensor, ids: Int[Tensor, "rows time"], values: Float[Tensor, "rows time dim"]) -> None:
         """Note a use that looks up rows of a table, whose gradients are `values`."""

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example
-from doppler_hf.privacy.clipping.gradients import Notes, formed
+from doppler_hf.privacy.clipping.gradients import Notes, Standardization, formed
 from doppler_hf.privacy.clipping.layers import trainable_of
 
 Rule = Callable[..., Any]
@@ -204,18 +204,36 @@ def convolution(
     notes: Notes, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Float[Tensor, "batch channels *positions"]
 ) -> Float[Tensor, "batch filters *outputs"]:
     """Compute a convolution: a linear layer of the patches, with the positions of the output as its time."""
+    return convolved(notes, module, input, standard=None)
+
+
+def convolved(
+    notes: Notes,
+    module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    input: Float[Tensor, "batch channels *positions"],
+    *,
+    standard: Standardization | None,
+) -> Float[Tensor, "batch filters *outputs"]:
+    """Compute a convolution with the layer's weight, or with the weight that standardization has made of it."""
     geometry = (module.stride, module.padding, module.dilation, module.groups)
-    return _Convolution.apply(input, module.weight, module.bias, geometry, notes)
+    return _Convolution.apply(input, module.weight, module.bias, geometry, notes, standard)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, notes: Notes
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Any,
+        notes: Notes,
+        standard: Standardization | None,
     ) -> Float[Tensor, "batch filters *outputs"]:
-        ctx.weight, ctx.bias, ctx.geometry, ctx.notes = weight, bias, geometry, notes
+        ctx.weight, ctx.bias, ctx.geometry, ctx.notes, ctx.standard = weight, bias, geometry, notes, standard
         ctx.save_for_backward(x)
-        return (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3](x, weight, bias, *geometry)
+        used = weight if standard is None else standard.weight.view_as(weight)
+        return (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3](x, used, bias, *geometry)
 
     @staticmethod
     @once_differentiable
@@ -229,15 +247,18 @@ class _Convolution(torch.autograd.Function):
             left, x_of_grad = grad.flatten(2), x.to(grad.dtype)
             p, q, time = left.shape[1], ctx.weight[0].numel(), left.shape[2]
             if groups > 1 or ctx.notes.is_formed(time, p, q):
-                ctx.notes.note_rows(ctx.weight, _formed_in_blocks(left, x_of_grad, patches_of, q=q, groups=groups))
+                pull_back = None if ctx.standard is None else ctx.standard.pulled_back
+                found = _formed_in_blocks(left, x_of_grad, patches_of, q=q, groups=groups, pull_back=pull_back)
+                ctx.notes.note_rows(ctx.weight, found)
             else:
-                ctx.notes.note_product(ctx.weight, left.mT, patches_of(x_of_grad).mT)
+                ctx.notes.note_product(ctx.weight, left.mT, patches_of(x_of_grad).mT, ctx.standard)
         ctx.notes.note_sum(ctx.bias, grad.flatten(2).mT)
         if not ctx.needs_input_grad[0]:
-            return (None,) * 5
-        weight = ctx.weight.to(grad.dtype)
+            return (None,) * 6
+        weight = (ctx.weight if ctx.standard is None else ctx.standard.weight.view_as(ctx.weight)).to(grad.dtype)
         rest = (None, stride, padding, dilation, False, (0,) * len(stride), groups, (True, False, False))
-        return torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0], None, None, None, None
+        of_input = torch.ops.aten.convolution_backward(grad, x.to(grad.dtype), weight, *rest)[0]
+        return of_input, None, None, None, None, None
 
 
 def _formed_in_blocks(
@@ -247,8 +268,11 @@ def _formed_in_blocks(
     *,
     q: int,
     groups: int,
+    pull_back: Callable[[Tensor], Float[Tensor, "_ filters q"]] | None,
 ) -> Float[Tensor, "batch filters q"]:
     """Return each example's gradient of a convolution's weight, from the patches of a few examples at a time.
+
+    `pull_back` makes of it the gradient of the parameter from which the weight is computed.
 
     All patches together are as many times the input as the kernel has places, and memory of that size, fresh from the
     operating system, takes longer to write than the product to compute. A block fits the cache and is used again.
@@ -263,7 +287,8 @@ def _formed_in_blocks(
         left, right = (
             each.reshape(-1, each.shape[1] // groups, each.shape[2]) for each in (grad[rows], patches_of(x[rows]))
         )
-        found[rows] = formed(left.mT, right.mT).view(-1, filters, q)
+        gradient = formed(left.mT, right.mT).view(-1, filters, q)
+        found[rows] = gradient if pull_back is None else pull_back(gradient)
     return found
 
 

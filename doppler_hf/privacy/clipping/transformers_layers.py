@@ -1,4 +1,7 @@
-"""Rules for layers of transformers and PEFT: GPT-2's `Conv1D`, T5's position bias, DoRA's magnitude, prompts, windows."""
+"""Rules for layers of transformers and PEFT.
+
+These are GPT-2's `Conv1D`, T5's position bias, DoRA's magnitude, prompts, windows, and BiT's convolutions and norms.
+"""
 
 import functools
 import sys
@@ -13,9 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
-from doppler_hf.privacy.clipping.gradients import Notes
+from doppler_hf.privacy.clipping.gradients import Notes, Standardization
 from doppler_hf.privacy.clipping.layers import substituted
-from doppler_hf.privacy.clipping.torch_layers import Rule, transposed_linear
+from doppler_hf.privacy.clipping.torch_layers import Rule, convolved, group_norm, transposed_linear
 
 # Methods that compute a position bias from a trained table: of T5's attention and its like, and of MPNet's encoder.
 _POSITION_BIASES = ("compute_bias", "compute_position_bias")
@@ -58,9 +61,31 @@ def dora(
     return magnitude * (torch.add(base_result, lora_B(lora_A(x)), alpha=scaling) / norms) - base_result
 
 
+def standardized_convolution(
+    notes: Notes, module: Any, hidden_state: Float[Tensor, "batch channels *positions"]
+) -> Float[Tensor, "batch filters *outputs"]:
+    """Compute the convolution of BiT, whose weight is standardized first."""
+    with torch.no_grad():
+        # Transformers standardizes by this function, too: rows of the weight take the place of its channels.
+        rows = module.weight.flatten(1).unsqueeze(0)
+        standard, _, rstd = torch.native_batch_norm(rows, None, None, None, None, True, 0.0, module.eps)
+    padded = hidden_state if module.pad is None else module.pad(hidden_state)
+    return convolved(notes, module, padded, standard=Standardization(standard.squeeze(0), rstd))
+
+
+def group_norm_and_activation(
+    notes: Notes, module: Any, hidden_state: Float[Tensor, "batch channels *positions"]
+) -> Float[Tensor, "batch channels *positions"]:
+    """Compute BiT's normalization, with its activation function."""
+    return module.activation(group_norm(notes, module, hidden_state))
+
+
 def transformers_rules() -> dict[Callable[..., Any], Rule]:
-    """Return the rules by the forward that each replaces; those of PEFT only if PEFT is imported."""
+    """Return the rules by the forward that each replaces; those of PEFT and of BiT only if these are imported."""
     rules: dict[Callable[..., Any], Rule] = {Conv1D.forward: transposed_linear}
+    if (defines_bit := sys.modules.get("transformers.models.bit.modeling_bit")) is not None:
+        rules[defines_bit.WeightStandardizedConv2d.forward] = standardized_convolution
+        rules[defines_bit.BitGroupNormActivation.forward] = group_norm_and_activation
     if (defines_dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
         rules[defines_dora.DoraLinearLayer.forward] = dora
     return rules

@@ -16,7 +16,7 @@ from tests.support.tiers import further, thorough
 
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
-MODELS = ["roberta", "gpt2-lm", "t5-lm", "resnet", "vit-dora"]
+MODELS = ["roberta", "gpt2-lm", "t5-lm", "resnet", "bit", "vit-dora"]
 C, SLACK = 0.1, 1e-6  # a few roundings of float32, of relative size 6e-8 each
 
 

@@ -13,6 +13,8 @@ from doppler_hf.privacy.clipping.gradients import (
     Notes,
     Product,
     Squares,
+    Standardization,
+    Standardized,
     Tied,
     Use,
     Weights,
@@ -47,6 +49,13 @@ def tied():
     return Tied(product(p=ROWS), lookup(seed=2))
 
 
+def standardized(seed=1, time=TIME):
+    """The weight is standardized but for an epsilon, so its rows have a norm below √q."""
+    weight = draw(P, Q, seed=5)
+    weight = 0.9 * (weight - weight.mean(1, keepdim=True)) / weight.std(1, correction=0, keepdim=True)
+    return Standardized(product(seed, time), Standardization(weight, draw(P, seed=6).square()))
+
+
 def in_full(gradient):
     """Each example's gradient, shape (examples, n), by sums over places one after another."""
     match gradient:
@@ -54,6 +63,10 @@ def in_full(gradient):
             return values
         case Product(left, right):
             return torch.stack([sum(torch.outer(l, r) for l, r in zip(*each)) for each in zip(left, right)]).flatten(1)
+        case Standardized(of_weight, standard):
+            full = in_full(of_weight).view(-1, *standard.weight.shape)
+            along = (full * standard.weight).mean(2, keepdim=True)
+            return (full - full.mean(2, keepdim=True) - along * standard.weight).flatten(1)
         case Lookup(ids, values, rows):
             full = torch.zeros(len(ids), rows, values.shape[2], dtype=values.dtype)
             for example, place in zip(*map(torch.flatten, torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij"))):
@@ -71,6 +84,7 @@ GRADIENTS = {
     "look-up": lookup,
     "look-up of one place": lambda: lookup(time=1),
     "tied": tied,
+    "standardized": standardized,
 }
 
 
@@ -100,6 +114,23 @@ def test_squares_are_raised_for_terms_that_cancel():
     eps, size = torch.finfo(torch.float32).eps, 6.0
     expected = eps * (of_gradients.GUARD * size**2 + of_gradients.TERMS * size**2)
     assert squares_of(gradient).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_square_of_a_standardized_gradient_is_never_below_the_true_one_however_much_cancels():
+    """A row of the product is along ŵ and 1, but for a small part, which is all that standardization keeps."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 4608, generator=generator)
+    weight = (weight - weight.mean(1, keepdim=True)) / weight.std(1, correction=0, keepdim=True)
+    for small in (0.0, 1e-4, 1e-2):
+        right = weight[:1].repeat(1, 1, 1) + 2.0 + small * torch.randn(1, 1, 4608, generator=generator)
+        left = torch.zeros(1, 1, 64)
+        left[..., 0] = 3.0
+        gradient = Standardized(Product(left, right), Standardization(weight, torch.ones(64)))
+        exact = in_full(
+            Standardized(Product(left.double(), right.double()), Standardization(weight.double(), torch.ones(64)))
+        )
+        size = 9.0 * 4608 * 5
+        assert exact.square().sum() <= squares_of(gradient) <= exact.square().sum() + 1e-4 * size
 
 
 def test_groups_are_added_up_apart_however_many_are_compared_at_once(monkeypatch):
@@ -175,7 +206,7 @@ def test_what_a_kernel_has_weighted_is_taken_in_the_place_of_the_factors():
         torch.testing.assert_close(gradient.weighted(by_kernel, None).flatten(), 3 * in_full(first).sum(0) + rest, **EXACT)
 
 
-@pytest.mark.parametrize("make", [dense, product, lookup])
+@pytest.mark.parametrize("make", [dense, product, lookup, standardized])
 def test_several_uses_are_joined_to_their_sum(make):
     uses = [make(seed=1), make(seed=2), make(seed=3)]
     before = [use.factors[0].clone() for use in uses]
@@ -197,6 +228,8 @@ def test_uses_of_several_forms_are_one_gradient():
         ({Product: [head]}, Product),
         ({Lookup: [table, table]}, Lookup),
         ({Dense: [values], Product: [head]}, Dense),
+        ({Standardized: [standardized(1), standardized(2)]}, Standardized),
+        ({Standardized: [standardized(1)], Product: [product(2)], Dense: [dense(3)]}, Dense),
         ({Product: [head, head], Dense: [values], Lookup: [table, table]}, Dense),
     ]:
         expected = full(*(use for some in uses.values() for use in some))

@@ -26,7 +26,7 @@ from tests.support.tiers import further
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 
 # ResNet has neither attention nor, in transformers, checkpointing.
-TRANSFORMERS = [name for name in MODELS if name != "resnet"]
+TRANSFORMERS = [name for name in MODELS if name not in ("resnet", "bit")]
 CHECKPOINTING = ["off", "non-reentrant", "reentrant"]
 
 
@@ -45,7 +45,7 @@ def reference(name, attention="sdpa", batch=BATCH):
 
 @pytest.mark.parametrize(
     ("name", "attention", "checkpointing"),
-    further([("resnet", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)]),
+    further([("resnet", "eager", "off"), ("bit", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)]),
 )
 def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
     model = build(name, attention=attention, checkpointing=checkpointing)
