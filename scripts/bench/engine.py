@@ -120,7 +120,7 @@ def groupnorm_resnet50() -> nn.Module:
 
 
 # Trained from scratch: on CIFAR's images the CNN of De et al. with a quarter of its channels, and with all. BiT's ResNet-50
-# standardizes its weights in every pass, which has no rule of its own.
+# standardizes its weights in every pass.
 CNN = Work("cnn", IMAGE, 5, 16, 0, 0, length=32, batch=250, network=functools.partial(cifar_cnn, 10, width=16))
 CONVOLUTIONS = {
     "cnn-quarter": CNN,
