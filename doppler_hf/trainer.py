@@ -153,7 +153,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
         if not self.args.disable_dp:
             if not self._was_disabled:
-                preflight.check_before_training(self)
+                preflight.check_training(self)
             given = resume_from_checkpoint
             resume_from_checkpoint = on_process_0(lambda: whole_checkpoint(given, output_dir=self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -438,7 +438,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self.args.disable_dp:
             return super().hyperparameter_search(compute_objective=compute_objective, n_trials=n_trials, **terms, **others)
         objective = compute_objective or functools.partial(default_objective, direction=direction)
-        preflight.check_search(self, **terms, others=others)
+        preflight.check_search(self, **terms, n_trials=n_trials, others=others)
         before, self._run = self._run, None
         try:
             preflight.check_objective(self, objective)
@@ -446,6 +446,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             plan, notes = self.privacy.statement, self.privacy.notes
         finally:
             self._run = before
+        preflight.check_learning_rates(self, hp_space=hp_space, plan=plan)
         for note in notes:
             print(f"{'warning':<14} {note}")
         return search(self, compute_objective=objective, n_trials=n_trials, plan=plan, **terms)

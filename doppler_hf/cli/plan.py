@@ -210,6 +210,7 @@ def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFil
         "first_guarantee": [*selection.first],
         "second_guarantee": [*selection.second],
         "trial_epsilon": get_total_epsilon([releases_of(terms)], delta=request.target_delta),
+        "trial_delta": request.target_delta,
         "expected_examples_processed": round(selection.trials.mean * terms.run.examples_processed),
     }
     if request.epsilon is not None:
@@ -254,7 +255,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         rows["epsilon"] = ("ε of the search", rows["epsilon"][1])
         rows |= {
             "trials": ("trials expected", f"{search['expected_trials']:g} ({search['distribution']}; the number is secret)"),
-            "trial_epsilon": ("ε of each trial", f"{search['trial_epsilon']:.4g}"),
+            "trial_epsilon": ("ε of each trial", f"{search['trial_epsilon']:.4g} at δ = {facts['delta']:.3g}"),
             "expected_work": ("records processed", f"{search['expected_examples_processed']:,} in all trials, expected"),
         }
         if "noise_over_single_run" in search:

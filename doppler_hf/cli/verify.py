@@ -284,6 +284,8 @@ def head_mismatches(ledger: PrivacyLedger, head: str) -> list[str]:
 def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the terms of the guarantee, the steps, and the meaning of ε, each with its name."""
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
+    # The times of a search would tell something about the number of its trials, so its ledger has none.
+    opened = "" if statement.search is not None else f"{first['time']}, "
     end = "the run ended" if last.is_closed else f"the run was interrupted; at least {last.steps_released:,} steps were run"
     return [
         *terms_in_words(ledger),
@@ -296,7 +298,7 @@ def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> lis
             f"{ledger.epsilon():.6g}, {HOW_COMPUTED}",
         ),
         *meaning,
-        ("opened", f"{first['time']}, by doppler_hf {first['versions']['doppler_hf']}"),
+        ("opened", f"{opened}by doppler_hf {first['versions']['doppler_hf']}"),
     ]
 
 

@@ -68,15 +68,22 @@ def check_before_training(private_trainer: Any) -> None:
     signatures.refuse_callbacks_of_other_signatures(private_trainer)
 
 
+def check_training(private_trainer: Any) -> None:
+    """Check a call of `train`."""
+    search.refuse_training_after_search(private_trainer)
+    check_before_training(private_trainer)
+
+
 def check_begun(private_trainer: Any) -> None:
     """Check what callbacks have done when the run began, such as watching gradients, before the ledger is opened."""
     model.refuse_hooks_of_gradients(private_trainer.model)
 
 
-def check_search(private_trainer: Any, *, hp_space: Any, direction: Any, others: dict[str, Any]) -> None:
+def check_search(private_trainer: Any, *, hp_space: Any, n_trials: Any, direction: Any, others: dict[str, Any]) -> None:
     """Check a call of `hyperparameter_search`, of which `others` are the arguments that have no use here."""
     search.refuse_other_backends(others)
     search.refuse_another_direction(direction)
+    search.refuse_number_of_trials(n_trials)
     search.refuse_without_target(private_trainer.args)
     search.refuse_several_processes(private_trainer.args)
     search.refuse_reports(private_trainer)
@@ -89,6 +96,11 @@ def check_search(private_trainer: Any, *, hp_space: Any, direction: Any, others:
 def check_objective(private_trainer: Any, compute_objective: Any) -> None:
     """Compute the objective of the untrained model, which costs no ε, before a search begins."""
     search.refuse_no_number(private_trainer, compute_objective)
+
+
+def check_learning_rates(private_trainer: Any, *, hp_space: Any, plan: Any) -> None:
+    """Check the learning rates of trials, now that the search has a plan."""
+    search.refuse_far_rates(private_trainer, hp_space, plan)
 
 
 def check_callbacks(private_trainer: Any) -> None:

@@ -1,15 +1,22 @@
 """Checks of a hyperparameter search, before any ε is spent."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Final
 
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.records import has_copies_in, shares_users
+from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.privacy.accounting.selection import NumberOfTrials
+from doppler_hf.privacy.ledger.record import search_continued
+from doppler_hf.run.learning_rate import check_given_learning_rate
 from doppler_hf.run.published_results import training_rows_in
-from doppler_hf.run.search import arguments_of_trial, copied_callbacks, drawn_settings
+from doppler_hf.run.search import Draw, arguments_of_trial, copied_callbacks, drawn_settings
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _REHEARSED: Final = 100  # settings that are drawn and checked before the search
@@ -35,6 +42,16 @@ def refuse_another_direction(direction: Any) -> None:
             f'Expected direction="minimize" or direction="maximize"; got {direction!r}. A private search publishes one '
             "trial, so it has one objective.",
         )
+
+
+def refuse_number_of_trials(n_trials: Any) -> None:
+    """Refuse a number of trials that is none, or too small or large."""
+    if isinstance(n_trials, bool) or not isinstance(n_trials, int | float):
+        raise Refusal(
+            "out-of-range",
+            f"Expected n_trials to be a number; got {n_trials!r}. It is the expected number of trials, such as 10.",
+        )
+    _ = NumberOfTrials(float(n_trials)).parameter
 
 
 def refuse_without_target(args: DopplerTrainingArguments) -> None:
@@ -88,19 +105,44 @@ def refuse_reports(trainer: Any) -> None:
 def refuse_other_model(trainer: Any) -> None:
     """Refuse a search without `model_init`, or with one that returns the same model again."""
     if trainer.model_init is None:
+        taken = inspect.signature(type(trainer).__init__).parameters.values()
+        if not any(each.name == "model_init" or each.kind is each.VAR_KEYWORD for each in taken):
+            raise Refusal(
+                "search-without-model-init",
+                f"Each trial of a search begins with a new model, but {type(trainer).__name__} takes no model_init, so it "
+                "cannot search. Search with DopplerTrainer on tokenized data, or choose the settings on public data.",
+            )
         raise Refusal(
             "search-without-model-init",
             "Each trial of a search begins with a new model. Give the trainer a function that makes it, as "
             "DopplerTrainer(model_init=…, args=…), in place of model.",
         )
     first, second = trainer.call_model_init(), trainer.call_model_init()
-    known = {id(each) for each in first.parameters()}
-    if any(id(each) in known for each in second.parameters()):
+    known = _places_of_tensors(first)
+    # Privacy: each trial has the same distribution, whatever trials came before it. What one trial has written into a
+    # weight, a running statistic or a table that grows with the longest record must not be there when another one begins.
+    shared = [name for place, name in _places_of_tensors(second).items() if place in known]
+    if shared:
         raise Refusal(
             "search-same-model",
-            "Two calls of model_init returned the same model, so a trial would go on with the weights of another trial. "
-            "Make or load the model inside model_init.",
+            f"Two calls of model_init returned models that share the memory of {shared[0]!r}, so a trial would begin with "
+            "what another trial has written there. Make or load the whole model inside model_init, and copy what you put "
+            "into it, such as {name: value.clone() for name, value in weights.items()}.",
         )
+
+
+def _places_of_tensors(model: nn.Module) -> dict[int, str]:
+    """Return the address of the memory of each tensor of a model, also of plain attributes, and the tensor's name."""
+    attributes = (
+        (f"{module_name}.{name}".lstrip("."), value)
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    )
+    # The memory is compared, not the object: load_state_dict(assign=True) makes new parameters of the same memory.
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False), *attributes)
+    places = ((name, value.untyped_storage().data_ptr()) for name, value in named if not value.is_meta)
+    return {place: name for name, place in places if place}
 
 
 def refuse_evaluation_of_training_data(trainer: Any) -> None:
@@ -133,6 +175,13 @@ def refuse_evaluation_of_training_data(trainer: Any) -> None:
         )
 
 
+def refuse_training_after_search(trainer: Any) -> None:
+    """Refuse to train after a search, before Transformers replaces the best model by a new one of `model_init`."""
+    ledger = None if trainer._run is None else trainer._run.ledger
+    if ledger is not None and ledger.statement.search is not None:
+        raise search_continued()
+
+
 def refuse_space(args: DopplerTrainingArguments, hp_space: Callable[[Any], Any] | None) -> None:
     """Refuse settings that a trial could not have: draw some, and make arguments of them."""
     if not callable(hp_space):
@@ -142,14 +191,54 @@ def refuse_space(args: DopplerTrainingArguments, hp_space: Callable[[Any], Any] 
             'a trial, such as lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)}.',
         )
     for _ in range(_REHEARSED):
-        arguments_of_trial(args, drawn_settings(hp_space))
+        draw = Draw()
+        settings = drawn_settings(hp_space, draw)
+        arguments_of_trial(args, settings)
+        # Privacy: the theorem needs settings that are drawn from the same distribution for each trial. If they were counted
+        # off, or drawn with a known seed, the published settings would tell which trial it was, and so how many there were.
+        if drawn_settings(hp_space, draw) != settings:
+            raise Refusal(
+                "search-space",
+                "hp_space returned other settings although trial drew the same numbers, so it has random numbers of its "
+                "own, or counts its calls. The published settings could then tell the number of trials, which has to stay "
+                "secret. Draw all settings with trial.suggest_float, trial.suggest_int and trial.suggest_categorical.",
+            )
+
+
+def refuse_far_rates(trainer: Any, hp_space: Callable[[Any], Any], plan: PrivacyStatement) -> None:
+    """Refuse learning rates at which trials would be refused, for a run of the plan with the trainer's own arguments.
+
+    A trial that is refused during a search is the worst one, and nobody is told of it.
+    """
+    tried = [arguments_of_trial(trainer.args, drawn_settings(hp_space)) for _ in range(_REHEARSED)]
+    drawn = [each for each in tried if each.learning_rate is not None]
+    if not drawn:
+        return
+    rates = [each.learning_rate or 0.0 for each in drawn]
+    for place in {rates.index(min(rates)), rates.index(max(rates))}:
+        try:
+            check_given_learning_rate(drawn[place], plan, model=trainer.model)
+        except Refusal as error:
+            raise Refusal(
+                error.code,
+                f"hp_space draws learning rates from {min(rates):.3g} to {max(rates):.3g}. {error}",
+            ) from error
 
 
 def refuse_no_number(trainer: Any, compute_objective: Callable[[dict[str, float]], float]) -> None:
     """Evaluate the untrained model, and refuse an objective that is no number."""
-    metrics = trainer.evaluate()
+    handler = trainer.callback_handler
+    callbacks = handler.callbacks
+    # Nothing is stopped early here. A callback that cannot do so says it in words when a trial begins, and fails here.
+    handler.callbacks = [each for each in callbacks if not isinstance(each, EarlyStoppingCallback)]
+    try:
+        metrics = trainer.evaluate()
+    finally:
+        handler.callbacks = callbacks
     try:
         value = float(compute_objective(dict(metrics)))
+    except Refusal:
+        raise
     except Exception as error:
         raise Refusal(
             "search-objective",

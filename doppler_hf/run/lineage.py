@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple, final
@@ -31,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Spent, Trainings, is_continued_by, merged_runs
+from doppler_hf.privacy.ledger.file import make_folder, write_whole
 from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
 from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, has_trained_adapter, merged_in, sketched
@@ -271,13 +271,8 @@ def _write(run: str, record: Record) -> None:
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
         register = _register()
-        register.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = register / f".{run}.{secrets.token_hex(4)}"
-        try:
-            temporary.write_text(json.dumps(said), "utf-8")
-            os.replace(temporary, register / f"{run}.json")
-        finally:
-            temporary.unlink(missing_ok=True)
+        make_folder(register, mode=0o700)
+        write_whole(register / f"{run}.json", json.dumps(said))
         by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-_MOST_TRAININGS]:
             path.unlink(missing_ok=True)

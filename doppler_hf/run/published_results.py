@@ -11,7 +11,7 @@ from typing import Any, Final
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.shared_rows import SharedRows, shared_rows
 
-_CLOCKS: Final = ("_runtime", "_per_second", "_preparation_time")
+CLOCKS: Final = ("_runtime", "_per_second", "_preparation_time")
 # These show how good a result is, and are no results of the model themselves.
 BASELINES: Final = ("majority_class_accuracy", "mean_label_loss")
 
@@ -65,7 +65,7 @@ def evaluations_of(trainer: Any) -> list[Evaluation]:
             name.removeprefix("eval_"): value
             for name, value in log.items()
             if name.startswith("eval_")
-            and not name.endswith(_CLOCKS)
+            and not name.endswith(CLOCKS)
             and isinstance(value, int | float)
             and not isinstance(value, bool)
         }

@@ -8,9 +8,12 @@ Privacy: `privacy.accounting.selection` bounds what such a search says about one
   it satisfies the two guarantees of the search (`calibration.noise_multiplier_of_trial`), whatever its settings are.
 - A trial is scored on evaluation data, which are other records than the training data. A trial that fails, or whose score is
   not a number, is worse than all others. Independent coins order trials with equal scores.
-- All files of all trials are in a folder outside `output_dir`, which is removed. The published model is saved after the last
-  trial, with a ledger and with files whose times are those of the start of the search: the time of the best trial, or of the
-  end, would tell something of the number of trials.
+- All files of all trials are in a folder outside `output_dir`, which is removed.
+- No published file tells how long the search took, which would tell something of the number of trials. The model is saved
+  after the last trial, and its files get the time at which the search began. The ledger does not even say when it began,
+  since people may see at once when it is published: all its entries have the same time, which means nothing. Logs lose their
+  clocks, because the first trial in a process is slower than the others. So, given the published trial, its files do not
+  depend on the number of trials. What is left is the moment of publication, which the user chooses: docs/guides/choosing.md.
 - Nothing of a trial is shown while the search runs, not even of the first one: if its settings were known, and another trial
   were published, there would be at least two trials, and the theorem does not hold for a number of which this is known.
 
@@ -30,24 +33,30 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from transformers.trainer_utils import BestRun, SchedulerType, default_compute_objective
+import numpy as np
+from transformers.trainer_utils import BestRun, SchedulerType
 
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
-from doppler_hf.privacy.accounting.accounting import Releases, Spent, Trainings
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Releases, Spent, Trainings
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
-from doppler_hf.privacy.ledger.file import now
+from doppler_hf.privacy.ledger.file import make_folder, write_whole
+from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.run.evaluation import BASELINES
 from doppler_hf.run.lineage import forget
 from doppler_hf.run.plan import Trial
+from doppler_hf.run.published_results import CLOCKS
 from doppler_hf.training_args import DopplerTrainingArguments
 
 NOTE_NAME: Final = "privacy_search_running.json"
+NO_TIME: Final = (
+    "1970-01-01T00:00:00+00:00"  # of all entries of a search's ledger, whose true times would tell of its length
+)
 # The arguments that may differ between trials. None of them changes what ε means or covers, and each run of a trial computes
 # its noise from them.
 SEARCHED: Final = frozenset({
@@ -57,9 +66,19 @@ SEARCHED: Final = frozenset({
     "lr_scheduler_type", "warmup_steps", "seed",
 })  # fmt: skip
 _PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
+# Methods of Optuna's trials that are out of use there, and what to call in their place.
+_OTHER_METHODS: Final = {
+    "suggest_uniform": "Call suggest_float(name, low, high)",
+    "suggest_loguniform": "Call suggest_float(name, low, high, log=True)",
+    "suggest_discrete_uniform": "Call suggest_float(name, low, high, step=step)",
+}
 # Callbacks of Transformers that do nothing but show something.
 _SHOWING: Final = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 _RANDOM: Final = secrets.SystemRandom()
+
+
+class MissingMethodRefusal(Refusal, AttributeError):
+    """`hp_space` calls a method that a trial does not have; `hasattr` and `copy` expect an `AttributeError`."""
 
 
 class Draw:
@@ -88,6 +107,13 @@ class Draw:
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         """Draw a whole number from `low` to `high` uniformly, or its logarithm nearly uniformly."""
         _check_range(name, low, high, positive=log)
+        if low != int(low) or high != int(high) or step != int(step):
+            raise Refusal(
+                "out-of-range",
+                f"hp_space draws {name} as a whole number between {low} and {high} in steps of {step}. Give whole "
+                "numbers, or draw it with suggest_float.",
+            )
+        low, high, step = int(low), int(high), int(step)
         if log:
             ends = math.log(low - 0.5), math.log(high + 0.5)
             return self._once(name, lambda: min(high, max(low, round(math.exp(_RANDOM.uniform(*ends))))))
@@ -95,7 +121,17 @@ class Draw:
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Draw one of the choices uniformly."""
-        return self._once(name, lambda: _RANDOM.choice(choices))
+        if not len(choices):
+            raise Refusal("out-of-range", f"hp_space has no choices for {name}. Give suggest_categorical at least one.")
+        return self._once(name, lambda: _RANDOM.choice([*choices]))
+
+    def __getattr__(self, name: str) -> Any:
+        mend = _OTHER_METHODS.get(name, "Draw the settings with suggest_float, suggest_int and suggest_categorical")
+        raise MissingMethodRefusal(
+            "search-space",
+            f"hp_space uses trial.{name}, which a trial of a private search does not have: its settings are drawn at "
+            f"random, and must not depend on its number or on other trials. {mend}.",
+        )
 
     def _once(self, name: str, draw: Callable[[], Any]) -> Any:
         if name not in self.params:
@@ -104,24 +140,25 @@ class Draw:
 
 
 def _check_range(name: str, low: float, high: float, *, positive: bool) -> None:
-    if not low <= high or (positive and low <= 0):
+    if not -math.inf < low <= high < math.inf or (positive and low <= 0):
         raise Refusal(
             "out-of-range",
             f"hp_space draws {name} between {low} and {high}{' on a logarithmic scale' if positive else ''}. The first "
-            f"number has to be {'positive and ' if positive else ''}at most the second one.",
+            f"number has to be {'positive and ' if positive else ''}at most the second one, and both have to be finite.",
         )
 
 
-def drawn_settings(hp_space: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the settings of a trial, which `hp_space` draws."""
-    settings = hp_space(Draw())
+def drawn_settings(hp_space: Callable[[Any], Any], draw: Draw | None = None) -> dict[str, Any]:
+    """Return the settings of a trial, which `hp_space` draws; the same `draw` gives the same numbers again."""
+    settings = hp_space(Draw() if draw is None else draw)
     if not isinstance(settings, Mapping):
         raise Refusal(
             "search-space",
             f"hp_space returned {type(settings).__name__}. Return a dictionary of the arguments that a trial gets, such as "
             '{"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)}.',
         )
-    return dict(settings)
+    # JSON, which ledgers are written in, has no numbers of NumPy.
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()}
 
 
 def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, Any]) -> DopplerTrainingArguments:
@@ -129,16 +166,17 @@ def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, An
     for name in settings:
         if name not in SEARCHED:
             is_known = hasattr(args, name)
+            mend = "To warm up for a share of the steps, set warmup_steps=0.1. " if name == "warmup_ratio" else ""
             raise Refusal(
                 "search-setting",
-                f"hp_space sets {name}, which {'may not differ between trials' if is_known else 'is no argument'}. A search "
-                "can choose: " + ", ".join(sorted(SEARCHED)) + ".",
+                f"hp_space sets {name}, which {'may not differ between trials' if is_known else 'is no argument'}. {mend}A "
+                "search can choose: " + ", ".join(sorted(SEARCHED)) + ".",
             )
     of_trial = copy.copy(args)
-    for name, value in settings.items():
-        # Transformers reads a schedule by its kind, and only its own `__post_init__` makes one of a name.
-        setattr(of_trial, name, SchedulerType(value) if name == "lr_scheduler_type" else value)
     try:
+        for name, value in settings.items():
+            # Transformers reads a schedule by its kind, and only its own `__post_init__` makes one of a name.
+            setattr(of_trial, name, SchedulerType(value) if name == "lr_scheduler_type" else value)
         of_trial.check()
     except ValueError as error:
         raise Refusal("search-setting", f"hp_space drew settings that are refused ({dict(settings)}): {error}") from error
@@ -146,11 +184,24 @@ def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, An
 
 
 def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
-    """Return the loss if it is to be small, else the sum of all other metrics, as Transformers does, without our own."""
+    """Return the loss if it is to be small, else the sum of all metrics but losses, clocks and our own."""
     if direction == "minimize":
+        if "eval_loss" not in metrics:
+            raise Refusal(
+                "search-objective",
+                "The evaluation has no eval_loss, which a search makes small if it has no objective of its own. Pass "
+                f"compute_objective, a function that returns a number from these metrics: {', '.join(sorted(metrics))}.",
+            )
         return float(metrics["eval_loss"])
-    names = [name for name in metrics if name.startswith("eval_") and not name.endswith(("_time", *BASELINES))]
-    return float(default_compute_objective({name: metrics[name] for name in names}))
+    left_out = ("_loss", "_time", *CLOCKS, *BASELINES)
+    found = [value for name, value in metrics.items() if name.startswith("eval_") and not name.endswith(left_out)]
+    if not found:
+        raise Refusal(
+            "search-objective",
+            'With direction="maximize" a search makes the sum of your metrics large, but the evaluation has none besides '
+            'losses. Give the trainer compute_metrics, pass compute_objective, or search with direction="minimize".',
+        )
+    return float(sum(found))
 
 
 def draw_number_of_trials(trials: NumberOfTrials) -> int:
@@ -200,19 +251,23 @@ def search(
     _say_what_begins(folder, selection)
     with _unseen():  # `hp_space` may print
         of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
-    with trainer._lock_of(folder), _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
-        trial = Trial(selection, now(), interrupted_in(folder, but=note.name), folder)
-        best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
-        _restore(trainer, best.kept)
-        _forget_last_trial(trainer)
-        trainer.args.output_dir = args.output_dir
-        trainer.state.best_model_checkpoint = None
-        run = trainer.privacy
-        trainer.draw_training_curve(run)
-        trainer.save_model()
-        run.forget_rounds()
-    _date_back(folder, to=began)
-    assert run.ledger is not None
+    with ExitStack() as after, trainer._lock_of(folder):
+        # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
+        after.callback(_date_back, folder, to=began)
+        with _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
+            trial = Trial(selection, NO_TIME, interrupted_in(folder, but=note.name), folder)
+            best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
+            _restore(trainer, best.kept)
+            _forget_last_trial(trainer)
+            trainer.args.output_dir = args.output_dir
+            trainer.state.best_model_checkpoint = None
+            _forget_clocks(trainer.state)
+            run = trainer.privacy
+            assert run.ledger is not None
+            note.run = run.ledger.name
+            run.forget_rounds()
+            trainer.draw_training_curve(run)
+            trainer.save_model()
     return BestRun(run.ledger.run_id, best.objective, best.settings, None)
 
 
@@ -352,6 +407,13 @@ def _forget_last_trial(trainer: Any) -> None:
     trainer._locks = {folder: lock for folder, lock in trainer._locks.items() if folder.exists()}
 
 
+def _forget_clocks(state: Any) -> None:
+    """Remove from the logs how long the best trial took, which depends on the trials before it."""
+    for log in state.log_history:
+        for name in [each for each in log if each.endswith(CLOCKS)]:
+            del log[name]
+
+
 def _forget(run: Any) -> None:
     """Remove what the user's state folder has of a trial that is not published."""
     if run is not None and run.ledger is not None:
@@ -362,9 +424,21 @@ def _forget(run: Any) -> None:
 def _date_back(folder: Path, *, to: float) -> None:
     """Give the files that were written since the search began the time of its beginning."""
     # Privacy: the time at which the search ended tells how many trials it had.
+    kept = []
     for path in [*folder.rglob("*"), folder]:
-        if path.lstat().st_mtime >= to:
-            os.utime(path, (to, to), follow_symlinks=False)
+        try:
+            if path.lstat().st_mtime >= to:
+                os.utime(path, (to, to), follow_symlinks=os.utime not in os.supports_follow_symlinks)
+        except FileNotFoundError:
+            pass  # somebody has removed the file
+        except OSError:
+            kept.append(path.name)
+    if kept:
+        print(
+            f"warning        The file system does not let the search change the times of {', '.join(kept)} in {folder}. "
+            "These times tell when the search ended, and so something about the number of trials, which has to stay secret. "
+            "Copy the files without their times before anybody else sees them."
+        )
 
 
 # --- searches that do not end ------------------------------------------------------------------------------------------
@@ -375,6 +449,7 @@ class _Note:
     name: str
     folder: Path  # of the trials
     is_spent: bool = False
+    run: str | None = None  # the best trial, once all trials are made
 
 
 @contextmanager
@@ -383,27 +458,48 @@ def _noted(folder: Path, *, epsilon: float, delta: float) -> Iterator[_Note]:
 
     # Privacy: the note is written before the first trial, so whatever ends the search, its ε is counted.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     before = _notes(folder)
     remove_leftovers(folder)
     note = _Note(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix=_PREFIX)))
     own = {"name": note.name, "epsilon": epsilon, "delta": delta, "trials": str(note.folder)}
-    _write_notes(folder, [*before, own])
+    cost = f"ε = {epsilon:g} at δ = {delta:.3g}"
     try:
+        _write_notes(folder, [*before, own])
         yield note
+        if _is_saved(folder, note.run):
+            _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
+        else:
+            _write_notes(folder, [*before, {**own, "run": note.run}])
+            print(
+                f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So later "
+                f"private runs in {folder} add the {cost} of the search to theirs."
+            )
     except BaseException:
         if not note.is_spent:
             _write_notes(folder, before)
-        else:
+        elif note.run is None:
             print(
-                f"The search has not ended, so nothing of it is published, and it cannot be resumed. Its ε = {epsilon:g} "
+                f"The search has not ended, so nothing of it is published, and it cannot be resumed. Its {cost} "
                 f"counts all the same: later private runs in {folder} add it to theirs."
             )
+        else:
+            with suppress(OSError):  # without this name the search counts once more, which is safe
+                _write_notes(folder, [*before, {**own, "run": note.run}])
+            if not _is_saved(folder, note.run):
+                print(
+                    "The search has ended, but its best model could not be saved. The trainer has this model: remove the "
+                    f"cause of the error, and call trainer.save_model(). Until then, later private runs in {folder} add the "
+                    f"{cost} of the search to theirs."
+                )
         raise
-    else:
-        _write_notes(folder, [])  # the published ledger has the ε of earlier searches, too
     finally:
         shutil.rmtree(note.folder, ignore_errors=True)
+
+
+def _is_saved(folder: Path, run: str | None) -> bool:
+    """Return whether a folder has the ledger of this run, perhaps renamed by a later run."""
+    return any(ledger.name == run for ledger in ledgers_in(folder).values())
 
 
 def remove_leftovers(folder: str | Path) -> None:
@@ -416,7 +512,12 @@ def remove_leftovers(folder: str | Path) -> None:
 
 def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:
     """Return what searches in this folder, except one, had spent when they were interrupted."""
-    return {each["name"]: Spent(each["epsilon"], each["delta"]) for each in _notes(Path(folder)) if each["name"] != but}
+    return {
+        f"{INTERRUPTED_SEARCH}{each['name']}": Spent(each["epsilon"], each["delta"])
+        for each in _notes(Path(folder))
+        # The user may have saved the best model since, after an error: it has a ledger of its own.
+        if each["name"] != but and not ("run" in each and _is_saved(Path(folder), each["run"]))
+    }
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
@@ -426,7 +527,8 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
     try:
         notes: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["searches"]
         return [{"name": str(each["name"]), "epsilon": float(each["epsilon"]), "delta": float(each["delta"]),
-                 "trials": str(each["trials"])} for each in notes]  # fmt: skip
+                 "trials": str(each["trials"]), **({"run": str(each["run"])} if each.get("run") else {})}
+                for each in notes]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal(
             "search-note-damaged",
@@ -441,10 +543,6 @@ def _write_notes(folder: Path, notes: Sequence[Mapping[str, Any]]) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         return
-    temporary = path.with_name(f".{NOTE_NAME}.{secrets.token_hex(4)}")
     about = "A search runs here, or was interrupted. Later private runs in this folder add its epsilon and delta to theirs."
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"about": about, "searches": list(notes)}, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    # Privacy: the note is on the disk before the first trial begins, whatever happens to the power.
+    write_whole(path, json.dumps({"about": about, "searches": list(notes)}, indent=2) + "\n")

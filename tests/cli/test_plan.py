@@ -14,7 +14,7 @@ from doppler_hf.cli import planned_runs as planning
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import trade_off
-from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, meets_second
+from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, second_epsilon
 from doppler_hf.run.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
 from doppler_hf.run.optimizer import first_learning_rate
 from doppler_hf.run.plan import averaged_noise
@@ -250,7 +250,8 @@ def test_a_search_costs_its_target_and_each_trial_less(given, capsys):
     releases = Releases(plan["noise_multiplier"], 0.05, plan["steps"], shape.c, plan["sampling"])
     # A trial satisfies both guarantees, whose parts add up to ε and δ.
     assert get_total_epsilon([releases], delta=share) <= first * (1 + 1e-9)
-    assert meets_second([releases], Selection(NumberOfTrials(10), Guarantee(first, share), Guarantee(second, middle)))
+    guarantees = Selection(NumberOfTrials(10), Guarantee(first, share), Guarantee(second, middle))
+    assert second_epsilon([releases], guarantees) <= second
     assert share * 10 == pytest.approx(plan["delta"]) == pytest.approx(1e-4)
     growth = NumberOfTrials(10).growth(np.array(second), np.array(middle))
     assert first + growth == pytest.approx(plan["epsilon"]) == pytest.approx(plan["target_epsilon"])

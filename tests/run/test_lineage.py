@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.run import lineage
+from tests.support.power import Disk
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
@@ -272,6 +273,14 @@ def test_the_register_keeps_the_latest_trainings(tmp_path, monkeypatch):
     for name in ("first", "second", "third"):
         train(tmp_path, name, tiny_bert())
     assert len([*(tmp_path / "state/doppler_hf/trainings").glob("*.json")]) == 2
+
+
+def test_the_register_is_on_the_disk_once_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    disk = Disk(monkeypatch)
+    lineage._write("0" * 16, lineage.Record({}, frozenset(), ()))
+    assert (tmp_path / "states/doppler_hf/trainings" / f"{'0' * 16}.json").exists()
+    assert not disk.lost
 
 
 def test_a_register_that_cannot_be_written_or_read_stops_nothing(tmp_path):

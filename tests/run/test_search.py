@@ -1,20 +1,27 @@
 """A hyperparameter search: its ε, what it publishes, what it refuses, and what an interruption costs."""
 
+import copy
 import functools
+import itertools
 import json
 import logging
 import math
+import os
+import random
+import re
 import sys
 import tempfile
+import time
 import types
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from scipy.stats import norm
-from transformers import BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli import main
@@ -22,20 +29,24 @@ from doppler_hf.errors import Failure
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
+from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run import lineage, search
 from doppler_hf.run.plan import Trial
 from doppler_hf.run.search import NOTE_NAME, SEARCHED, Draw, arguments_of_trial, draw_number_of_trials, drawn_trials
+from tests.support.power import Disk
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import On, arguments, at
+from tests.support.trainers import On, arguments, at, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def trainer_of_search(tmp_path, *, model_init=lambda: tiny_bert(), evaluated=None, callbacks=None, **overrides):
+def trainer_of_search(
+    tmp_path, *, model_init=lambda: tiny_bert(), evaluated=None, callbacks=None, cls=DopplerTrainer, **overrides
+):
     terms = dict(noise_multiplier=None, target_epsilon=3.0, noise_shape="white", max_steps=3) | overrides
-    return DopplerTrainer(
+    return cls(
         model_init=model_init,
         args=arguments(tmp_path, **terms),
         train_dataset=text_data(48),
@@ -83,9 +94,11 @@ def test_the_best_trial_is_published_with_the_epsilon_of_the_search_and_verify_r
     said = " ".join(capsys.readouterr().out.split())
     assert "VERIFIED: (3, " in said
     assert "3 expected" in said
+    assert "1970" not in said
     words = claim_in_words(ledger)
     assert "This ε is that of a whole search, of which only the best trial was published" in words
-    assert f"The published trial alone would cost ε = {ledger.epsilon_of_trial:.4g}." in words
+    delta = ledger.statement.target_delta
+    assert f"The published trial alone would cost ε = {ledger.epsilon_of_trial:.4g} at δ = {delta:.3g}." in words
     # A ledger that states less for its trials does not pass, though its hashes fit.
     path = tmp_path / "out" / "privacy_ledger.json"
     entries = json.loads(path.read_text("utf-8"))["entries"]
@@ -145,7 +158,7 @@ def test_what_the_space_prints_is_not_shown_for_the_trials(tmp_path, monkeypatch
         return space(trial)
 
     trainer_of_search(tmp_path).hyperparameter_search(loud, n_trials=3)
-    assert capsys.readouterr().out.count("drawn") == 100  # by the check before the search
+    assert capsys.readouterr().out.count("drawn") == 300  # by the checks before the search
 
 
 def test_a_search_finds_the_ledgers_of_folders_beside_its_own(tmp_path, monkeypatch):
@@ -171,6 +184,7 @@ def test_a_search_finds_the_ledgers_of_folders_beside_its_own(tmp_path, monkeypa
 
 def test_the_default_objective_is_the_loss_or_the_sum_of_the_users_metrics():
     metrics = {
+        "eval_other_loss": 3.0,
         "eval_loss": 0.5,
         "eval_accuracy": 0.75,
         "eval_f1": 0.5,
@@ -189,6 +203,13 @@ class Loud(TrainerCallback):
         sys.stderr.write("written")
         warnings.warn("warned", stacklevel=1)
         logging.getLogger("of_the_user").error("logged")
+
+
+def measured_in(logs):
+    """Return what logs tell of a clock, which depends on the trials that ran before."""
+    assert any("eval_loss" in log for log in logs)
+    words = ("runtime", "per_second", "_time")
+    return [name for log in logs for name in log if any(word in name for word in words)]
 
 
 def files_below(folder):
@@ -214,7 +235,9 @@ def test_nothing_that_is_left_or_shown_depends_on_the_number_of_trials(tmp_path,
         folder = place / "out"
         assert len({path.stat().st_mtime for path in [folder, *folder.rglob("*")]}) == 1, "times tell when the search ended"
         entries = PrivacyLedger.load(folder).entries
-        assert len({entry["time"] for entry in entries}) == 1, "times tell which trial was the best"
+        assert {entry["time"] for entry in entries} == {"1970-01-01T00:00:00+00:00"}, "times tell when the search was made"
+        trainer.save_state()
+        assert not measured_in(json.loads((folder / "trainer_state.json").read_text("utf-8"))["log_history"])
         assert not any(str(place / "temporary") in str(value) for value in vars(trainer.args).values())
         # The lengths of trials differ, and so do the losses.
         found[trials] = (
@@ -277,12 +300,9 @@ def test_an_error_before_the_first_step_costs_nothing_and_is_passed_on(tmp_path,
 
 
 def test_an_interrupted_search_counts_in_the_next_run_of_its_folder(tmp_path, monkeypatch, capsys):
-    def interrupt(**_):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
-    assert "cannot be resumed. Its ε = 3 counts all the same" in capsys.readouterr().out
+    assert "cannot be resumed. Its ε = 3 at δ = 0.0141 counts all the same" in capsys.readouterr().out
     out = tmp_path / "out"
     (note,) = json.loads((out / NOTE_NAME).read_text("utf-8"))["searches"]
     assert note["epsilon"] == 3.0
@@ -291,6 +311,10 @@ def test_an_interrupted_search_counts_in_the_next_run_of_its_folder(tmp_path, mo
     ledger = PrivacyLedger.load(out)
     assert ledger.spent.epsilon == pytest.approx(6.0)
     assert ledger.spent.delta == pytest.approx(2 * ledger.statement.target_delta)
+    words = claim_in_words(ledger)
+    assert "the sum of this run (ε = 3) and an interrupted search (ε = 3)" in words
+    assert "The ε of an interrupted search in the same folder is included. It published nothing" in words
+    assert "trained these weights" not in words
     assert not (out / NOTE_NAME).exists()
     assert main(["verify", str(out)]) == 0
     # A model that is trained further counts the whole search, and the ledger of a search has no continuation.
@@ -299,8 +323,103 @@ def test_an_interrupted_search_counts_in_the_next_run_of_its_folder(tmp_path, mo
     )
     further.train()
     assert further.privacy.ledger.earlier.epsilon == pytest.approx(6.0)
+    model = trainer.model
     with refused("search-continued"):
         trainer.train()
+    assert trainer.model is model, "the best model is still there"
+
+
+def test_the_note_of_a_running_search_is_on_the_disk_before_its_first_trial(tmp_path, monkeypatch):
+    disk, seen = Disk(monkeypatch), []
+
+    def look(**_):
+        seen.extend(path for _, path in disk.lost if path.name == NOTE_NAME or path == tmp_path / "out")
+
+    callback = On(train_begin=look)
+    searched(tmp_path, monkeypatch, trials=1, callbacks=[callback])
+    assert not seen
+    assert [path for _, path in disk.lost if path.parent == tmp_path / "out"] == []
+
+
+def failing(trainer, fault):
+    """Let the trainer fail once while it saves the best model, after some files were written."""
+    save = trainer.save_model
+
+    def fails(*args, **kwargs):
+        trainer.save_model = save
+        fault(save)
+
+    trainer.save_model = fails
+    return trainer
+
+
+def disk_is_full(save):
+    raise OSError(28, "No space left on device")
+
+
+def disk_is_full_after_saving(save):
+    save()
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("fault", [disk_is_full, disk_is_full_after_saving])
+def test_a_search_whose_model_cannot_be_saved_counts_until_it_is_saved(tmp_path, monkeypatch, capsys, fault):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
+    trainer = failing(trainer_of_search(tmp_path), fault)
+    with pytest.raises(OSError, match="No space"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    said = capsys.readouterr().out
+    is_saved = fault is disk_is_full_after_saving
+    assert ("could not be saved. The trainer has this model" in said) is not is_saved
+    assert len(search.interrupted_in(out)) == (1 if is_saved else 2), "the search counts, and the one before it"
+    # Nothing tells when the search ended, although it failed.
+    assert len({path.stat().st_mtime for path in [out, *out.rglob("*")] if path.name != NOTE_NAME}) == 1
+    trainer.save_model()
+    ledger = PrivacyLedger.load(out)
+    assert ledger.spent.epsilon == pytest.approx(6.0)
+    assert main(["verify", str(out)]) == 0
+    assert len(search.interrupted_in(out)) == 1
+    # The next one counts the interrupted search alone, and leaves no note.
+    again, _ = searched(tmp_path, monkeypatch, trials=1)
+    assert again.privacy.ledger.spent.epsilon == pytest.approx(6.0)
+    assert not (out / NOTE_NAME).exists()
+
+
+def test_a_search_whose_ledger_is_in_another_folder_keeps_its_note(tmp_path, monkeypatch, capsys):
+    class Elsewhere(DopplerTrainer):
+        def save_model(self, output_dir=None, _internal_call=False):
+            super().save_model(str(tmp_path / "elsewhere"), _internal_call)
+
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
+    trainer, _ = searched(tmp_path, monkeypatch, trials=1, cls=Elsewhere)
+    assert trainer.privacy.ledger.spent.epsilon == pytest.approx(6.0)
+    assert PrivacyLedger.load(tmp_path / "elsewhere").spent.epsilon == pytest.approx(6.0)
+    assert "has no ledger of this search" in capsys.readouterr().out
+    assert len(search.interrupted_in(tmp_path / "out")) == 2
+
+
+def test_a_folder_that_another_run_uses_keeps_its_times(tmp_path):
+    trainer = trainer_of_search(tmp_path)
+    with WriterLock(tmp_path / "out"):
+        files = [tmp_path / "out" / "theirs", tmp_path / "out"]
+        files[0].write_text("being written")
+        os.utime(files[0], (2e9, 2e9))
+        with refused("folder-in-use"):
+            trainer.hyperparameter_search(space, n_trials=3)
+        assert files[0].stat().st_mtime == 2e9
+
+
+def test_times_that_cannot_be_changed_are_told(tmp_path, monkeypatch, capsys):
+    def refuses(path, *times, **options):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuses)
+    (tmp_path / "a").write_text("")
+    search._date_back(tmp_path, to=0.0)
+    assert f"does not let the search change the times of a, {tmp_path.name} in" in capsys.readouterr().out
 
 
 def test_what_a_kill_has_left_is_removed_and_an_ordinary_run_counts_it_too(tmp_path):
@@ -321,7 +440,7 @@ def test_what_a_kill_has_left_is_removed_and_an_ordinary_run_counts_it_too(tmp_p
     assert other.exists(), "the note may have been edited, and names a folder that is no search's"
     with pytest.raises(ZeroDivisionError), search._noted(out, epsilon=1.0, delta=1e-3):
         raise ZeroDivisionError
-    assert search.interrupted_in(out).keys() == {"a", "b"}, "a search that spent nothing leaves no note"
+    assert search.interrupted_in(out).keys() == {"search-a", "search-b"}, "a search that spent nothing leaves no note"
     (out / NOTE_NAME).write_text("{")
     with refused("search-note-damaged"):
         search.interrupted_in(out)
@@ -341,6 +460,46 @@ def test_a_chain_of_runs_adds_up(tmp_path, monkeypatch):
 
 
 ONE = tiny_bert()
+WEIGHTS = tiny_bert().state_dict()
+TABLE = torch.arange(16.0)
+
+
+def with_table(set_table):
+    def model_init():
+        model = tiny_bert()
+        set_table(model)
+        return model
+
+    return model_init
+
+
+MODELS_THAT_SHARE = {
+    "buffer": with_table(lambda model: model.bert.register_buffer("table", TABLE)),
+    "part of a buffer": with_table(lambda model: model.bert.register_buffer("table", TABLE[4:8], persistent=False)),
+    "attribute": with_table(lambda model: setattr(model.bert, "table", TABLE)),
+    "layer": with_table(lambda model: setattr(model.bert, "pooler", ONE.bert.pooler)),
+    "weights": with_table(lambda model: model.load_state_dict(WEIGHTS, assign=True)),
+    "array": with_table(lambda model: model.bert.register_buffer("table", torch.from_numpy(TABLE.numpy()))),
+}
+
+
+@pytest.mark.parametrize("shared", MODELS_THAT_SHARE)
+def test_models_that_share_memory_are_refused(tmp_path, shared):
+    trainer = trainer_of_search(tmp_path, model_init=MODELS_THAT_SHARE[shared])
+    with refused("search-same-model", match="share the memory of"):
+        trainer.hyperparameter_search(space, n_trials=3)
+
+
+def test_models_of_equal_values_share_nothing(tmp_path):
+    """The refusal says how: a copy of each value."""
+
+    def copied(model):
+        model.load_state_dict({name: value.clone() for name, value in WEIGHTS.items()}, assign=True)
+        model.bert.register_buffer("table", TABLE.clone(), persistent=False)
+
+    assert trainer_of_search(tmp_path, model_init=with_table(copied)).hyperparameter_search(space, n_trials=1.01).run_id
+
+
 REFUSED = {
     "search-backend": (dict(), dict(backend="optuna")),
     "search-direction": (dict(), dict(direction=["minimize", "maximize"])),
@@ -357,6 +516,133 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("n_trials", [None, "10", True, math.nan, math.inf, 0])
+def test_a_number_of_trials_that_is_none_is_refused_before_anything_is_computed(tmp_path, n_trials):
+    trainer = trainer_of_search(tmp_path)
+    trainer.model_init = None  # a later check
+    with refused("out-of-range"):
+        trainer.hyperparameter_search(space, n_trials=n_trials)
+
+
+@pytest.mark.parametrize(
+    ("options", "direction", "said"),
+    [
+        (dict(), "maximize", "Give the trainer compute_metrics"),
+        (dict(evaluated={"a": text_data(8, seed=1), "b": text_data(8, seed=2)}), "maximize", "Give the trainer"),
+        (dict(evaluated={"a": text_data(8, seed=1), "b": text_data(8, seed=2)}), "minimize", "from these metrics: e"),
+    ],
+)
+def test_a_search_without_an_objective_that_fits_its_direction_is_refused(tmp_path, options, direction, said):
+    """Transformers would make the loss as large as possible, if there are no metrics to be made large."""
+    trainer = trainer_of_search(tmp_path, **options)
+    with refused("search-objective", match=said):
+        trainer.hyperparameter_search(space, n_trials=3, direction=direction)
+    # The refusals say what to do.
+    if direction == "minimize":
+        assert trainer.hyperparameter_search(space, lambda metrics: metrics["eval_a_loss"], n_trials=1.01).run_id
+    else:
+        trainer.compute_metrics = lambda predictions: {"accuracy": 1.0}
+        sets = len(options.get("evaluated", "a"))
+        assert trainer.hyperparameter_search(space, n_trials=1.01, direction=direction).objective == sets
+
+
+def counted_off(numbers):
+    return lambda trial: {"learning_rate": next(numbers)}
+
+
+SPACES_OF_THEIR_OWN = {
+    "random": lambda: lambda trial: {"learning_rate": random.choice([1e-3, 1e-2])},
+    "numpy": lambda: lambda trial: {"learning_rate": float(np.random.default_rng(time.perf_counter_ns()).uniform(1, 2))},
+    "grid": lambda: counted_off(itertools.cycle([1e-3, 1e-2])),
+    "beside": lambda: lambda trial: space(trial) | {"seed": random.randrange(10**6)},
+}
+
+
+@pytest.mark.parametrize("name", SPACES_OF_THEIR_OWN)
+def test_settings_that_are_not_drawn_by_the_trial_are_refused(tmp_path, name):
+    with refused("search-space", match="other settings although trial drew the same numbers"):
+        trainer_of_search(tmp_path).hyperparameter_search(SPACES_OF_THEIR_OWN[name](), n_trials=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "mended"),
+    [
+        (lambda trial: trial.suggest_loguniform("a", 1e-3, 1e-2), "suggest_float(name, low, high, log=True)"),
+        (lambda trial: trial.suggest_uniform("a", 1e-3, 1e-2), "suggest_float(name, low, high)"),
+        (lambda trial: trial.suggest_discrete_uniform("a", 1e-3, 1e-2, 1e-3), "suggest_float(name, low, high, step=step)"),
+        (lambda trial: [1e-3, 1e-2][trial.number % 2], "Draw the settings with suggest_float"),
+    ],
+)
+def test_other_methods_of_optunas_trials_are_refused_with_what_to_call(tmp_path, call, mended):
+    with refused("search-space", match=re.escape(mended)):
+        trainer_of_search(tmp_path).hyperparameter_search(lambda trial: {"learning_rate": call(trial)}, n_trials=3)
+    terms = dict(name="a", low=1e-3, high=1e-2, step=1e-3)
+    if mended.startswith("suggest_float("):
+        assert 1e-3 <= eval(f"Draw().{mended}", {"Draw": Draw} | terms) <= 1e-2
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-6, 1e-4), (1e-3, 1e6)])
+def test_learning_rates_far_from_the_automatic_one_are_refused_before_the_search(tmp_path, low, high, capsys):
+    """Such as the space that Transformers takes by default, whose trials would learn nothing, and nobody would know."""
+
+    def rates(trial):
+        return {"learning_rate": trial.suggest_float("learning_rate", low, high, log=True)}
+
+    trainer = trainer_of_search(tmp_path, rehearse=True)
+    with refused("rate-far-off", match="hp_space draws learning rates from .* than the automatic value"):
+        trainer.hyperparameter_search(rates, n_trials=3)
+    assert "Search:" not in capsys.readouterr().out
+    trainer.args.allow_any_learning_rate = True
+    assert trainer.hyperparameter_search(rates, n_trials=1.01).run_id
+
+
+def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_path):
+    trainer = trainer_of_search(tmp_path, callbacks=[EarlyStoppingCallback(1)])
+    with pytest.raises(AssertionError, match="requires metric_for_best_model"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    assert not search.interrupted_in(tmp_path / "out")
+    best = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
+    trainer = trainer_of_search(
+        tmp_path, callbacks=[EarlyStoppingCallback(1)], metric_for_best_model="eval_loss", learning_rate=1e-9,
+        greater_is_better=True, rehearse=False, **best,
+    )  # fmt: skip
+    found = trainer.hyperparameter_search(lambda trial: {"max_steps": 9}, n_trials=1.01)
+    assert PrivacyLedger.load(tmp_path / "out").steps_run < 9
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(found.objective)
+
+
+def test_a_trial_can_be_asked_what_it_has():
+    assert hasattr(Draw(), "suggest_int")
+    assert not hasattr(Draw(), "number")
+    assert copy.deepcopy(Draw()).params == {}
+
+
+def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
+
+    def numbers(trial):
+        sizes = np.array([2, 4])
+        return {
+            "per_device_train_batch_size": trial.suggest_categorical("a", sizes),
+            "max_steps": np.int64(trial.suggest_int("b", 2, 3)),
+            "per_sample_max_grad_norm": np.float32(0.5),
+        }
+
+    best = trainer_of_search(tmp_path).hyperparameter_search(numbers, n_trials=3)
+    assert {type(value) for value in best.hyperparameters.values()} == {int, float}
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_trainer_that_takes_no_model_init_says_so(tmp_path):
+    class Theirs(DopplerTrainer):
+        def __init__(self, model, args, train_dataset, eval_dataset):
+            super().__init__(model, args, pad, train_dataset, eval_dataset)
+
+    args = arguments(tmp_path, noise_multiplier=None, target_epsilon=3.0)
+    with refused("search-without-model-init", match="Theirs takes no model_init"):
+        Theirs(tiny_bert(), args, text_data(48), text_data(8, seed=1)).hyperparameter_search(space, n_trials=3)
+
+
 @pytest.mark.parametrize("code", REFUSED)
 def test_a_search_that_would_break_its_guarantee_is_refused_before_anything_is_spent(tmp_path, code, monkeypatch):
     options, call = REFUSED[code]
@@ -368,7 +654,16 @@ def test_a_search_that_would_break_its_guarantee_is_refused_before_anything_is_s
 
 
 @pytest.mark.parametrize(
-    "settings", [{"learning_rat": 1e-3}, {"base_optimizer": "adamw"}, {"per_sample_max_grad_norm": -1.0}, 3]
+    "settings",
+    [
+        {"learning_rat": 1e-3},
+        {"base_optimizer": "adamw"},
+        {"per_sample_max_grad_norm": -1.0},
+        {"warmup_ratio": 0.1},
+        {"lr_scheduler_type": "linaer"},
+        {"learning_rate": [1e-3, 1e-2]},
+        3,
+    ],
 )
 def test_settings_that_no_trial_could_have_are_refused(tmp_path, settings):
     with refused("search-setting" if isinstance(settings, dict) else "search-space"):
@@ -528,5 +823,12 @@ def test_settings_are_drawn_from_their_ranges_and_once_for_each_name():
     assert {draw.suggest_int("c", 1, 5, step=2) for draw in draws} == {1, 3, 5}
     assert {draw.suggest_int("d", 1, 3, log=True) for draw in draws} == {1, 2, 3}
     assert {draw.suggest_categorical("e", "xy") for draw in draws} == {"x", "y"}
-    with refused("out-of-range"):
-        Draw().suggest_float("f", 0.0, 1.0, log=True)
+    assert {draw.suggest_int("g", 1.0, 2.0) for draw in draws} == {1, 2}
+    for wrong in (
+        lambda draw: draw.suggest_float("f", 0.0, 1.0, log=True),
+        lambda draw: draw.suggest_float("f", 0.0, math.inf),
+        lambda draw: draw.suggest_int("f", 0.5, 2),
+        lambda draw: draw.suggest_categorical("f", []),
+    ):
+        with refused("out-of-range"):
+            wrong(Draw())

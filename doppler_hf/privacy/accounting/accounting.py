@@ -205,6 +205,10 @@ def name_of_plan(ledger: str, runs: Sequence[str]) -> str:
     return ledger if [*runs] == [ledger] else f"{ledger}/{'.'.join(runs)}"
 
 
+# The names of searches that were interrupted begin with this. They have published nothing, but what they spent counts.
+INTERRUPTED_SEARCH: Final = "search-"
+
+
 def ledger_and_runs(plan: str) -> tuple[str, list[str]]:
     """Return the ledger and the runs of the plan with this name."""
     ledger, _, runs = plan.partition("/")

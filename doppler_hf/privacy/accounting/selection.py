@@ -230,11 +230,6 @@ def epsilon_with(selection: Selection, history: Sequence[Releases], *, delta: fl
     return found.epsilon
 
 
-def meets_second(releases: Sequence[Releases], selection: Selection) -> bool:
-    """Return whether these releases of a trial satisfy the second guarantee of a search."""
-    return second_epsilon(releases, selection) <= selection.second.epsilon
-
-
 def second_epsilon(releases: Sequence[Releases], selection: Selection) -> float:
     """Return an upper bound on the ε of these releases at δ₂, as if groups were known."""
     rounds = merged_rounds(each for each in releases if each.steps)

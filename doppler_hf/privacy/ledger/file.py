@@ -8,6 +8,7 @@ missing, inserted or exchanged entry. It does not reveal entries that were cut o
 as a whole. Against these, publish the last hash (the head) where nobody can change it.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -151,24 +152,45 @@ def is_earlier_state(path: Path, entries: Sequence[Entry]) -> bool:
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Write the file such that after a crash, or with a full disk, either the old or the new file is there."""
     document = {"$schema": SCHEMA, "format_version": FORMAT, "entries": list(entries)}
+    write_whole(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file such that after a crash, a power failure or with a full disk, the old or the new file is there."""
     temporary = path.with_name(
         f".{path.name}.{secrets.token_hex(4)}"
     )  # The name is random, because two runs may write at the same time.
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        make_folder(path.parent)
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # The new name must survive a power failure too. Elsewhere folders cannot be synchronized.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    synchronize_names(path.parent)
+
+
+def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those above it, which are then there after a power failure, too; `mode` is that of `folder`."""
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    # The folders may be there already, made a moment ago: Transformers makes `output_dir` together with the trainer.
+    for each in reversed(folder.absolute().parents):
+        with contextlib.suppress(OSError):  # a folder that is another user's need not be readable
+            synchronize_names(each)
+
+
+def synchronize_names(folder: Path) -> None:
+    """Let the names of the files in a folder, which may be new or changed, survive a power failure."""
+    if os.name != "posix":  # Elsewhere folders cannot be synchronized.
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 class WriterLock:
@@ -185,7 +207,7 @@ class WriterLock:
 
     def __enter__(self) -> None:
         if self._times_entered == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             release = _locked(self._folder / LOCK_NAME)
             if release is None:
                 raise Refusal(

@@ -39,7 +39,14 @@ from doppler_hf.privacy.accounting.accounting import (
 )
 from doppler_hf.privacy.accounting.attack import TradeOff, trade_off_at, trade_off_of_plans
 from doppler_hf.privacy.accounting.calibration import most_steps
-from doppler_hf.privacy.ledger.file import Entry, is_earlier_state, package_versions, read_entries, write_entries
+from doppler_hf.privacy.ledger.file import (
+    Entry,
+    is_earlier_state,
+    package_versions,
+    read_entries,
+    synchronize_names,
+    write_entries,
+)
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run, split_marks
 from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
@@ -464,6 +471,7 @@ def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) ->
         name = there.head
     aside = path.with_name(f"{path.stem}.{name[:8]}{path.suffix}")
     os.replace(path, aside)
+    synchronize_names(path.parent)  # A power failure must not undo this name once a new ledger has the old one.
     return aside
 
 

@@ -101,6 +101,16 @@ class Run:
         return (self.from_step or 0) + self.steps_made
 
 
+def search_continued() -> Refusal:
+    """Return the refusal of a run that would continue the ledger of a search."""
+    return Refusal(
+        "search-continued",
+        "The ledger of a search cannot be continued, because the ε of a search holds for its trials as they were planned. "
+        "To train the published model further, load it into a new trainer with a new output_dir. The ε of the search is "
+        "then counted as that of an earlier run.",
+    )
+
+
 class LedgerRecord:
     """The content of a checked chain of entries: see `PrivacyLedger`."""
 
@@ -226,12 +236,7 @@ class LedgerRecord:
         earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
         if earlier.search is not None or statement.search is not None:
             # Privacy: a trial that goes on would release more than its two guarantees allow.
-            raise Refusal(
-                "search-continued",
-                "The ledger of a search cannot be continued, because the ε of a search holds for its trials as they were "
-                "planned. To train the published model further, load it into a new trainer with a new output_dir. The ε of "
-                "the search is then counted as that of an earlier run.",
-            )
+            raise search_continued()
         for name, there, here in (
             (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
             ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),

@@ -1,13 +1,14 @@
 """The terms of a guarantee in words, as `doppler-hf verify` and the model card show them.
 
 If earlier private runs trained the same weights, their ε counts for whoever publishes the weights. So each of these texts
-states the sum first, and then the part of this run.
+states the sum first, and then the part of this run. The ε of interrupted searches in the same folder is added in the same
+way.
 """
 
 import math
 from typing import Final
 
-from doppler_hf.privacy.accounting.accounting import Spent
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent, trade_off_at
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
@@ -75,7 +76,8 @@ def search_in_words(ledger: PrivacyLedger) -> str:
         return ""
     return (
         f"This ε is that of a whole search, of which only the best trial was published; the number of trials is secret, and "
-        f"{terms.expected_trials:g} were expected. The published trial alone would cost ε = {of_trial:.4g}."
+        f"{terms.expected_trials:g} were expected. The published trial alone would cost ε = {of_trial:.4g} at "
+        f"δ = {ledger.statement.target_delta:.3g}."
     )
 
 
@@ -108,11 +110,17 @@ def guarantee_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
 
 def parts_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
     """Return the runs whose ε are added up, in words; empty if no other run has trained the weights."""
-    before = [_number(spent.epsilon) for spent in ledger.earlier_trainings.values()]
-    if not before:
+    runs, searches = _earlier_kinds(ledger)
+    if not runs and not searches:
         return ""
-    others = "an earlier run" if len(before) == 1 else f"{len(before)} earlier runs"
-    return f"the sum of this run (ε = {_number(epsilon)}) and {others} on the same weights (ε = {' + '.join(before)})"
+    parts = [f"this run (ε = {_number(epsilon)})"]
+    if runs:
+        others = "an earlier run" if len(runs) == 1 else f"{len(runs)} earlier runs"
+        parts.append(f"{others} on the same weights (ε = {_added(runs)})")
+    if searches:
+        others = "an interrupted search" if len(searches) == 1 else f"{len(searches)} interrupted searches"
+        parts.append(f"{others} (ε = {_added(searches)})")
+    return f"the sum of {', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def claim_in_words(ledger: PrivacyLedger) -> str:
@@ -166,14 +174,34 @@ def earlier_in_words(ledger: PrivacyLedger) -> str:
     """Return when the ε of earlier runs on these weights counts, and when it does not; empty if no such run is known."""
     if ledger.earlier is None:
         return ""
-    one = len(ledger.earlier_trainings) == 1
-    runs = "An earlier private run" if one else f"{len(ledger.earlier_trainings)} earlier private runs"
-    who = noun_in_words(ledger)
+    runs, searches = _earlier_kinds(ledger)
+    said = []
+    if runs:
+        one = len(runs) == 1
+        who = "An earlier private run" if one else f"{len(runs)} earlier private runs"
+        said.append(f"{who} trained these weights, so {'its' if one else 'their'} ε is included.")
+    if searches:
+        one = len(searches) == 1
+        what = "an interrupted search" if one else f"{len(searches)} interrupted searches"
+        said.append(
+            f"The ε of {what} in the same folder is included. {'It' if one else 'They'} published nothing, but what "
+            f"{'it' if one else 'they'} computed may have led to this run."
+        )
     own = f"ε = {_number(ledger.planned_epsilon)}, δ = {ledger.statement.target_delta:.3g}"
-    return (
-        f"{runs} trained these weights, so {'its' if one else 'their'} ε is included. For a {who} whose data only this run "
-        f"used, {own} holds."
-    )
+    return f"{' '.join(said)} For a {noun_in_words(ledger)} whose data only this run used, {own} holds."
+
+
+def _earlier_kinds(ledger: PrivacyLedger) -> tuple[list[Spent], list[Spent]]:
+    """Return what earlier runs have spent on the weights, and what interrupted searches have spent on the data."""
+    runs: list[Spent] = []
+    searches: list[Spent] = []
+    for name, spent in ledger.earlier_trainings.items():
+        (searches if name.startswith(INTERRUPTED_SEARCH) else runs).append(spent)
+    return runs, searches
+
+
+def _added(spent: list[Spent]) -> str:
+    return " + ".join(_number(each.epsilon) for each in spent)
 
 
 def total_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:

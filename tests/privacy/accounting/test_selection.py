@@ -20,7 +20,7 @@ from doppler_hf.privacy.accounting.composition import delta_curve, epsilons_of, 
 from doppler_hf.privacy.accounting.selection import (
     NumberOfTrials,
     divide_budget,
-    meets_second,
+    second_epsilon,
     selection_of,
     selection_of_releases,
 )
@@ -344,7 +344,7 @@ def test_trials_of_other_settings_satisfy_both_guarantees(terms):
     first = get_total_epsilon([releases], delta=selection.first.delta)
     second = delta_curve(merged_rounds([releases]), np.array([selection.second.epsilon]))[1][0]
     assert first <= selection.first.epsilon
-    assert meets_second([releases], selection)
+    assert second_epsilon([releases], selection) <= selection.second.epsilon
     assert second <= selection.second.delta * 1.02  # on another grid
     # One of the two is used up.
     ratios = first / selection.first.epsilon, max(epsilons_of(merged_rounds([releases]), delta=selection.second.delta))
@@ -362,8 +362,9 @@ def test_the_second_guarantee_raises_the_noise_where_the_first_would_not():
     terms = dict(sample_rate=0.5, steps=400)
     first_only = get_noise_multiplier(target_epsilon=selection.first.epsilon, target_delta=selection.first.delta, **terms)
     sigma = noise_multiplier_of_trial(selection, **terms)
-    assert not meets_second([Releases(first_only, *terms.values())], selection) or sigma == first_only
-    assert meets_second([Releases(sigma, *terms.values())], selection)
+    of_first_only, of_sigma = (second_epsilon([Releases(each, *terms.values())], selection) for each in (first_only, sigma))
+    assert of_first_only > selection.second.epsilon or sigma == first_only
+    assert of_sigma <= selection.second.epsilon
     strict = selection._replace(second=selection.second._replace(epsilon=selection.second.epsilon / 2))
     assert noise_multiplier_of_trial(strict, **terms) > sigma
 

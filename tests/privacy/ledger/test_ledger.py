@@ -14,9 +14,10 @@ from doppler_hf.cli.verify import budget_mismatches, epsilon_mismatches
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement, get_epsilon, get_noise_multiplier
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
-from doppler_hf.privacy.ledger.file import schema_validator
+from doppler_hf.privacy.ledger.file import WriterLock, schema_validator
 from doppler_hf.privacy.ledger.ledger import latest, set_aside
 from tests.support.ledgers import after, all_events, document_in, rehashed, statement, write
+from tests.support.power import Disk
 from tests.support.refusals import refused
 
 NOT_PRIVATE = dict(private=False)  # spares the accountant where only steps count
@@ -299,6 +300,17 @@ def test_what_is_in_the_file_was_synchronized_before_its_name(tmp_path, monkeypa
         monkeypatch.setattr(os, name, lambda *args, name=name, called=called: (calls.append(name), called(*args)))
     PrivacyLedger.open(statement()).save(tmp_path)
     assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+
+def test_no_ledger_is_lost_if_the_power_fails(tmp_path, monkeypatch):
+    """Neither a ledger nor its folder, nor the ledger of an earlier run, which was renamed for it."""
+    disk, folder = Disk(monkeypatch), tmp_path / "runs" / "out"
+    with WriterLock(folder):
+        assert not disk.lost
+        PrivacyLedger.open(statement()).save(folder)
+        assert not disk.lost
+        assert set_aside(folder, unless=lambda there: False)
+        assert not disk.lost
 
 
 def test_a_ledger_is_set_aside_under_its_head(tmp_path):
