@@ -108,7 +108,7 @@ def refuse_other_model(trainer: Any) -> None:
         taken = inspect.signature(type(trainer).__init__).parameters.values()
         if not any(each.name == "model_init" or each.kind is each.VAR_KEYWORD for each in taken):
             raise Refusal(
-                "search-without-model-init",
+                "search-takes-no-model-init",
                 f"Each trial of a search begins with a new model, but {type(trainer).__name__} takes no model_init, so it "
                 "cannot search. Search with DopplerTrainer on tokenized data, or choose the settings on public data.",
             )

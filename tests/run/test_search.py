@@ -639,7 +639,7 @@ def test_a_trainer_that_takes_no_model_init_says_so(tmp_path):
             super().__init__(model, args, pad, train_dataset, eval_dataset)
 
     args = arguments(tmp_path, noise_multiplier=None, target_epsilon=3.0)
-    with refused("search-without-model-init", match="Theirs takes no model_init"):
+    with refused("search-takes-no-model-init", match="Theirs takes no model_init"):
         Theirs(tiny_bert(), args, text_data(48), text_data(8, seed=1)).hyperparameter_search(space, n_trials=3)
 
 
