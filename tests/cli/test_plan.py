@@ -278,7 +278,7 @@ def test_the_table_of_a_search_says_what_it_costs(capsys):
     )
     found = rows(text)
     assert found["trials expected"].startswith("4 (logarithmic")
-    assert float(found["ε of each trial"]) < float(found["ε of the search"].split()[0])
+    assert float(found["ε of each trial"].split()[0]) < float(found["ε of the search"].split()[0])
     assert found["records processed"].startswith("8,000 ")
     assert "Trials of hyperparameter searches" in text
 
