@@ -206,7 +206,8 @@ def study(seed: int, base: Path, encode: Encoder, out: Path, data_dir: Path, siz
     train, test = splits["train"], splits["validation"]
     real, held_out, tested = (encode(texts) for texts in (train["sentence"], others, test["sentence"]))
     real_labels, test_labels = np.array(train["label"]), np.array(test["label"])
-    public = np.random.default_rng(seed).permutation(public_sentences(data_dir))[: sizes.samples]
+    sentences = public_sentences(data_dir)
+    public = [sentences[row] for row in np.random.default_rng(seed).permutation(len(sentences))[: sizes.samples]]
 
     def trained(vectors: np.ndarray, labels: np.ndarray, epsilon: float | None = None) -> nn.Module:
         return logistic_regression(vectors, labels, epsilon=epsilon, steps=sizes.steps, seed=seed)
@@ -232,7 +233,7 @@ def study(seed: int, base: Path, encode: Encoder, out: Path, data_dir: Path, siz
             f"real, {NO_PRIVACY}": accuracy(judge),
             f"real, {PRIVATE}": accuracy(trained(real, real_labels, EPSILON)),
         },
-        "public": {**distances(encode([*public])), "loss": loss_per_token(base, test["sentence"], test_labels)},
+        "public": {**distances(encode(public)), "loss": loss_per_token(base, test["sentence"], test_labels)},
         "real": {**distances(held_out), "words": lengths_of(train["sentence"]), "positive": float(real_labels.mean())},
     }
     for name in (PRIVATE, NO_PRIVACY):
@@ -296,9 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     missing = [seed for seed in args.seeds if not (args.out / f"seed-{seed}.json").is_file()]
     if missing:
         check_encoder(args.encoder)
-        base = public_model(
-            args.out / "public", args.data_dir, args.encoder, vocabulary=sizes.vocabulary, epochs=sizes.public_epochs
-        )
+        with quiet():
+            base = public_model(
+                args.out / "public", args.data_dir, args.encoder, vocabulary=sizes.vocabulary, epochs=sizes.public_epochs
+            )
         encode = Encoder(args.encoder)
     for seed in missing:
         print(f"seed {seed}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from scripts.experiments import bert_writer, synthetic_tables, synthetic_texts, 
 from tests.support.folders import SPECIAL_WORDS, WORDS, write_glue, write_gpt2
 
 pytestmark = pytest.mark.usefixtures("own_caches")
-SIZES = ["--vocabulary=80", "--public-epochs=1", "--rows=80", "--epochs=1", "--plain-epochs=12", "--samples=20", "--steps=2"]
+SIZES = ["--vocabulary=80", "--public-epochs=1", "--rows=80", "--epochs=1", "--plain-epochs=25", "--samples=20", "--steps=2"]
 PIECES = [*"abcdefghijklmnopqrstuvwxyz0123456789:.", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
 MORE_WORDS = ["label", "text", "positive", "negative", "secret", "code", "of", "is"]
 
@@ -26,11 +26,12 @@ def write_encoder(folder):
     tokenizer.save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(vocab),
-        hidden_size=32,
+        hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        intermediate_size=64,
+        intermediate_size=128,
         max_position_embeddings=64,
+        initializer_range=0.1,  # The head shares the frozen embeddings: if they are small, it is sure of nothing.
     )
     torch.manual_seed(0)
     BertModel(config).save_pretrained(folder)
