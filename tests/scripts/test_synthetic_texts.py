@@ -14,7 +14,7 @@ from scripts.experiments import bert_writer, synthetic_tables, synthetic_texts, 
 from tests.support.folders import SPECIAL_WORDS, WORDS, write_glue, write_gpt2
 
 pytestmark = pytest.mark.usefixtures("own_caches")
-SIZES = ["--vocabulary=80", "--public-epochs=1", "--rows=80", "--epochs=1", "--plain-epochs=25", "--samples=20", "--steps=2"]
+SIZES = ["--vocabulary=80", "--public-epochs=1", "--rows=80", "--epochs=1", "--plain-epochs=12", "--samples=20", "--steps=2"]
 PIECES = [*"abcdefghijklmnopqrstuvwxyz0123456789:.", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
 MORE_WORDS = ["label", "text", "positive", "negative", "secret", "code", "of", "is"]
 
@@ -26,10 +26,10 @@ def write_encoder(folder):
     tokenizer.save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(vocab),
-        hidden_size=64,
+        hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        intermediate_size=128,
+        intermediate_size=64,
         max_position_embeddings=64,
         initializer_range=0.1,  # The head shares the frozen embeddings: if they are small, it is sure of nothing.
     )
@@ -50,6 +50,7 @@ def test_a_canary_is_found_without_privacy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(synthetic_texts, "BATCH", 64)
     monkeypatch.setattr(synthetic_texts, "BATCH_WITHOUT_PRIVACY", 8)
     monkeypatch.setattr(synthetic_texts, "RATE_WITHOUT_PRIVACY", 1e-2)
+    monkeypatch.setattr(synthetic_texts, "MAX_TOKENS", 60)  # Most words are spelt, and codes come last.
     monkeypatch.setattr(text_canaries, "ALTERNATIVES", 50)
     monkeypatch.setattr(text_canaries, "CANARIES", 1)
     data, encoder, out = write_data(tmp_path / "glue"), write_encoder(tmp_path / "encoder"), tmp_path / "out"
