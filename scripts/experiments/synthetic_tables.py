@@ -11,6 +11,7 @@ from scripts.experiments.text_canaries import ALTERNATIVES, INSERTIONS, canaries
 
 # The sets of texts: their names in the results of a seed, and in the tables.
 MODELS: Final = ("ε = 8", "no privacy")
+MAJORITY: Final = "the majority class"
 TITLES: Final = {
     "public": "public sentences",
     "ε = 8": "synthetic, ε = 8",
@@ -36,7 +37,8 @@ def tables(found: Sequence[Mapping[str, Any]]) -> str:
 
     lines = ["| classifier trained on | accuracy, % |", "|---|---|"]
     for name in found[0]["accuracy"]:
-        lines.append(f"| {name} | {with_error([100 * each['accuracy'][name] for each in found], 1)} |")
+        values = [100 * each["accuracy"][name] for each in found]
+        lines.append(f"| {name} | {f'{values[0]:.1f}' if name == MAJORITY else with_error(values, 1)} |")
 
     lines += ["", "| texts | Fréchet distance | area under the frontier | loss per token on the validation set |"]
     lines += ["|---|---|---|---|"]
@@ -100,14 +102,14 @@ def draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def draw_accuracies(found: Sequence[Mapping[str, Any]], axes: Any) -> None:
     """Draw the accuracy of each classifier, with its error over seeds, and a line for the majority class."""
-    names = [name for name in found[0]["accuracy"] if name != "the majority class"]
+    names = [name for name in found[0]["accuracy"] if name != MAJORITY]
     values = 100 * np.array([[each["accuracy"][name] for name in names] for each in found])
     errors = [error_of(column) for column in values.T] if len(found) > 1 else None
     colors = [COLORS["ε = 8" if name.endswith("ε = 8") else "no privacy"] for name in names]
     axes.barh(names[::-1], values.mean(0)[::-1], xerr=errors and errors[::-1], color=colors[::-1], capsize=3)
-    majority = 100 * found[0]["accuracy"]["the majority class"]
+    majority = 100 * found[0]["accuracy"][MAJORITY]
     axes.axvline(majority, color="black", linestyle=":", label=f"majority class, {majority:.1f} %")
-    axes.set(xlim=(40, 100), xlabel="accuracy, %")
+    axes.set(xlim=(40, 100), ylim=(-1.5, len(names) - 0.5), xlabel="accuracy, %")  # with room for the legend
     axes.set_title("A classifier trained on real or synthetic texts", fontsize="medium")
     axes.legend(fontsize="small", loc="lower right")
 
@@ -133,7 +135,7 @@ def draw_labels(found: Sequence[Mapping[str, Any]], axes: Any) -> None:
     names = ["real" if name == "real" else TITLES[name] for name in reversed(COLORS)]
     axes.set_yticks(range(len(names)), names)
     axes.set(xlim=(0, 100), xlabel="texts, %")
-    axes.set_title("Labels: synthetic texts have equally many of both, as asked for", fontsize="medium")
+    axes.set_title("Labels: as many of both were asked for", fontsize="medium")
 
 
 def draw_canaries(found: Sequence[Mapping[str, Any]], axes: Any) -> None:

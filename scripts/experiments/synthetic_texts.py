@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 from doppler_hf.training_args import DopplerTrainingArguments
 from scripts import synthesize
 from scripts.experiments.bert_writer import public_model, public_sentences
-from scripts.experiments.synthetic_tables import draw, tables
+from scripts.experiments.synthetic_tables import MAJORITY, draw, tables
 from scripts.experiments.text_canaries import canaries_of, ranks
 from scripts.experiments.text_distances import Encoder, frechet_distance, frontier_area, share_nearer
 from scripts.studies.networks import Classifier
@@ -229,7 +229,7 @@ def study(seed: int, base: Path, encode: Encoder, out: Path, data_dir: Path, siz
         "seed": seed,
         "sizes": sizes._asdict(),
         "accuracy": {
-            "the majority class": float(max(test_labels.mean(), 1 - test_labels.mean())),
+            MAJORITY: float(max(test_labels.mean(), 1 - test_labels.mean())),
             f"real, {NO_PRIVACY}": accuracy(judge),
             f"real, {PRIVATE}": accuracy(trained(real, real_labels, EPSILON)),
         },
