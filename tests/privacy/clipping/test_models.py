@@ -45,7 +45,9 @@ def reference(name, attention="sdpa", batch=BATCH):
 
 @pytest.mark.parametrize(
     ("name", "attention", "checkpointing"),
-    further([("resnet", "eager", "off"), ("bit", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)]),
+    further(
+        [("resnet", "eager", "off"), ("bit", "eager", "off"), *pairwise(TRANSFORMERS, ["sdpa", "eager"], CHECKPOINTING)]
+    ),
 )
 def test_norms_and_sums_equal_a_loop_over_single_examples(name, attention, checkpointing):
     model = build(name, attention=attention, checkpointing=checkpointing)
