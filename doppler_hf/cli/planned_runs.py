@@ -166,8 +166,8 @@ class PlanRequest:
         assert self.batch_size is not None
         return Releases(noise_multiplier, self.batch_size / self.num_examples, self.steps, strategy, self.sampling)
 
-    def selection(self) -> Selection | None:
-        """Return what each trial of the search must satisfy, for white noise as in a real search; None for a single run."""
+    def selection(self, *, strategy: tuple[float, ...] = (1.0,)) -> Selection | None:
+        """Return what each trial of the search must satisfy; None for a single run."""
         if self.trials is None:
             return None
         trials = NumberOfTrials(self.trials)
@@ -176,7 +176,7 @@ class PlanRequest:
         assert self.epsilon is not None
         return divide_budget(
             trials, target_epsilon=self.epsilon, target_delta=self.target_delta,
-            releases_at=self.releases,
+            releases_at=lambda sigma: self.releases(sigma, strategy=strategy),
         )  # fmt: skip
 
     def solve(self, *, rough: bool = False, selection: Selection | None = None) -> PlannedRun:
@@ -280,6 +280,7 @@ def planned_terms(
     if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
         steps = without_partial_round(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
+    selection = request.selection(strategy=shape.c)
     sigma = (
         get_noise_multiplier(strategy=shape.c, steps=steps, **terms)
         if selection is None

@@ -42,6 +42,7 @@ import numpy as np
 from transformers.trainer_utils import BestRun, SchedulerType
 
 from doppler_hf.errors import Failure, Refusal
+from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Releases, Spent, Trainings
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
@@ -241,12 +242,14 @@ def search(
     """
     args, began = trainer.args, time.time()
     folder, trials = Path(args.output_dir), NumberOfTrials(float(n_trials))
-    # The division suits a trial with the trainer's own arguments and white noise, and is valid for all trials.
+    # The division suits a trial with the trainer's own arguments, and is valid for all trials. Privacy: it follows from
+    # public arguments, before the first trial.
+    strategy = NoiseShape.parse(plan.noise_shape).c
     selection = divide_budget(
         trials,
         target_epsilon=args.target_epsilon,
         target_delta=plan.target_delta,
-        releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, sampling=plan.sampling),
+        releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, strategy, plan.sampling),
     )
     _say_what_begins(folder, selection)
     with _unseen():  # `hp_space` may print
