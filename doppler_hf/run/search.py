@@ -100,7 +100,8 @@ class Draw:
         """Draw a number between `low` and `high` uniformly, or its logarithm uniformly, or one of the steps from `low`."""
         _check_range(name, low, high, positive=log)
         if step is not None:
-            return self._once(name, lambda: low + step * _RANDOM.randrange(math.floor((high - low) / step + 1e-9) + 1))
+            steps = math.floor((high - low) / step + 1e-9)
+            return self._once(name, lambda: min(high, low + step * _RANDOM.randrange(steps + 1)))
         if log:
             return self._once(name, lambda: min(high, max(low, math.exp(_RANDOM.uniform(math.log(low), math.log(high))))))
         return self._once(name, lambda: _RANDOM.uniform(low, high))

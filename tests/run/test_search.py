@@ -629,6 +629,13 @@ def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_p
     assert trainer.evaluate()["eval_loss"] == pytest.approx(found.objective)
 
 
+def test_a_number_in_steps_is_never_beyond_its_range():
+    """In floating point, 1e-3 + 9·1e-3 is above 1e-2."""
+    drawn = {Draw().suggest_float("a", 1e-3, 1e-2, step=1e-3) for _ in range(300)}
+    assert len(drawn) == 10
+    assert max(drawn) == 1e-2
+
+
 def test_a_trial_can_be_asked_what_it_has():
     assert hasattr(Draw(), "suggest_int")
     assert not hasattr(Draw(), "number")
