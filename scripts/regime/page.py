@@ -46,6 +46,12 @@ held-out images, at its own best rate. Differences are paired by the seed, in po
 """.strip()
 
 
+LOW_PASS: Final = """
+The theorem of the paper lets a filter gain where the signal's autocorrelation is positive, that is where gradients change
+slowly. In {turning} of {tasks} tasks the gradient at the best rate of DPSGD turns over from one step to the next (ρ₁ < 0), and
+the theorem then predicts a loss, which is a gain below 1. At a rate too small for DPSGD it predicts a gain, so a grid of
+rates that ends early can favour the filter. The tables further down show what was found.
+""".strip()
 SPECTRUM: Final = Signal.name
 SIGNAL: Final = """
 Runs of DPSGD. *Signal* is the power of the mean clipped gradient over all examples, in units of the mechanism's
@@ -57,10 +63,49 @@ paper's bound depends, and which is 1 without a filter. ε = ∞ is a run withou
 
 def write_page(results: Results, path: Path) -> None:
     """Write the page of the results that there are."""
-    parts = [TITLE, FIRST_PART.format(date=results.date), *_missing(results)]
+    parts = [TITLE, FIRST_PART.format(date=results.date), *_where_it_is_low_pass(results), *_missing(results)]
     for task in TASKS:
         parts += [*_tables(task, results), *_theory(task, results)]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _where_it_is_low_pass(results: Results) -> Iterator[str]:
+    """Yield the signal's autocorrelation at the smallest and at the best rate of DPSGD that were tried, by task."""
+    rows = [
+        "| task | C·rate | held out, % | ρ₁ | predicted gain of first-order-v1 |",
+        "|---|---|---|---|---|",
+    ]
+    turning = tasks = 0
+    for task in TASKS:
+        usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
+        runs = [
+            row
+            for row in results.rows(task)
+            if row["method"] == usual.method and SPECTRUM in row and row["held_out"] is not None
+            if all(row[name] == getattr(usual, name) for name in TERMS)
+        ]
+        if not runs:
+            continue
+        best, smallest = max(runs, key=lambda row: row["held_out"]), min(runs, key=_step_length)
+        tasks += 1
+        turning += signal_of(best)[1] < 0
+        for name, row in {"smallest": smallest, "best": best}.items():
+            if name == "smallest" and row is best:
+                continue
+            signal = signal_of(row)
+            gain = predicted_gain(PAPER_FILTERS["first-order-v1"], signal)
+            rows.append(
+                f"| {task}, {name} rate tried | {_step_length(row):g} | {_percent(row)} | {signal[1] / signal[0]:.2f} | "
+                f"{gain:.2f} |"
+            )
+    if tasks:
+        yield "## Where is the gradient low-pass?\n\n" + LOW_PASS.format(turning=turning, tasks=tasks)
+        yield "\n".join(rows)
+
+
+def _step_length(row: dict[str, Any]) -> float:
+    """Return C times the learning rate, the length of the step that one record makes, but for B."""
+    return float(row["clip_norm"] * row["learning_rate"])
 
 
 def _missing(results: Results) -> Iterator[str]:
