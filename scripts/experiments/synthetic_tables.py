@@ -151,4 +151,4 @@ def draw_canaries(found: Sequence[Mapping[str, Any]], axes: Any) -> None:
     axes.set_xticks(range(len(INSERTIONS)), [f"{insertions} ×" for insertions in INSERTIONS])
     axes.set(xlabel="how often the canary is in the private texts", ylabel="rank, 1 is memorized", ylim=(0.8, 1400))
     axes.set_title(f"Ranks of canaries among {ALTERNATIVES + 1:,} codes", fontsize="medium")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper right")

@@ -259,11 +259,9 @@ class Standardized(Use):
     """The gradient of a matrix that is standardized before it multiplies.
 
     It follows from G = Σ_t l_t r_tᵀ, where l are the gradients of the outputs multiplied by rstd, and r the inputs. With m_o
-    the mean of row o of G, and s_o = ⟨G_o, ŵ_o⟩, it is
+    the mean of row o of G, s_o = ⟨G_o, ŵ_o⟩, and δ_o the mean of ŵ_o, which is 0 but for rounding, it is
 
-        g = G − m 1ᵀ − diag(s) ŵ/q,    ‖g‖² = ‖G‖² − q Σ_o m_o² − Σ_o s_o² (2 − ‖ŵ_o‖²/q)/q,
-
-    since the mean of ŵ_o is 0.
+        g = G − m 1ᵀ − diag(s) ŵ/q,    ‖g‖² = ‖G‖² − q Σ_o m_o² − Σ_o s_o² (2 − ‖ŵ_o‖²/q)/q + 2 Σ_o m_o s_o δ_o.
     """
 
     product: Product
@@ -309,14 +307,19 @@ class Standardized(Use):
         """Leave the factors to be compared, and subtract the squares of what standardization takes out."""
         self.product.add_squares(squares, group)
         left, right = map(in_float32, self.factors)
-        q, squared = right.shape[2], row_sums(self.standard.weight.square()).to(left.dtype)
+        weight, q = self.standard.weight.to(left.dtype), right.shape[2]
+        squared, delta = row_sums(weight.square()), row_sums(weight).div_(q)
         # Sensitivity: rounding may have made |m_o| and |s_o| too large by a few eps of Σ_t |l_to| ‖r_t‖ times the norm of
-        # 1/q or of ŵ_o, and so the norm too small. So that much is taken off.
+        # 1/q or of ŵ_o, and so the norm too small. So that much is taken off, and 2 |m_o s_o δ_o| added, whatever its sign.
         of_right = row_norms(right.flatten(0, 1)).view(*right.shape[:2], 1)
         lost = sums_over_time(left.abs() * of_right).mul_(TERMS * torch.finfo(left.dtype).eps)
-        means = (self.means.abs() - lost / math.sqrt(q)).clamp_(min=0.0).square_().mul_(q)
-        along = (self.along.abs() - lost * squared.sqrt()).clamp_(min=0.0).square_().mul_((2 - squared / q) / q)
-        squares.add(group, -row_sums(means.add_(along)))
+        means, along = self.means.abs(), self.along.abs()
+        of_means = (means - lost / math.sqrt(q)).clamp_(min=0.0).mul_(math.sqrt(q))
+        # The factor comes before the square, so that no square here leaves the range of the dtype where ‖G‖² does not.
+        of_along = (along - lost * squared.sqrt()).clamp_(min=0.0).mul_(((2 - squared / q) / q).sqrt())
+        taken_out = row_sums(of_means.square_().add_(of_along.square_()).sub_(means * (2 * along * delta.abs())))
+        # A difference of infinite numbers is none: such an example is left out.
+        squares.add(group, -taken_out.where(taken_out.isfinite(), torch.nan))
 
     def weighted(self, weights: Weights, total: Float[Tensor, "..."] | None) -> Float[Tensor, "..."]:
         """Return Σ w_i g_i, shape (p, q), or added to `total`, of any shape with p·q elements."""
@@ -555,7 +558,7 @@ class Notes:
             return
         left, right = self._rows_as_sequences(left), self._rows_as_sequences(right)
         if standard is not None:
-            left = left * standard.rstd.to(left.dtype)
+            left = in_float32(left) * standard.rstd
         if self.in_kernels:
             left, right = left.contiguous(), right.contiguous()
             if left.dtype != right.dtype:

@@ -232,7 +232,7 @@ class _Convolution(torch.autograd.Function):
     ) -> Float[Tensor, "batch filters *outputs"]:
         ctx.weight, ctx.bias, ctx.geometry, ctx.notes, ctx.standard = weight, bias, geometry, notes, standard
         ctx.save_for_backward(x)
-        used = weight if standard is None else standard.weight.view_as(weight)
+        used = weight if standard is None else standard.weight.view_as(weight).to(weight.dtype)
         return (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3](x, used, bias, *geometry)
 
     @staticmethod

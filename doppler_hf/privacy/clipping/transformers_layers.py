@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from doppler_hf.linalg import in_float32
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
 from doppler_hf.privacy.clipping.gradients import Notes, Standardization
 from doppler_hf.privacy.clipping.layers import substituted
@@ -67,7 +68,7 @@ def standardized_convolution(
     """Compute the convolution of BiT, whose weight is standardized first."""
     with torch.no_grad():
         # Transformers standardizes by this function, too: rows of the weight take the place of its channels.
-        rows = module.weight.flatten(1).unsqueeze(0)
+        rows = in_float32(module.weight).flatten(1).unsqueeze(0)
         standard, _, rstd = torch.native_batch_norm(rows, None, None, None, None, True, 0.0, module.eps)
     padded = hidden_state if module.pad is None else module.pad(hidden_state)
     return convolved(notes, module, padded, standard=Standardization(standard.squeeze(0), rstd))

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers.models.bit.modeling_bit import WeightStandardizedConv2d
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.support.models import batch_for, build, losses_of, rows
@@ -114,6 +115,23 @@ def test_no_large_number_that_cancels_hides_many_small_ones(width, small):
     bound = exact_norm(layer, inputs, weights) / 10
     losses = lambda: (layer(inputs) * weights).sum(dim=(1, 2))  # noqa: E731
     assert contribution(layer, losses, norm_rule="ghost", max_grad_norm=bound).norm() <= bound * (1 + SLACK)
+
+
+@pytest.mark.parametrize("norm_rule", NORM_RULES)
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 0.0), (torch.float32, 3e3), (torch.bfloat16, 0.0)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_standardization_takes_out_most_of_a_gradient_and_what_is_left_is_at_most_c(dtype, mean, sign, norm_rule):
+    """A mean far above the deviation, or half precision, leaves rows of the standardized weight with a mean of their own."""
+    layer = WeightStandardizedConv2d(64, 8, 3, padding="valid").to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(normal(8, 64, 3, 3) + mean)
+        rows = layer.weight.float().flatten(1)
+        row = ((rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True))[0].view(1, 64, 3, 3)
+    inputs = (row + sign + 1e-2 * normal(1, 64, 3, 3, seed=3)).to(dtype)
+    found = contribution(
+        layer, lambda: 10.0 * layer(inputs)[:, 0].flatten(1).sum(1).float(), norm_rule=norm_rule, max_grad_norm=C
+    )
+    assert 0.0 < found.norm() <= C * (1 + SLACK)
 
 
 TOKENS, WORDS, PIXELS = 8_192, 151_936, "pixels of one channel"
