@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "privacy/noise/chacha": ("triton_support", "numpy jaxtyping torch triton"),
     "privacy/accounting": ("", "scipy numpy dp_accounting"),
     "privacy/ledger": ("version privacy.accounting filters.noise_shape", "jsonschema filelock"),
-    "privacy/clipping/transformers_layers": ("privacy", "jaxtyping torch transformers peft"),
+    "privacy/clipping/transformers_layers": ("linalg privacy", "jaxtyping torch transformers peft"),
     "privacy/losses": ("linalg privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/loss_bounds": ("privacy.losses", "transformers"),
     "privacy/token_losses": ("linalg", "jaxtyping torch transformers"),

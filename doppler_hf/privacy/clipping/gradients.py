@@ -308,7 +308,7 @@ class Standardized(Use):
         self.product.add_squares(squares, group)
         left, right = map(in_float32, self.factors)
         weight, q = self.standard.weight.to(left.dtype), right.shape[2]
-        squared, delta = row_sums(weight.square()), row_sums(weight).div_(q)
+        squared, delta = row_norms(weight).square_(), row_sums(weight).div_(q)
         # Sensitivity: rounding may have made |m_o| and |s_o| too large by a few eps of Σ_t |l_to| ‖r_t‖ times the norm of
         # 1/q or of ŵ_o, and so the norm too small. So that much is taken off, and 2 |m_o s_o δ_o| added, whatever its sign.
         of_right = row_norms(right.flatten(0, 1)).view(*right.shape[:2], 1)
