@@ -48,9 +48,9 @@ held-out images, at its own best rate. Differences are paired by the seed, in po
 
 LOW_PASS: Final = """
 The theorem of the paper lets a filter gain where the signal's autocorrelation is positive, that is where gradients change
-slowly. In {turning} of {tasks} tasks the gradient at the best rate of DPSGD turns over from one step to the next (ρ₁ < 0),
-and the theorem then predicts a loss, which is a gain below 1. At a rate too small for DPSGD it predicts a gain, so a grid of
-rates that ends early can favour the filter. The tables further down show what was found.
+slowly. In {turning} of {tasks} tasks the gradient turns over from one step to the next (ρ₁ < 0) at the best rate of DPSGD
+that was tried so far, and the theorem then predicts a loss, which is a gain below 1. At a rate too small for DPSGD it
+predicts a gain, so a grid of rates that ends early can favour the filter. The tables further down show what was found.
 """.strip()
 SPECTRUM: Final = Signal.name
 SIGNAL: Final = """
