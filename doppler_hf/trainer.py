@@ -36,6 +36,7 @@ from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
+from doppler_hf.run.interrupted_searches import interrupted_in, remove_leftovers
 from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
@@ -44,7 +45,7 @@ from doppler_hf.run.plan import NOTHING, Previous, Trial, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.search import default_objective, interrupted_in, remove_leftovers, search
+from doppler_hf.run.search import default_objective, search
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -419,6 +420,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         direction: Any = "minimize",
         backend: Any = None,
         hp_name: Any = None,
+        resume_from_checkpoint: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Search for settings, and save the model of the best trial into `output_dir`; `target_epsilon` covers all trials.
@@ -427,6 +429,9 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         `suggest_float`, `suggest_int` and `suggest_categorical`, which draw at random, and returns the arguments that a
         trial gets. Trials are compared by their metrics on `eval_dataset`, which has to be other people's data.
 
+        A search that was interrupted in this `output_dir` goes on, if it was called with the same arguments. With
+        `resume_from_checkpoint=False` another search begins, and the ε of both add up; with True there has to be one.
+
         Returns:
             Transformers' `BestRun`. The trainer then has the best model.
 
@@ -434,6 +439,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             ValueError: If the call, or settings that `hp_space` draws, would break the guarantee. No ε is spent then.
         """
         others = kwargs | {"backend": backend, "hp_name": hp_name}
+        if self.args.disable_dp and resume_from_checkpoint is not None:
+            others["resume_from_checkpoint"] = resume_from_checkpoint
         terms = {"hp_space": hp_space, "direction": direction}
         if self.args.disable_dp:
             return super().hyperparameter_search(compute_objective=compute_objective, n_trials=n_trials, **terms, **others)
@@ -443,10 +450,12 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         try:
             preflight.check_objective(self, objective)
             self.get_train_dataloader()  # checks the data
-            plan, notes = self.privacy.statement, self.privacy.notes
+            plan = self.privacy
         finally:
             self._run = before
-        preflight.check_learning_rates(self, hp_space=hp_space, plan=plan)
-        for note in notes:
+        preflight.check_learning_rates(self, hp_space=hp_space, plan=plan.statement)
+        for note in plan.notes:
             print(f"{'warning':<14} {note}")
-        return search(self, compute_objective=objective, n_trials=n_trials, plan=plan, **terms)
+        return search(
+            self, compute_objective=objective, n_trials=n_trials, plan=plan, resume=resume_from_checkpoint, **terms
+        )

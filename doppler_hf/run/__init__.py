@@ -22,11 +22,13 @@
 - beside_model: the ledger next to a saved model
 - trained_model: the model that a run trains, as its ledger knows it
 - search: a hyperparameter search, of which only the best trial is published
+- interrupted_searches: what is kept of a search until it ends, so that it is counted and can go on
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights
 - merges: how to recognise weights into which an adapter was merged
 - merged_model: a check that a model is a base with an adapter merged into it
 - rounds: the rounds of the sampling, new or continued from an earlier run
+- states_folder: the user's own folder, for what must not be in an output folder
 - round_secrets: the secret of a run's rounds, kept for resuming it on this machine
 - own_code: a test whether a method is the user's own
 - precision: how coarsely a model rounds

@@ -17,7 +17,6 @@ docs/trust/ledger.md says so. The register holds only digests of weights that a 
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple, final
@@ -35,6 +34,7 @@ from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
 from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, has_trained_adapter, merged_in, sketched
 from doppler_hf.run.processes import on_process_0
+from doppler_hf.run.states_folder import states_folder
 
 # A mark of fewer values could belong to another tensor by chance.
 _FEWEST_VALUES: Final = 32
@@ -261,8 +261,7 @@ def _holds_any(folder: Path, marks: Iterable[str]) -> bool:
 
 
 def _register() -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "doppler_hf" / "trainings"
+    return states_folder() / "trainings"
 
 
 def _write(run: str, record: Record) -> None:

@@ -39,6 +39,7 @@ from doppler_hf.privacy.accounting.accounting import Trainings
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import lengths_of, units_of
 from doppler_hf.privacy.batching.cutting import Cut, grid_for, tokens_for
+from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader
 from doppler_hf.privacy.batching.probe import Probe
 from doppler_hf.privacy.batching.sampling import Piece
@@ -80,6 +81,12 @@ _OF_TRANSFORMERS: Final = (
 _READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps", "max_grad_norm")
 
 
+def planned_from(args: DopplerTrainingArguments) -> dict[str, Any]:
+    """Return the values, by name, of the arguments from which a run is planned."""
+    names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
+    return {name: copy.copy(getattr(args, name)) for name in names}
+
+
 class FixedTerms:
     """The values of the arguments from which a run was planned.
 
@@ -88,8 +95,7 @@ class FixedTerms:
     """
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
-        names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
-        self._args, self._values = args, {name: copy.copy(getattr(args, name)) for name in names}
+        self._args, self._values = args, planned_from(args)
         self._warned: set[str] = set()
 
     def refuse_changes(self, args: DopplerTrainingArguments) -> None:
@@ -233,6 +239,11 @@ class PrivateRun:
         if self.affordable <= 0 or not has_begun:
             self._rounds.secret_of(self.ledger).forget()
 
+    @property
+    def digest_of_data(self) -> DataDigest:
+        """A digest that tells the training rows, in their order, from other data."""
+        return self._rounds.digest_of_data
+
     def forget_rounds(self) -> None:
         """Forget the secret of the rounds, with which the run could be resumed."""
         if self.ledger is not None:
@@ -369,6 +380,16 @@ class PrivateRun:
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=self.previous.model, step=step)
         self.ledger, self.affordable, self.is_running = ledger, affordable, True
         return ledger
+
+    def take_up(self, ledger: PrivacyLedger, model: nn.Module, *, words: Mapping[str, str]) -> None:
+        """Take up the ledger of a run of the same plan that has ended, with the model and the words that it left."""
+        assert self.ledger is None, "a run begins once"
+        if ledger.statement != self.statement:
+            raise Refusal("other-plan", "The ledger has another plan than a run with these arguments.")
+        place = self._args.output_dir if self._trial is None else self._trial.output_dir
+        lineage = Lineage(model, output_dir=place, continued=ledger)
+        self.ledger, self.words = ledger, dict(words)
+        self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=None, step=0)
 
     def _opened(self, *, step: int, others: Trainings | None = None) -> tuple[PrivacyLedger, int]:
         """Return the ledger, and the number of steps that its budget allows.

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.ledger.ledger import ledger_files
+from doppler_hf.run.states_folder import states_folder
 
 _LENGTH: Final = 32
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
@@ -47,8 +48,7 @@ class RoundSecret(NamedTuple):
     @property
     def path(self) -> Path:
         """The path of the file."""
-        home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        return Path(home) / "doppler_hf" / f"{self.run_id}-{self.rank}-of-{self.world_size}"
+        return states_folder() / f"{self.run_id}-{self.rank}-of-{self.world_size}"
 
     def keep(self, secret: bytes, *, output_dir: str | Path) -> None:
         """Write the secret, if its folder can be written. Without it, a resumed run starts a new round.

@@ -2,13 +2,15 @@
 
 Privacy: `privacy.accounting.selection` bounds what such a search says about one record. Its assumptions hold as follows.
 
-- The number of trials, and the settings of all trials, are drawn from the operating system's entropy before the first trial
-  begins. So no result can influence them. `hp_space` gets an object that draws, and nothing else.
+- A coin after each trial decides whether another one follows, so that their number has the stated distribution. The coins,
+  and the settings of all trials, come from the operating system's entropy. So no result can influence them. `hp_space` gets
+  an object that draws, and nothing else.
 - Every trial begins with a new model, a new run with secrets of its own, and copies of the callbacks. Its noise is such that
   it satisfies the two guarantees of the search (`calibration.noise_multiplier_of_trial`), whatever its settings are.
 - A trial is scored on evaluation data, which are other records than the training data. A trial that fails, or whose score is
   not a number, is worse than all others. Independent coins order trials with equal scores.
-- All files of all trials are in a folder outside `output_dir`, which is removed.
+- All files of all trials are in a folder outside `output_dir`, which only the user can read. It is removed when the search
+  ends.
 - No published file tells how long the search took, which would tell something of the number of trials. The model is saved
   after the last trial, and its files get the time at which the search began. The ledger does not even say when it began,
   since people may see at once when it is published: all its entries have the same time, which means nothing. Logs lose their
@@ -17,44 +19,50 @@ Privacy: `privacy.accounting.selection` bounds what such a search says about one
 - Nothing of a trial is shown while the search runs, not even of the first one: if its settings were known, and another trial
   were published, there would be at least two trials, and the theorem does not hold for a number of which this is known.
 
-A search that does not reach its end publishes nothing. It still counts with its whole ε: `output_dir` has a note of a search
-that is running, and each later private run in this folder adds the ε of the note to its own. The note has neither the number
-of trials nor what is left to do, so such a search cannot be resumed.
+A search that does not reach its end publishes nothing. It still counts with its whole ε, and the same call goes on with it:
+`interrupted_searches`. That it was interrupted is told by no published file, since whoever knows when, and which trial was
+made before, would know something of the number of trials.
 """
 
 import copy
-import json
 import logging
 import math
 import os
 import secrets
-import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from transformers import TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import BestRun, SchedulerType
 
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
-from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Releases, Spent, Trainings
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.accounting.accounting import Releases
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
-from doppler_hf.privacy.ledger.file import make_folder, write_whole
-from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.run.evaluation import BASELINES
+from doppler_hf.run.interrupted_searches import (
+    RunningSearch,
+    SearchCall,
+    interrupted_in,
+    not_restored,
+    noted_search,
+)
+from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
 from doppler_hf.run.plan import Trial
+from doppler_hf.run.private_run import PrivateRun, planned_from
 from doppler_hf.run.published_results import CLOCKS
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NOTE_NAME: Final = "privacy_search_running.json"
 NO_TIME: Final = (
     "1970-01-01T00:00:00+00:00"  # of all entries of a search's ledger, whose true times would tell of its length
 )
@@ -66,7 +74,6 @@ SEARCHED: Final = frozenset({
     "low_pass_filter", "base_optimizer", "adam_bc_floor", "weight_decay", "adam_beta2", "adam_epsilon",
     "lr_scheduler_type", "warmup_steps", "seed",
 })  # fmt: skip
-_PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
 # Methods of Optuna's trials that are out of use there, and what to call in their place.
 _OTHER_METHODS: Final = {
     "suggest_uniform": "Call suggest_float(name, low, high)",
@@ -101,10 +108,11 @@ class Draw:
         _check_range(name, low, high, positive=log)
         if step is not None:
             steps = math.floor((high - low) / step + 1e-9)
-            return self._once(name, lambda: min(high, low + step * _RANDOM.randrange(steps + 1)))
+            return self._once(name, lambda: min(high, low + step * _RANDOM.randrange(steps + 1)), low, high, step=step)
         if log:
-            return self._once(name, lambda: min(high, max(low, math.exp(_RANDOM.uniform(math.log(low), math.log(high))))))
-        return self._once(name, lambda: _RANDOM.uniform(low, high))
+            ends = math.log(low), math.log(high)
+            return self._once(name, lambda: min(high, max(low, math.exp(_RANDOM.uniform(*ends)))), low, high, log=True)
+        return self._once(name, lambda: _RANDOM.uniform(low, high), low, high)
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         """Draw a whole number from `low` to `high` uniformly, or its logarithm nearly uniformly."""
@@ -118,14 +126,16 @@ class Draw:
         low, high, step = int(low), int(high), int(step)
         if log:
             ends = math.log(low - 0.5), math.log(high + 0.5)
-            return self._once(name, lambda: min(high, max(low, round(math.exp(_RANDOM.uniform(*ends))))))
-        return self._once(name, lambda: _RANDOM.randrange(low, high + 1, step))
+            return self._once(
+                name, lambda: min(high, max(low, round(math.exp(_RANDOM.uniform(*ends))))), low, high, log=True
+            )
+        return self._once(name, lambda: _RANDOM.randrange(low, high + 1, step), low, high, step=step)
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Draw one of the choices uniformly."""
         if not len(choices):
             raise Refusal("out-of-range", f"hp_space has no choices for {name}. Give suggest_categorical at least one.")
-        return self._once(name, lambda: _RANDOM.choice([*choices]))
+        return self._once(name, lambda: _RANDOM.choice([*choices]), *choices)
 
     def __getattr__(self, name: str) -> Any:
         mend = _OTHER_METHODS.get(name, "Draw the settings with suggest_float, suggest_int and suggest_categorical")
@@ -135,10 +145,37 @@ class Draw:
             f"random, and must not depend on its number or on other trials. {mend}.",
         )
 
-    def _once(self, name: str, draw: Callable[[], Any]) -> Any:
+    def _once(self, name: str, draw: Callable[[], Any], *values: Any, **how: Any) -> Any:
+        """Return what was drawn under this name, or draw it from `values`."""
         if name not in self.params:
             self.params[name] = draw()
         return self.params[name]
+
+
+class _Extreme(Draw):
+    """Takes the first value everywhere, or the last one, and writes down what it was asked for."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self._place, self.asked = place, ""
+
+    def _once(self, name: str, draw: Callable[[], Any], *values: Any, **how: Any) -> Any:
+        self.asked += f"{name} from {values} {how or ''}; "
+        return self.params.setdefault(name, values[self._place])
+
+
+def space_in_words(hp_space: Callable[[Any], Any]) -> str:
+    """Return what `hp_space` draws from, by which another space is recognised."""
+    said = []
+    for place in (0, -1):
+        draw = _Extreme(place)
+        try:
+            with _unseen():
+                hp_space(draw)
+        except Exception as error:
+            draw.asked += type(error).__name__
+        said.append(draw.asked.rstrip("; "))
+    return " | ".join(dict.fromkeys(said))
 
 
 def _check_range(name: str, low: float, high: float, *, positive: bool) -> None:
@@ -206,18 +243,10 @@ def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
     return float(sum(found))
 
 
-def draw_number_of_trials(trials: NumberOfTrials) -> int:
-    """Draw the secret number of trials."""
-    # Privacy: the coins come from the operating system, and nothing that is published depends on the number.
-    number = 1
-    while _RANDOM.random() < trials.another_after(number):
-        number += 1
-    return number
-
-
-def drawn_trials(hp_space: Callable[[Any], Any], trials: NumberOfTrials) -> list[dict[str, Any]]:
-    """Return the settings of all trials of a search, a secret number of them, each drawn independently of the others."""
-    return [drawn_settings(hp_space) for _ in range(draw_number_of_trials(trials))]
+def another_trial(trials: NumberOfTrials, begun: int) -> bool:
+    """Toss the coin that decides, after so many trials, whether another one follows."""
+    # Privacy: the coins come from the operating system, and nothing that is published depends on the number of trials.
+    return _RANDOM.random() < trials.another_after(begun)
 
 
 class _Result(NamedTuple):
@@ -235,32 +264,48 @@ def search(
     compute_objective: Callable[[dict[str, float]], float],
     n_trials: float,
     direction: str,
-    plan: PrivacyStatement,
+    plan: PrivateRun,
+    resume: bool | None = None,
 ) -> BestRun:
     """Run a search, save its best trial into `output_dir`, and leave the trainer with that model.
 
-    `plan` is the statement of a run with the trainer's own arguments.
+    `plan` is a run with the trainer's own arguments. With `resume`, an interrupted search goes on; see `noted_search`.
     """
-    args, began = trainer.args, time.time()
+    args, statement = trainer.args, plan.statement
     folder, trials = Path(args.output_dir), NumberOfTrials(float(n_trials))
     # The division suits a trial with the trainer's own arguments, and is valid for all trials. Privacy: it follows from
     # public arguments, before the first trial.
-    strategy = NoiseShape.parse(plan.noise_shape).c
+    strategy = NoiseShape.parse(statement.noise_shape).c
     selection = divide_budget(
         trials,
         target_epsilon=args.target_epsilon,
-        target_delta=plan.target_delta,
-        releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, strategy, plan.sampling),
+        target_delta=statement.target_delta,
+        releases_at=lambda sigma: Releases(
+            sigma, statement.sample_rate, statement.steps_planned, strategy, statement.sampling
+        ),
     )
-    _say_what_begins(folder, selection)
-    with _unseen():  # `hp_space` may print
-        of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
+    call = SearchCall(
+        {
+            "direction": direction,
+            "hp_space": space_in_words(hp_space),
+            "the division of ε": str(selection),
+            **{name: repr(value) for name, value in planned_from(args).items()},
+        },
+        plan.digest_of_data,
+        DataDigest("", digests_of_fields(trainer.eval_dataset)),
+    )
+    began = time.time()
     with ExitStack() as after, trainer._lock_of(folder):
         # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
-        after.callback(_date_back, folder, to=began)
-        with _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
-            trial = Trial(selection, NO_TIME, interrupted_in(folder, but=note.name), folder)
-            best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
+        after.callback(lambda: _date_back(folder, to=began))
+        noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=statement.target_delta, resume=resume)
+        with noted as running:
+            _say_what_begins(folder, selection)
+            began = running.state.began
+            trial = Trial(selection, NO_TIME, interrupted_in(folder, but=running.name), folder)
+            best = _best_of(
+                trainer, hp_space, trial, compute_objective=compute_objective, direction=direction, running=running
+            )
             _restore(trainer, best.kept)
             _forget_last_trial(trainer)
             trainer.args.output_dir = args.output_dir
@@ -268,7 +313,7 @@ def search(
             _forget_clocks(trainer.state)
             run = trainer.privacy
             assert run.ledger is not None
-            note.run = run.ledger.name
+            running.run = run.ledger.name
             run.forget_rounds()
             trainer.draw_training_curve(run)
             trainer.save_model()
@@ -289,38 +334,47 @@ def _say_what_begins(folder: Path, selection: Selection) -> None:
 
 def _best_of(
     trainer: Any,
-    of_trials: Sequence[tuple[dict[str, Any], DopplerTrainingArguments]],
+    hp_space: Callable[[Any], Any],
     trial: Trial,
     *,
     compute_objective: Callable[[dict[str, float]], float],
     direction: str,
-    note: "_Note",
+    running: RunningSearch,
 ) -> _Result:
     """Run all trials, and return the best one. Everything of the others is forgotten."""
-    before, handler = _kept(trainer), trainer.callback_handler
+    before, handler, args = _kept(trainer), trainer.callback_handler, trainer.args
     callbacks, best, why = handler.callbacks, None, "All objectives were NaN."
     trainer._trial_of_search = trial
     try:
-        for settings, args in of_trials:
+        if running.state.best is not None:
+            best = _loaded(trainer, running, args)
+            _free_memory(trainer)
+        while _another_follows(running, trial.selection.trials, hp_space):
             handler.callbacks = copied_callbacks(callbacks)
             result = None
             try:
-                with _unseen(), tempfile.TemporaryDirectory(dir=note.folder) as place:
-                    args.output_dir = place
-                    objective = _objective_of_trial(trainer, args, compute_objective, note=note)
+                settings = running.state.settings or {}
+                with _unseen(), tempfile.TemporaryDirectory(dir=running.folder) as place:
+                    of_trial = arguments_of_trial(args, settings)
+                    of_trial.output_dir = place
+                    objective = _objective_of_trial(trainer, of_trial, compute_objective, running=running)
                 if not math.isnan(objective):
                     score = -objective if direction == "minimize" else objective
                     result = _Result(score, _RANDOM.random(), objective, settings, _kept(trainer))
-                    # Privacy: a trial must not run out of memory because of the trials before it, so none stays there.
-                    trainer.model.to("cpu")
             except Exception as error:
-                if not note.is_spent:
+                if not running.is_spent:
                     raise
                 why = f"The last error: {type(error).__name__}: {error}"  # the error itself would keep the trial's tensors
             # Privacy: a failure is not shown, since it tells of a trial, and it is worse than any score.
-            is_better = result is not None and (best is None or result[:2] > best[:2])
-            _forget(best.kept["_run"] if is_better and best is not None else None if is_better else trainer._run)
-            best = result if is_better else best
+            if result is not None and (best is None or result[:2] > best[:2]):
+                _forget(None if best is None else best.kept["_run"])
+                best = result
+                _write_best(trainer, best, running)
+                # Privacy: a trial must not run out of memory because of the trials before it, so none stays there.
+                trainer.model.to("cpu")
+            else:
+                _forget(trainer._run)
+            running.state.settings = None
             _free_memory(trainer)
         if best is None:
             raise Failure(
@@ -339,12 +393,69 @@ def _best_of(
     return best
 
 
+def _another_follows(running: RunningSearch, trials: NumberOfTrials, hp_space: Callable[[Any], Any]) -> bool:
+    """Decide whether another trial follows, draw its settings, and write that down before anything else happens."""
+    state = running.state
+    if state.settings is None and not state.is_complete:  # else a trial was interrupted
+        state.is_complete = state.begun > 0 and not another_trial(trials, state.begun)
+        if not state.is_complete:
+            state.begun += 1
+            try:
+                with _unseen():  # `hp_space` may print
+                    state.settings = drawn_settings(hp_space)
+            except Exception as error:
+                if not running.is_spent:
+                    raise
+                state.settings = {f"{type(error).__name__}: {error}": None}  # no argument's name, so the trial fails
+        running.keep()
+    return not state.is_complete
+
+
+def _write_best(trainer: Any, best: _Result, running: RunningSearch) -> None:
+    """Write the trial that the trainer has made, with which the search can go on after an interruption."""
+    place = running.place_of_trial()
+    try:
+        with _unseen():
+            trainer._save(str(place))
+            trainer._run.ledger.save(place)
+            with writable_state(trainer):
+                trainer.state.save_to_json(str(place / TRAINER_STATE_NAME))
+    except Exception:  # such as a full disk
+        running.give_up_resuming()
+        return
+    running.keep_best({
+        "score": best.score, "coin": best.coin, "objective": best.objective, "settings": best.settings,
+        "words": trainer._run.words,
+    })  # fmt: skip
+
+
+def _loaded(trainer: Any, running: RunningSearch, args: DopplerTrainingArguments) -> _Result:
+    """Load the best trial so far of a search that was interrupted, as if this process had made it."""
+    kept = running.state.best
+    assert kept is not None
+    place = running.folder / kept["folder"]
+    try:
+        with _unseen():
+            trainer.args, trainer._run = arguments_of_trial(args, kept["settings"]), None
+            trainer.model = trainer.model_wrapped = trainer.call_model_init()
+            trainer._load_from_checkpoint(str(place))
+            trainer.state = TrainerState.load_from_json(str(place / TRAINER_STATE_NAME))
+            trainer.control = TrainerControl()
+            run = trainer.privacy
+            run.take_up(PrivacyLedger.load(place, time=NO_TIME), trainer.model, words=kept["words"])
+    except Exception as error:
+        raise not_restored(args.output_dir, f"{type(error).__name__}: {error}") from error
+    if not run.covers_weights_of(trainer.model):
+        raise not_restored(args.output_dir, "its weights are not those that were saved")
+    return _Result(kept["score"], kept["coin"], kept["objective"], kept["settings"], _kept(trainer))
+
+
 def _objective_of_trial(
     trainer: Any,
     args: DopplerTrainingArguments,
     compute_objective: Callable[[dict[str, float]], float],
     *,
-    note: "_Note",
+    running: RunningSearch,
 ) -> float:
     trainer.args, trainer._run = args, None
     try:
@@ -352,7 +463,7 @@ def _objective_of_trial(
         return float(compute_objective(trainer.evaluate()))
     finally:
         run = trainer._run
-        note.is_spent |= run is not None and run.ledger is not None and run.ledger.runs[-1].steps_reserved > 0
+        running.is_spent |= run is not None and run.ledger is not None and run.ledger.runs[-1].steps_reserved > 0
 
 
 def copied_callbacks(callbacks: Sequence[Any]) -> list[Any]:
@@ -443,110 +554,3 @@ def _date_back(folder: Path, *, to: float) -> None:
             "These times tell when the search ended, and so something about the number of trials, which has to stay secret. "
             "Copy the files without their times before anybody else sees them."
         )
-
-
-# --- searches that do not end ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Note:
-    name: str
-    folder: Path  # of the trials
-    is_spent: bool = False
-    run: str | None = None  # the best trial, once all trials are made
-
-
-@contextmanager
-def _noted(folder: Path, *, epsilon: float, delta: float) -> Iterator[_Note]:
-    """Note in a folder that a search is running, and remove the note at its end, or if nothing was spent.
-
-    # Privacy: the note is written before the first trial, so whatever ends the search, its ε is counted.
-    """
-    make_folder(folder)
-    before = _notes(folder)
-    remove_leftovers(folder)
-    note = _Note(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix=_PREFIX)))
-    own = {"name": note.name, "epsilon": epsilon, "delta": delta, "trials": str(note.folder)}
-    cost = f"ε = {epsilon:g} at δ = {delta:.3g}"
-    try:
-        _write_notes(folder, [*before, own])
-        yield note
-        if _is_saved(folder, note.run):
-            _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
-        else:
-            _write_notes(folder, [*before, {**own, "run": note.run}])
-            print(
-                f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So later "
-                f"private runs in {folder} add the {cost} of the search to theirs."
-            )
-    except BaseException:
-        if not note.is_spent:
-            _write_notes(folder, before)
-        elif note.run is None:
-            print(
-                f"The search has not ended, so nothing of it is published, and it cannot be resumed. Its {cost} "
-                f"counts all the same: later private runs in {folder} add it to theirs."
-            )
-        else:
-            with suppress(OSError):  # without this name the search counts once more, which is safe
-                _write_notes(folder, [*before, {**own, "run": note.run}])
-            if not _is_saved(folder, note.run):
-                print(
-                    "The search has ended, but its best model could not be saved. The trainer has this model: remove the "
-                    f"cause of the error, and call trainer.save_model(). Until then, later private runs in {folder} add the "
-                    f"{cost} of the search to theirs."
-                )
-        raise
-    finally:
-        shutil.rmtree(note.folder, ignore_errors=True)
-
-
-def _is_saved(folder: Path, run: str | None) -> bool:
-    """Return whether a folder has the ledger of this run, perhaps renamed by a later run."""
-    return any(ledger.name == run for ledger in ledgers_in(folder).values())
-
-
-def remove_leftovers(folder: str | Path) -> None:
-    """Remove the trials of searches that were killed while they ran in this folder. The caller has the folder's lock."""
-    for each in _notes(Path(folder)):
-        trials = Path(each["trials"])
-        if trials.name.startswith(_PREFIX):  # the file may have been edited
-            shutil.rmtree(trials, ignore_errors=True)
-
-
-def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:
-    """Return what searches in this folder, except one, had spent when they were interrupted."""
-    return {
-        f"{INTERRUPTED_SEARCH}{each['name']}": Spent(each["epsilon"], each["delta"])
-        for each in _notes(Path(folder))
-        # The user may have saved the best model since, after an error: it has a ledger of its own.
-        if each["name"] != but and not ("run" in each and _is_saved(Path(folder), each["run"]))
-    }
-
-
-def _notes(folder: Path) -> list[dict[str, Any]]:
-    path = folder / NOTE_NAME
-    if not path.exists():
-        return []
-    try:
-        notes: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["searches"]
-        return [{"name": str(each["name"]), "epsilon": float(each["epsilon"]), "delta": float(each["delta"]),
-                 "trials": str(each["trials"]), **({"run": str(each["run"])} if each.get("run") else {})}
-                for each in notes]  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal(
-            "search-note-damaged",
-            f"{path} cannot be read ({type(error).__name__}), so the ε of an interrupted search in this folder is unknown. "
-            "Use another output_dir, and add that ε to the ε of later runs on the same data.",
-        ) from error
-
-
-def _write_notes(folder: Path, notes: Sequence[Mapping[str, Any]]) -> None:
-    path = folder / NOTE_NAME
-    if not notes:
-        with suppress(FileNotFoundError):
-            path.unlink()
-        return
-    about = "A search runs here, or was interrupted. Later private runs in this folder add its epsilon and delta to theirs."
-    # Privacy: the note is on the disk before the first trial begins, whatever happens to the power.
-    write_whole(path, json.dumps({"about": about, "searches": list(notes)}, indent=2) + "\n")

@@ -132,7 +132,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
             names["train"] = Dataset.from_dict({"text": [f"The moon is {word}." for word in ("round", "old", "far") * 200]})
     if "hyperparameter_search" in snippet:  # with two trials, each of one epoch
         names |= {"make_model": lambda: tiny_bert(), "dev": text_data(8, seed=1)}  # other rows than in train
-        monkeypatch.setattr(search, "draw_number_of_trials", lambda trials: 2)
+        monkeypatch.setattr(search, "another_trial", lambda trials, begun: begun < 2)
         monkeypatch.setattr(search.Draw, "suggest_int", lambda draw, name, low, high: low)
     if "BitsAndBytesConfig" in snippet:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

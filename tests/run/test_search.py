@@ -12,7 +12,6 @@ import re
 import sys
 import tempfile
 import time
-import types
 import warnings
 from pathlib import Path
 
@@ -32,43 +31,22 @@ from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_e
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import claim_in_words
-from doppler_hf.run import lineage, search
-from doppler_hf.run.plan import Trial
-from doppler_hf.run.search import NOTE_NAME, SEARCHED, Draw, arguments_of_trial, draw_number_of_trials, drawn_trials
+from doppler_hf.run import interrupted_searches, lineage, search
+from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
+from doppler_hf.run.search import SEARCHED, Draw, another_trial, arguments_of_trial
 from tests.support.power import Disk
 from tests.support.refusals import refused
+from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, arguments, at, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def trainer_of_search(
-    tmp_path, *, model_init=lambda: tiny_bert(), evaluated=None, callbacks=None, cls=DopplerTrainer, **overrides
-):
-    terms = dict(noise_multiplier=None, target_epsilon=3.0, noise_shape="white", max_steps=3) | overrides
-    return cls(
-        model_init=model_init,
-        args=arguments(tmp_path, **terms),
-        train_dataset=text_data(48),
-        eval_dataset=text_data(8, seed=1) if evaluated is None else evaluated,
-        data_collator=pad,
-        callbacks=callbacks,
-    )
-
-
-def space(trial):
-    return {
-        "per_sample_max_grad_norm": trial.suggest_float("per_sample_max_grad_norm", 0.5, 2.0, log=True),
-        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
-        "max_steps": trial.suggest_int("max_steps", 2, 4),
-    }
-
-
-def searched(tmp_path, monkeypatch, *, trials, **options):
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: trials)
+def searched(tmp_path, monkeypatch, *, trials, resume=None, **options):
+    make_trials(monkeypatch, trials)
     trainer = trainer_of_search(tmp_path, **options)
-    return trainer, trainer.hyperparameter_search(space, n_trials=3)
+    return trainer, trainer.hyperparameter_search(space, n_trials=3, resume_from_checkpoint=resume)
 
 
 def test_the_best_trial_is_published_with_the_epsilon_of_the_search_and_verify_recomputes_it(tmp_path, monkeypatch, capsys):
@@ -110,7 +88,7 @@ def test_the_best_trial_is_published_with_the_epsilon_of_the_search_and_verify_r
 
 def test_the_budget_is_divided_for_the_shape_of_the_noise(tmp_path, monkeypatch):
     """Divided for white noise, trials with shaped noise would need more noise: 1.34 instead of 1.09 for SST-2, by `plan`."""
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
+    make_trials(monkeypatch, 1)
     divided_for, divide = [], search.divide_budget
 
     def noted(trials, *, releases_at, **terms):
@@ -169,7 +147,7 @@ def test_only_the_best_model_is_left_for_callbacks(tmp_path, monkeypatch):
 
 
 def test_what_the_space_prints_is_not_shown_for_the_trials(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 3)
+    make_trials(monkeypatch, 3)
 
     def loud(trial):
         print("drawn")
@@ -192,7 +170,7 @@ def test_a_search_finds_the_ledgers_of_folders_beside_its_own(tmp_path, monkeypa
         model.load_state_dict({name: value.clone() for name, value in weights.items()})
         return model
 
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 2)
+    make_trials(monkeypatch, 2)
     trainer_of_search(tmp_path, output_dir=str(tmp_path / "second"), model_init=loaded).hyperparameter_search(
         space, n_trials=3
     )
@@ -228,10 +206,6 @@ def measured_in(logs):
     assert any("eval_loss" in log for log in logs)
     words = ("runtime", "per_second", "_time")
     return [name for log in logs for name in log if any(word in name for word in words)]
-
-
-def files_below(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_nothing_that_is_left_or_shown_depends_on_the_number_of_trials(tmp_path, monkeypatch, capfd, caplog):
@@ -282,7 +256,7 @@ def test_a_trial_that_fails_is_the_worst_one_and_is_not_shown(tmp_path, monkeypa
             raise KeyError("nothing")
         return math.nan if len(calls) == 4 else metrics["eval_loss"]
 
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 4)
+    make_trials(monkeypatch, 4)
     best = trainer_of_search(tmp_path).hyperparameter_search(space, objective, n_trials=3, direction="maximize")
     assert best.objective == calls[4]
     shown = capsys.readouterr()
@@ -298,12 +272,12 @@ def test_a_search_without_a_result_is_an_error_and_its_epsilon_is_spent(tmp_path
             raise KeyError("nothing")
         return 0.0 if len(calls) == 1 else math.nan
 
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 2)
+    make_trials(monkeypatch, 2)
     trainer = trainer_of_search(tmp_path)
     with pytest.raises(Failure, match="KeyError: 'nothing'") as failure:
         trainer.hyperparameter_search(space, fails, n_trials=3)
     assert failure.value.code == "search-failed"
-    assert search.interrupted_in(tmp_path / "out")
+    assert interrupted_in(tmp_path / "out")
     assert trainer.args.output_dir == str(tmp_path / "out")
     trainer.train()  # the trainer is as it was before the search
     assert trainer.privacy.ledger.earlier.epsilon == pytest.approx(3.0)
@@ -311,21 +285,23 @@ def test_a_search_without_a_result_is_an_error_and_its_epsilon_is_spent(tmp_path
 
 def test_an_error_before_the_first_step_costs_nothing_and_is_passed_on(tmp_path, monkeypatch):
     trainer = trainer_of_search(tmp_path)
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 3)
+    make_trials(monkeypatch, 3)
     with refused("batch-out-of-range"):
         trainer.hyperparameter_search(lambda trial: {"per_device_train_batch_size": 48}, n_trials=3)
-    assert not search.interrupted_in(tmp_path / "out")
+    assert not interrupted_in(tmp_path / "out")
 
 
-def test_an_interrupted_search_counts_in_the_next_run_of_its_folder(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_search_counts_in_another_one_of_its_folder(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
-    assert "cannot be resumed. Its ε = 3 at δ = 0.0141 counts all the same" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Unless it has ended, other private runs in" in said
+    assert "add its ε = 3 at δ = 0.0141 to theirs" in said
     out = tmp_path / "out"
     (note,) = json.loads((out / NOTE_NAME).read_text("utf-8"))["searches"]
     assert note["epsilon"] == 3.0
     assert [path.name for path in out.iterdir()] == [NOTE_NAME]
-    trainer, _ = searched(tmp_path, monkeypatch, trials=1)
+    trainer, _ = searched(tmp_path, monkeypatch, trials=1, resume=False)
     ledger = PrivacyLedger.load(out)
     assert ledger.spent.epsilon == pytest.approx(6.0)
     assert ledger.spent.delta == pytest.approx(2 * ledger.statement.target_delta)
@@ -387,20 +363,20 @@ def test_a_search_whose_model_cannot_be_saved_counts_until_it_is_saved(tmp_path,
         searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
     trainer = failing(trainer_of_search(tmp_path), fault)
     with pytest.raises(OSError, match="No space"):
-        trainer.hyperparameter_search(space, n_trials=3)
+        trainer.hyperparameter_search(space, n_trials=3, resume_from_checkpoint=False)
     said = capsys.readouterr().out
     is_saved = fault is disk_is_full_after_saving
     assert ("could not be saved. The trainer has this model" in said) is not is_saved
-    assert len(search.interrupted_in(out)) == (1 if is_saved else 2), "the search counts, and the one before it"
+    assert len(interrupted_in(out)) == (1 if is_saved else 2), "the search counts, and the one before it"
     # Nothing tells when the search ended, although it failed.
     assert len({path.stat().st_mtime for path in [out, *out.rglob("*")] if path.name != NOTE_NAME}) == 1
     trainer.save_model()
     ledger = PrivacyLedger.load(out)
     assert ledger.spent.epsilon == pytest.approx(6.0)
     assert main(["verify", str(out)]) == 0
-    assert len(search.interrupted_in(out)) == 1
+    assert len(interrupted_in(out)) == 1
     # The next one counts the interrupted search alone, and leaves no note.
-    again, _ = searched(tmp_path, monkeypatch, trials=1)
+    again, _ = searched(tmp_path, monkeypatch, trials=1, resume=False)
     assert again.privacy.ledger.spent.epsilon == pytest.approx(6.0)
     assert not (out / NOTE_NAME).exists()
 
@@ -412,11 +388,11 @@ def test_a_search_whose_ledger_is_in_another_folder_keeps_its_note(tmp_path, mon
 
     with pytest.raises(KeyboardInterrupt):
         searched(tmp_path, monkeypatch, trials=2, callbacks=[On(step_end=at(2, interrupt))])
-    trainer, _ = searched(tmp_path, monkeypatch, trials=1, cls=Elsewhere)
+    trainer, _ = searched(tmp_path, monkeypatch, trials=1, cls=Elsewhere, resume=False)
     assert trainer.privacy.ledger.spent.epsilon == pytest.approx(6.0)
     assert PrivacyLedger.load(tmp_path / "elsewhere").spent.epsilon == pytest.approx(6.0)
     assert "has no ledger of this search" in capsys.readouterr().out
-    assert len(search.interrupted_in(tmp_path / "out")) == 2
+    assert len(interrupted_in(tmp_path / "out")) == 2
 
 
 def test_a_folder_that_another_run_uses_keeps_its_times(tmp_path):
@@ -450,18 +426,21 @@ def test_what_a_kill_has_left_is_removed_and_an_ordinary_run_counts_it_too(tmp_p
     notes = [
         {"name": name, "epsilon": 2.0, "delta": 1e-3, "trials": str(each)} for name, each in (("a", left), ("b", other))
     ]
-    search._write_notes(out, notes)
+    interrupted_searches._write_notes(out, notes)
     trainer = trainer_of_search(tmp_path)
     trainer.train()
     assert trainer.privacy.ledger.earlier.epsilon == pytest.approx(4.0)
     assert not left.exists()
     assert other.exists(), "the note may have been edited, and names a folder that is no search's"
-    with pytest.raises(ZeroDivisionError), search._noted(out, epsilon=1.0, delta=1e-3):
+    with (
+        pytest.raises(ZeroDivisionError),
+        interrupted_searches.noted_search(out, NO_CALL, epsilon=1.0, delta=1e-3, resume=False),
+    ):
         raise ZeroDivisionError
-    assert search.interrupted_in(out).keys() == {"search-a", "search-b"}, "a search that spent nothing leaves no note"
+    assert interrupted_in(out).keys() == {"search-a", "search-b"}, "a search that spent nothing leaves no note"
     (out / NOTE_NAME).write_text("{")
     with refused("search-note-damaged"):
-        search.interrupted_in(out)
+        interrupted_in(out)
 
 
 def test_a_chain_of_runs_adds_up(tmp_path, monkeypatch):
@@ -618,7 +597,7 @@ def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_p
     trainer = trainer_of_search(tmp_path, callbacks=[EarlyStoppingCallback(1)])
     with pytest.raises(AssertionError, match="requires metric_for_best_model"):
         trainer.hyperparameter_search(space, n_trials=3)
-    assert not search.interrupted_in(tmp_path / "out")
+    assert not interrupted_in(tmp_path / "out")
     best = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
     trainer = trainer_of_search(
         tmp_path, callbacks=[EarlyStoppingCallback(1)], metric_for_best_model="eval_loss", learning_rate=1e-9,
@@ -643,7 +622,7 @@ def test_a_trial_can_be_asked_what_it_has():
 
 
 def test_numbers_of_numpy_are_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
+    make_trials(monkeypatch, 1)
 
     def numbers(trial):
         sizes = np.array([2, 4])
@@ -736,7 +715,7 @@ def test_a_trial_trains_with_its_own_settings(tmp_path, monkeypatch):
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 4, "noise_shape": "banded:bands=2",
         "low_pass_filter": "momentum:beta=0.8", "base_optimizer": "sgd", "learning_rate": 0.01, "seed": 7,
     }  # fmt: skip
-    monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
+    make_trials(monkeypatch, 1)
     trainer = trainer_of_search(tmp_path)
     best = trainer.hyperparameter_search(lambda trial: settings, n_trials=3)
     assert best.hyperparameters == settings
@@ -747,34 +726,12 @@ def test_a_trial_trains_with_its_own_settings(tmp_path, monkeypatch):
     assert trainer.args.seed == 7
 
 
-class Mechanism:
-    """Stands in for a trainer: a trial is a score that is uniform between 0 and 1."""
-
-    def __init__(self, random):
-        self.random, self.callback_handler = random, types.SimpleNamespace(callbacks=[])
-        self.accelerator = types.SimpleNamespace(free_memory=lambda: None)
-        for name in search._KEPT:
-            setattr(self, name, None)
-
-    def train(self):
-        self.model = types.SimpleNamespace(to=lambda device: None)
-        self._run = types.SimpleNamespace(
-            ledger=types.SimpleNamespace(runs=[types.SimpleNamespace(steps_reserved=1)], run_id="none"),
-            forget_rounds=lambda: None,
-        )
-
-    def evaluate(self):
-        return {"score": self.random.random()}
-
-
 def published_scores(tmp_path, trials, *, number):
-    trainer, note = Mechanism(np.random.default_rng(0)), search._Note("", tmp_path)
-    trial = Trial(None, "", {}, tmp_path)
+    generator = np.random.default_rng(0)
     for _ in range(number):
-        drawn = [(each, types.SimpleNamespace()) for each in drawn_trials(lambda trial: {}, trials)]
-        yield search._best_of(
-            trainer, drawn, trial, compute_objective=lambda metrics: metrics["score"], direction="maximize", note=note
-        ).objective
+        trainer, running = Mechanism(generator), RunningSearch("", tmp_path, SearchState(NO_CALL))
+        running.give_up_resuming()
+        yield best_of(trainer, running, trials).objective
 
 
 def test_the_published_trial_has_the_distribution_that_the_theorem_assumes(tmp_path):
@@ -786,9 +743,13 @@ def test_the_published_trial_has_the_distribution_that_the_theorem_assumes(tmp_p
         assert np.mean(scores <= score) == pytest.approx(expected, abs=5 * math.sqrt(expected * (1 - expected) / number))
 
 
+def drawn_number(trials):
+    return next(begun for begun in itertools.count(1) if not another_trial(trials, begun))
+
+
 @functools.cache
 def numbers_of_trials():
-    return np.array([len(drawn_trials(lambda trial: {}, NumberOfTrials(10.0))) for _ in range(2500)])
+    return np.array([drawn_number(NumberOfTrials(10.0)) for _ in range(2500)])
 
 
 def largest_delta(numbers, *, mu, epsilon):
@@ -831,7 +792,7 @@ def test_a_search_spends_the_delta_of_all_its_trials():
 def test_the_number_of_trials_has_its_distribution():
     # The logarithmic distribution of mean 3. A fixed number of trials would fail both.
     distribution = NumberOfTrials(3.0)
-    numbers = [draw_number_of_trials(distribution) for _ in range(4000)]
+    numbers = [drawn_number(distribution) for _ in range(4000)]
     first = sum(number == 1 for number in numbers) / len(numbers)
     expected = 1.0 - distribution.another_after(1)
     assert first == pytest.approx(expected, abs=6 * math.sqrt(expected * (1 - expected) / len(numbers)))

@@ -362,15 +362,15 @@ class PrivacyLedger:
     # --- the file -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a ledger file, or the ledger of a folder.
+    def load(cls, path: str | Path, *, time: str | None = None) -> Self:
+        """Read a ledger file, or the ledger of a folder. Further entries have the present time, or this one.
 
         Raises:
             ValueError: If the file is not a ledger, or an entry was changed.
         """
         path = Path(path) / LEDGER_NAME if Path(path).is_dir() else Path(path)
         try:
-            return cls(LedgerRecord(read_entries(path)))
+            return cls(LedgerRecord(read_entries(path), time=time))
         except Refusal as error:
             raise Refusal(error.code, f"{path}: {error}") from error
 

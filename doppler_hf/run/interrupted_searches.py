@@ -1,0 +1,316 @@
+"""What is kept of a search until it ends: a note of its ε in its output folder, and what it needs to go on.
+
+The note is written before the first trial. Whatever ends the search, each later private run in this folder adds the ε of the
+note to its own, until the same search has gone on and ended.
+
+What a search needs to go on is its state and its best trial so far. Privacy: both are as secret as the number of trials, so
+they are in the user's own folder of states (XDG_STATE_HOME), readable by the user alone, and are removed when the search
+ends. They do not tell what is left to do, because that is not drawn yet: a coin after each trial decides whether another one
+follows (`search.another_trial`). A coin that says no is written down before anything else happens, or an interruption while
+the best model is saved would toss it again, and the number of trials would have another distribution.
+
+The trial that ran when a search was interrupted is made again, with the settings that were drawn for it. So trials have the
+distribution that the theorem needs, if interruptions do not depend on the records. Leaving this trial out would change the
+distribution of the number of trials. Drawing other settings would change that of the settings, since long trials are
+interrupted more often.
+"""
+
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from doppler_hf.errors import Refusal
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent, Trainings
+from doppler_hf.privacy.batching.data_digest import DataDigest
+from doppler_hf.privacy.ledger.file import make_folder, write_whole
+from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.run.json_state import as_json
+from doppler_hf.run.states_folder import states_folder
+
+NOTE_NAME: Final = "privacy_search_running.json"
+_STATE_NAME: Final = "search.json"
+_PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
+_KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called again
+_AGAIN: Final = (
+    "To begin another search, call hyperparameter_search with resume_from_checkpoint=False: the ε of both then add up."
+)
+
+
+@dataclass(frozen=True)
+class SearchCall:
+    """What has to be the same when a search goes on, since its trials have one distribution."""
+
+    values: Mapping[str, str]  # name of an argument, or of a part of it → its value in words
+    train: DataDigest
+    evaluation: DataDigest
+
+    def changes(self, before: "SearchCall") -> list[str]:
+        """Return in words what differs from the call of the search that was interrupted."""
+        names = dict.fromkeys([*before.values, *self.values])
+        found = [
+            f"{name} was {before.values.get(name)} and is {self.values.get(name)}"
+            for name in names
+            if before.values.get(name) != self.values.get(name)
+        ]
+        sets = ("train_dataset", before.train, self.train), ("eval_dataset", before.evaluation, self.evaluation)
+        return found + [f"{name} has other rows or another order" for name, old, new in sets if not old.is_of_same_rows(new)]
+
+
+@dataclass
+class SearchState:
+    """How far a search is.
+
+    Attributes:
+        call: What has to be the same when it goes on.
+        began: When it began, in seconds since 1970.
+        begun: The number of trials that have begun.
+        settings: Those of the trial that runs.
+        is_complete: Whether a coin has said that no trial follows.
+        best: The best trial so far: its folder, and what its files do not say.
+    """
+
+    call: SearchCall
+    began: float = field(default_factory=time.time)
+    begun: int = 0
+    settings: dict[str, Any] | None = None
+    is_complete: bool = False
+    best: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> "SearchState | None":
+        """Return the state in a folder of trials, or None if there is none that can be read."""
+        try:
+            found = json.loads((folder / _STATE_NAME).read_text("utf-8"))
+            call = found.pop("call")
+            digests = {name: DataDigest.from_json(call[name]) for name in ("train", "evaluation")}
+            return cls(SearchCall(call["values"], **digests), **found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+@dataclass
+class RunningSearch:
+    """A search while this process makes its trials.
+
+    Attributes:
+        folder: Of the trials, which nobody but the user can read.
+        is_spent: Whether a trial has made a step.
+        run: The name of the best trial's run, once all trials are made.
+        is_kept: Whether the state is on the disk.
+    """
+
+    name: str
+    folder: Path
+    state: SearchState
+    is_spent: bool = False
+    run: str | None = None
+    is_kept: bool = True
+
+    def keep(self) -> None:
+        """Write the state. If it cannot be written, the search makes its trials, but an interruption ends it."""
+        if not self.is_kept:
+            return
+        try:
+            # A folder made by `tempfile` or with the user's own mode: nobody else can read it.
+            write_whole(self.folder / _STATE_NAME, json.dumps(as_json(asdict(self.state))) + "\n")
+        except OSError:
+            self.give_up_resuming()
+
+    def give_up_resuming(self) -> None:
+        """Remove the state, which does not have all that the search would need to go on."""
+        self.is_kept = False
+        with suppress(OSError):
+            (self.folder / _STATE_NAME).unlink()
+
+    def place_of_trial(self) -> Path:
+        """Return the folder in which the trial that runs may be kept."""
+        return self.folder / f"trial-{self.state.begun}"
+
+    def keep_best(self, best: dict[str, Any]) -> None:
+        """Write that the trial that has ended, in `place_of_trial`, is the best one so far, and remove the one before it."""
+        before = self.state.best
+        self.state.best, self.state.settings = {**best, "folder": self.place_of_trial().name}, None
+        self.keep()
+        if before is not None:
+            shutil.rmtree(self.folder / before["folder"], ignore_errors=True)
+
+
+@contextmanager
+def noted_search(
+    folder: Path, call: SearchCall, *, epsilon: float, delta: float, resume: bool | None
+) -> Iterator[RunningSearch]:
+    """Note in a folder that a search is running, and remove the note at its end, or if nothing was spent.
+
+    Args:
+        folder: The output folder of the search.
+        call: With what it was called.
+        epsilon: Of the whole search.
+        delta: Of the whole search.
+        resume: Whether an interrupted search in this folder goes on; None if it goes on wherever there is one.
+
+    Raises:
+        ValueError: If an interrupted search was to go on, and cannot.
+    """
+    make_folder(folder)
+    before = _notes(folder)
+    found = _interrupted(folder, before, call, resume=resume)
+    if found is None:
+        remove_leftovers(folder)
+        search = RunningSearch(secrets.token_hex(8), _new_folder(), SearchState(call))
+    else:
+        search, before = found, [each for each in before if each["name"] != found.name]
+        print(f"The search that was interrupted in {folder} goes on. Its ε is spent only once.")
+    own = {"name": search.name, "epsilon": epsilon, "delta": delta, "trials": str(search.folder)}
+    try:
+        _write_notes(folder, [*before, own])
+        yield search
+        if _is_saved(folder, search.run):
+            _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
+        else:
+            _write_notes(folder, [*before, {**own, "run": search.run}])
+            print(
+                f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So later "
+                f"private runs in {folder} add the ε = {epsilon:g} at δ = {delta:.3g} of the search to theirs."
+            )
+        shutil.rmtree(search.folder, ignore_errors=True)
+    except BaseException:
+        if not search.is_spent:
+            _write_notes(folder, before)
+            shutil.rmtree(search.folder, ignore_errors=True)
+        else:
+            _note_interruption(folder, search, before, own)
+        raise
+
+
+def _note_interruption(folder: Path, search: RunningSearch, before: list[dict[str, Any]], own: dict[str, Any]) -> None:
+    cost = f"ε = {own['epsilon']:g} at δ = {own['delta']:.3g}"
+    # Without a result all trials have failed, which the error says.
+    if search.run is None and not search.state.is_complete:
+        goes_on = "Call hyperparameter_search again with the same arguments, and it goes on at no further cost."
+        fails = "It cannot go on, because its trials could not be written to the disk."
+        print(
+            f"The search has not ended, so nothing of it is published. {goes_on if search.is_kept else fails} Unless it has "
+            f"ended, other private runs in {folder} add its {cost} to theirs."
+        )
+    elif search.run is not None:
+        with suppress(OSError):  # without this name the search counts once more, which is safe
+            _write_notes(folder, [*before, {**own, "run": search.run}])
+        if not _is_saved(folder, search.run):
+            again = ", or call hyperparameter_search again" if search.is_kept else ""
+            print(
+                "The search has ended, but its best model could not be saved. The trainer has this model: remove the cause "
+                f"of the error, and call trainer.save_model(){again}. Until then, other private runs in {folder} add the "
+                f"{cost} of the search to theirs."
+            )
+    if not search.is_kept or (search.state.is_complete and search.state.best is None):
+        shutil.rmtree(search.folder, ignore_errors=True)
+
+
+def _interrupted(
+    folder: Path, notes: Sequence[Mapping[str, Any]], call: SearchCall, *, resume: bool | None
+) -> RunningSearch | None:
+    """Return the search of this folder that goes on, or None if another one begins."""
+    pending = [] if resume is False else [each for each in notes if not _is_saved(folder, each.get("run"))]
+    if not pending:
+        if resume:
+            raise Refusal(
+                "no-search-to-resume",
+                f"resume_from_checkpoint=True, but {folder} has no search that was interrupted. Leave it out to begin one.",
+            )
+        return None
+    last = pending[-1]
+    what = f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot go on"
+    place = Path(last["trials"])
+    state = SearchState.read(place) if place.name.startswith(_PREFIX) else None
+    if state is None:
+        raise Refusal(
+            "search-state-missing",
+            f"{what}, because its trials are not in {place.parent}: all of them failed, or it ran on another machine, or a "
+            f"private run in this folder has removed them. {_AGAIN}",
+        )
+    if changes := call.changes(state.call):
+        raise Refusal(
+            "search-changed",
+            f"{what} with other arguments, since all its trials need the same distribution: {'; '.join(changes)}. Use the "
+            f"arguments with which it began. {_AGAIN}",
+        )
+    return RunningSearch(last["name"], place, state, is_spent=True)
+
+
+def not_restored(folder: Path, error: BaseException | str) -> Refusal:
+    """Return the error of a search whose best trial so far cannot be loaded."""
+    return Refusal(
+        "search-not-restored",
+        f"The best trial so far of the search that was interrupted in {folder} cannot be loaded: {error}. If model_init has "
+        f"changed, restore it. {_AGAIN}",
+    )
+
+
+def _new_folder() -> Path:
+    """Return a new folder that only the user can read: among the user's states, or else a temporary one."""
+    try:
+        make_folder(states_folder(), mode=0o700)
+        for path in states_folder().glob(f"{_PREFIX}*"):
+            if path.stat().st_mtime < time.time() - _KEPT_FOR:
+                shutil.rmtree(path, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=states_folder()))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX))
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove the trials of searches that were interrupted in this folder. The caller has the folder's lock."""
+    for each in _notes(Path(folder)):
+        trials = Path(each["trials"])
+        if trials.name.startswith(_PREFIX):  # the file may have been edited
+            shutil.rmtree(trials, ignore_errors=True)
+
+
+def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:
+    """Return what searches in this folder, except one, had spent when they were interrupted."""
+    return {
+        f"{INTERRUPTED_SEARCH}{each['name']}": Spent(each["epsilon"], each["delta"])
+        for each in _notes(Path(folder))
+        # The user may have saved the best model since, after an error: it has a ledger of its own.
+        if each["name"] != but and not _is_saved(Path(folder), each.get("run"))
+    }
+
+
+def _is_saved(folder: Path, run: str | None) -> bool:
+    """Return whether a folder has the ledger of this run, perhaps renamed by a later run."""
+    return run is not None and any(ledger.name == run for ledger in ledgers_in(folder).values())
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    path = folder / NOTE_NAME
+    if not path.exists():
+        return []
+    try:
+        notes: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["searches"]
+        return [{"name": str(each["name"]), "epsilon": float(each["epsilon"]), "delta": float(each["delta"]),
+                 "trials": str(each["trials"]), **({"run": str(each["run"])} if each.get("run") else {})}
+                for each in notes]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal(
+            "search-note-damaged",
+            f"{path} cannot be read ({type(error).__name__}), so the ε of an interrupted search in this folder is unknown. "
+            "Use another output_dir, and add that ε to the ε of later runs on the same data.",
+        ) from error
+
+
+def _write_notes(folder: Path, notes: Sequence[Mapping[str, Any]]) -> None:
+    path = folder / NOTE_NAME
+    if not notes:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return
+    about = "A search runs here, or was interrupted. Later private runs in this folder add its epsilon and delta to theirs."
+    # Privacy: the note is on the disk before the first trial begins, whatever happens to the power.
+    write_whole(path, json.dumps({"about": about, "searches": list(notes)}, indent=2) + "\n")

@@ -1,0 +1,396 @@
+"""A search that is interrupted: it goes on at no further cost, as if nothing had happened, or says why it cannot."""
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from doppler_hf.cli import main
+from doppler_hf.errors import Failure
+from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.accounting.selection import NumberOfTrials
+from doppler_hf.run import interrupted_searches, search
+from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
+from tests.support.refusals import refused
+from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
+from tests.support.tiny import text_data, tiny_bert
+from tests.support.trainers import On, interrupt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def states(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    return tmp_path / "states" / "doppler_hf"
+
+
+class Interrupted(On):
+    """Interrupts the trial of this number, at its second step, and counts the steps that trials make."""
+
+    def __init__(self, number):
+        super().__init__(train_begin=self.begin, step_end=self.end)
+        self.number, self.trials, self.steps, self.seen = number, 0, [], []
+
+    def begin(self, args, **_):
+        self.trials += 1
+        self.seen.append({"max_steps": args.max_steps, "per_sample_max_grad_norm": args.per_sample_max_grad_norm})
+        self.steps.append(0)
+
+    def end(self, **kwargs):
+        self.steps[-1] += 1
+        if self.trials == self.number and self.steps[-1] == 2:
+            interrupt()
+
+    def __deepcopy__(self, memo):
+        return self  # the test sees all trials
+
+
+def falling(calls):
+    """Return an objective by which each trial is worse than the one before; the untrained model's comes first."""
+
+    def objective(metrics):
+        calls.append(metrics["eval_loss"])
+        return float(len(calls))
+
+    return objective
+
+
+def interrupted(tmp_path, monkeypatch, *, at, trials=3, objective=None, **options):
+    make_trials(monkeypatch, trials)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of_search(tmp_path, callbacks=[Interrupted(at)], **options).hyperparameter_search(
+            space, objective, n_trials=3
+        )
+    (state,) = [SearchState.read(path) for path in (tmp_path / "states" / "doppler_hf").glob("doppler-hf-search-*")]
+    return state
+
+
+def with_adapter():
+    torch.manual_seed(0)
+    return get_peft_model(tiny_bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+
+@pytest.mark.parametrize("model_init", [tiny_bert, with_adapter], ids=["all weights", "LoRA"])
+def test_an_interrupted_search_goes_on_and_publishes_its_best_trial(tmp_path, monkeypatch, capsys, model_init):
+    calls = []
+    state = interrupted(tmp_path, monkeypatch, at=2, objective=falling(calls), model_init=lambda: model_init())
+    assert (state.begun, state.is_complete) == (2, False)
+    assert (len(calls), state.best["objective"]) == (2, 2.0)
+    of_first = calls[-1]
+    later = Interrupted(0)
+    trainer = trainer_of_search(tmp_path, callbacks=[later], model_init=lambda: model_init())
+    best = trainer.hyperparameter_search(space, falling([0.0] * 8), n_trials=3)
+    assert "goes on. Its ε is spent only once" in capsys.readouterr().out
+    assert len(later.steps) == 2, "the second of three trials is made again"
+    assert later.seen[0] == {name: state.settings[name] for name in later.seen[0]}, "with the settings drawn for it"
+    # The first trial, which another trainer made, is published: its settings, weights, logs and ledger.
+    assert (best.objective, best.hyperparameters) == (2.0, state.best["settings"])
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(of_first, abs=1e-6)
+    assert trainer.state.global_step == best.hyperparameters["max_steps"]
+    out = tmp_path / "out"
+    ledger = PrivacyLedger.load(out)
+    assert ledger.spent.epsilon == trainer.privacy.epsilon() == pytest.approx(3.0)
+    assert ledger.run_id == best.run_id
+    assert ledger.steps_run == best.hyperparameters["max_steps"]
+    assert main(["verify", str(out)]) == 0
+    assert not (out / NOTE_NAME).exists()
+    assert not interrupted_in(out)
+    assert not [*(tmp_path / "states" / "doppler_hf").glob("doppler-hf-search-*")], "what was kept is removed"
+    with refused("search-continued"):
+        trainer.train()
+
+
+def test_a_better_trial_after_the_interruption_is_published(tmp_path, monkeypatch):
+    interrupted(tmp_path, monkeypatch, at=2)
+    trainer = trainer_of_search(tmp_path)
+    best = trainer.hyperparameter_search(space, lambda metrics: -1.0, n_trials=3, resume_from_checkpoint=True)
+    assert best.objective == -1.0
+    assert PrivacyLedger.load(tmp_path / "out").spent.epsilon == pytest.approx(3.0)
+
+
+def test_nothing_that_is_published_tells_of_the_interruption(tmp_path, monkeypatch):
+    """Whoever knows when it was, and that the published trial was made before it, would know that there were more."""
+    found = []
+    for place, at in (("interrupted", 2), ("whole", 0)):
+        folder = tmp_path / place
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder / "states"))
+        terms = dict(plot_training_curve=True, report_train_loss="private", eval_strategy="steps", eval_steps=1)
+        began = time.time()
+        if at:
+            interrupted(folder, monkeypatch, at=at, objective=falling([]), **terms)
+        make_trials(monkeypatch, 3)
+        time.sleep(0.1)
+        goes_on = time.time()
+        best = trainer_of_search(folder, **terms).hyperparameter_search(space, falling([0.0] * 8 * at), n_trials=3)
+        assert bool(best.objective == 2.0)
+        out = folder / "out"
+        times = {path.stat().st_mtime for path in [out, *out.rglob("*")]}
+        assert len(times) == 1
+        assert began <= (dated := times.pop())
+        assert at == 0 or dated < goes_on, "they have the time at which the search began"
+        entries = PrivacyLedger.load(out).entries
+        found.append([
+            [name.replace(best.run_id, "RUN") for name in files_below(folder)],
+            [(entry["event"], entry["time"], sorted(entry)) for entry in entries if entry["event"] != "steps"],
+            [line.split(":")[0].split("`")[0] for line in (out / "README.md").read_text("utf-8").splitlines()]
+            if (out / "README.md").exists() else None,
+        ])  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_a_trial_that_has_ended_is_not_made_again(tmp_path, monkeypatch):
+    make_trials(monkeypatch, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            search, "_free_memory", lambda trainer: interrupt()
+        )  # after the trial is kept, and before the next coin
+        with pytest.raises(KeyboardInterrupt):
+            trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    later = Interrupted(0)
+    trainer_of_search(tmp_path, callbacks=[later]).hyperparameter_search(space, n_trials=3)
+    assert len(later.steps) == 1
+
+
+def test_the_coin_that_ends_a_search_is_not_tossed_again(tmp_path, monkeypatch, capsys):
+    """If the best model cannot be saved, the search has ended all the same: with another coin it would go on."""
+    tossed = []
+
+    def another(trials, begun):
+        tossed.append(begun)
+        return begun < 2
+
+    monkeypatch.setattr(search, "another_trial", another)
+    trainer = trainer_of_search(tmp_path)
+    monkeypatch.setattr(trainer, "save_model", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    assert "or call hyperparameter_search again" in capsys.readouterr().out
+    assert tossed == [1, 2]
+    later = Interrupted(0)
+    best = trainer_of_search(tmp_path, callbacks=[later]).hyperparameter_search(space, n_trials=3)
+    assert tossed == [1, 2]
+    assert not later.steps
+    assert PrivacyLedger.load(tmp_path / "out").run_id == best.run_id
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_search_goes_on_with_the_same_call_only(tmp_path, monkeypatch):
+    interrupted(tmp_path, monkeypatch, at=2)
+    before = (tmp_path / "out" / NOTE_NAME).read_text("utf-8")
+
+    def call(hp_space=space, trainer=None, n_trials=3, **terms):
+        return (trainer or trainer_of_search(tmp_path)).hyperparameter_search(hp_space, n_trials=n_trials, **terms)
+
+    def wider(trial):
+        return space(trial) | {"max_steps": trial.suggest_int("max_steps", 2, 5)}
+
+    with refused("search-changed", match="the division of ε was .*mean=3.* and is .*mean=4"):
+        call(n_trials=4)
+    with refused("search-changed", match="direction was minimize and is maximize"):
+        call(direction="maximize", compute_objective=lambda metrics: 0.0)
+    with refused("search-changed", match="hp_space was .*max_steps from \\(2, 4\\).* and is .*max_steps from \\(2, 5\\)"):
+        call(wider)
+    with refused("search-changed", match="learning_rate was 0.01 and is 0.001"):
+        call(trainer=trainer_of_search(tmp_path, learning_rate=1e-3))
+    other = trainer_of_search(tmp_path)
+    other.train_dataset = text_data(48, seed=2)
+    with refused("search-changed", match="train_dataset has other rows or another order. Use the arguments"):
+        call(trainer=other)
+    with refused("search-changed", match="eval_dataset has other rows"):
+        call(trainer=trainer_of_search(tmp_path, evaluated=text_data(8, seed=3)))
+    assert (tmp_path / "out" / NOTE_NAME).read_text("utf-8") == before, "a refusal changes nothing"
+    assert call().run_id
+
+
+def test_what_a_search_needs_may_be_missing(tmp_path, monkeypatch, states):
+    make_trials(monkeypatch, 3)
+    with refused("no-search-to-resume"):
+        trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3, resume_from_checkpoint=True)
+    assert not (tmp_path / "out" / NOTE_NAME).exists()
+    interrupted(tmp_path, monkeypatch, at=2)
+    (folder,) = states.glob("doppler-hf-search-*")
+    folder.rename(states / "away")
+    with refused("search-state-missing", match="resume_from_checkpoint=False: the ε of both then add up"):
+        trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    (states / "away").rename(folder)
+    for path in folder.glob("trial-*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-8])
+    trainer = trainer_of_search(tmp_path)
+    before = trainer.args.output_dir
+    with refused("search-not-restored"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    assert trainer.args.output_dir == before
+    trainer.hyperparameter_search(space, n_trials=3, resume_from_checkpoint=False)
+    assert trainer.privacy.ledger.spent.epsilon == pytest.approx(6.0)
+    assert not [*states.glob("doppler-hf-search-*")]
+
+
+def test_a_model_that_begins_otherwise_is_not_restored(tmp_path, monkeypatch):
+    """The parts that are not saved, such as the base of an adapter, have to be those of the trial."""
+    interrupted(tmp_path, monkeypatch, at=2, model_init=with_adapter)
+
+    def other():
+        model = with_adapter()
+        model.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(1.0)
+        return model
+
+    with refused("search-not-restored", match="If model_init has changed"):
+        trainer_of_search(tmp_path, model_init=other).hyperparameter_search(space, n_trials=3)
+
+
+def test_only_the_user_can_read_what_is_kept(tmp_path, monkeypatch, states):
+    interrupted(tmp_path, monkeypatch, at=2)
+    (folder,) = states.glob("doppler-hf-search-*")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not [*(tmp_path / "out").glob("trial*")]
+    assert json.loads((tmp_path / "out" / NOTE_NAME).read_text("utf-8"))["searches"][0].keys() == {
+        "name", "epsilon", "delta", "trials",
+    }  # fmt: skip
+
+
+def test_a_full_disk_ends_no_search_but_it_cannot_go_on_then(tmp_path, monkeypatch, states, capsys):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    make_trials(monkeypatch, 2)
+    later = Interrupted(0)
+    trainer = trainer_of_search(tmp_path, callbacks=[later])
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_save", lambda *_: full(None, None))
+        with pytest.raises(OSError, match="No space"):  # the best model, at the end
+            trainer.hyperparameter_search(space, n_trials=3)
+    assert len(later.steps) == 2
+    said = capsys.readouterr().out
+    assert "call trainer.save_model(). Until then" in said
+    assert not [*states.glob("doppler-hf-search-*")]
+    trainer.save_model()
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    # And if the process ends in between.
+    out = tmp_path / "another"
+    trainer = trainer_of_search(tmp_path, callbacks=[Interrupted(2)], output_dir=str(out))
+    monkeypatch.setattr(trainer, "_save", lambda *_: full(None, None))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.hyperparameter_search(space, n_trials=3)
+    assert "It cannot go on, because its trials could not be written" in capsys.readouterr().out
+    assert not [*states.glob("doppler-hf-search-*")]
+    assert interrupted_in(out)
+
+
+def test_a_space_that_fails_during_the_search_is_a_trial_that_fails(tmp_path, monkeypatch):
+    """And costs no other trial."""
+    make_trials(monkeypatch, 3)
+    later, failed = Interrupted(0), []
+
+    def fails(trial):
+        if len(later.steps) == 1 and not failed:
+            failed.append(0)
+            raise KeyError("nothing")
+        return space(trial)
+
+    assert trainer_of_search(tmp_path, callbacks=[later]).hyperparameter_search(fails, n_trials=3).run_id
+    assert failed
+    assert len(later.steps) == 2
+
+
+def test_a_search_whose_trials_all_failed_does_not_go_on(tmp_path, monkeypatch, states):
+    make_trials(monkeypatch, 1)
+    values = iter([0.0, float("nan")])
+    with pytest.raises(Failure, match="All trials of the search failed"):
+        trainer_of_search(tmp_path).hyperparameter_search(space, lambda metrics: next(values), n_trials=3)
+    assert not [*states.glob("doppler-hf-search-*")]
+    with refused("search-state-missing", match="all of them failed"):
+        trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+
+
+def test_an_ordinary_run_in_the_folder_removes_what_is_kept(tmp_path, monkeypatch, states):
+    interrupted(tmp_path, monkeypatch, at=2)
+    trainer = trainer_of_search(tmp_path)
+    trainer.train()
+    assert trainer.privacy.ledger.spent.epsilon == pytest.approx(6.0, rel=1e-3)
+    assert not [*states.glob("doppler-hf-search-*")]
+
+
+def test_what_nobody_goes_on_with_is_removed_after_half_a_year(tmp_path, monkeypatch, states):
+    old, young = (states / f"doppler-hf-search-{name}" for name in ("old", "young"))
+    for path, days in ((old, 190), (young, 170)):
+        path.mkdir(parents=True)
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    interrupted_searches._new_folder()
+    assert not old.exists()
+    assert young.exists()
+
+
+class Fragile(Mechanism):
+    """Is interrupted in some trials. What it writes and loads of a trial is its score alone."""
+
+    def train(self):
+        super().train()
+        if self.random.random() < 0.3:
+            raise KeyboardInterrupt
+
+
+def test_interruptions_do_not_change_what_is_published(tmp_path, monkeypatch):
+    """If the trial that was interrupted were left out, or a coin tossed again, the scores would have other frequencies."""
+    trials, number, random, found = NumberOfTrials(3.0), 800, np.random.default_rng(0), []
+    monkeypatch.setattr(search, "_write_best", lambda trainer, best, running: running.keep_best({"result": best[:4]}))
+    monkeypatch.setattr(
+        search, "_loaded", lambda trainer, running, args: search._Result(*running.state.best["result"], {"_run": None})
+    )
+    for name in range(number):
+        running = RunningSearch("", tmp_path / str(name), SearchState(NO_CALL), is_spent=True)
+        running.folder.mkdir()
+        while True:
+            try:
+                found.append(best_of(Fragile(random), running, trials).objective)
+                break
+            except KeyboardInterrupt:
+                state = SearchState.read(running.folder)
+                running = RunningSearch("", running.folder, state, is_spent=True)
+    for score in (0.3, 0.5, 0.7, 0.9):
+        expected = trials.generating(score)
+        error = 5 * math.sqrt(expected * (1 - expected) / number)
+        assert np.mean(np.array(found) <= score) == pytest.approx(expected, abs=error)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from doppler_hf.run import search
+from tests.support.search import make_trials, space, trainer_of_search
+from tests.support.trainers import On
+
+steps = []
+def end(**_):
+    steps.append(0)
+    if len(steps) > 4:  # in the second trial, or in the third: each has 2 to 4 steps
+        os.kill(os.getpid(), signal.SIGKILL)
+killing = On(step_end=end)
+killing.__class__.__deepcopy__ = lambda self, memo: self
+search.another_trial = lambda trials, begun: begun < 4
+trainer_of_search(Path(sys.argv[1]), callbacks=[killing]).hyperparameter_search(space, n_trials=3)
+"""
+
+
+def test_a_search_that_was_killed_goes_on(tmp_path, monkeypatch):
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=os.environ | {"PYTHONPATH": str(Path.cwd())}, capture_output=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    make_trials(monkeypatch, 4)
+    later = Interrupted(0)
+    trainer_of_search(tmp_path, callbacks=[later]).hyperparameter_search(space, n_trials=3)
+    assert len(later.steps) in (3, 4), "the second trial, or the third, is made again"
+    ledger = PrivacyLedger.load(tmp_path / "out")
+    assert ledger.spent.epsilon == pytest.approx(3.0)
+    assert main(["verify", str(tmp_path / "out")]) == 0
