@@ -44,7 +44,7 @@ from doppler_hf.run.plan import NOTHING, Previous, Trial, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.search import default_objective, interrupted_in, remove_leftovers, search
+from doppler_hf.run.search import default_objective, interrupted_in, remove_leftovers, search, trial_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -446,7 +446,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             plan, notes = self.privacy.statement, self.privacy.notes
         finally:
             self._run = before
+        trial = trial_of(self, plan, n_trials=n_trials)
         preflight.check_learning_rates(self, hp_space=hp_space, plan=plan)
         for note in notes:
             print(f"{'warning':<14} {note}")
-        return search(self, compute_objective=objective, n_trials=n_trials, plan=plan, **terms)
+        return search(self, compute_objective=objective, trial=trial, **terms)

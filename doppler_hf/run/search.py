@@ -42,9 +42,8 @@ import numpy as np
 from transformers.trainer_utils import BestRun, SchedulerType
 
 from doppler_hf.errors import Failure, Refusal
-from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import LEDGER_NAME, PrivacyStatement
-from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Releases, Spent, Trainings
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent, Trainings
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
 from doppler_hf.privacy.ledger.file import make_folder, write_whole
 from doppler_hf.privacy.ledger.ledger import ledgers_in
@@ -228,38 +227,38 @@ class _Result(NamedTuple):
     kept: dict[str, Any]  # attributes of the trainer
 
 
+def trial_of(trainer: Any, plan: PrivacyStatement, *, n_trials: float) -> Trial:
+    """Return what all trials of a search have in common; `plan` is the statement of a run with the trainer's arguments."""
+    assert plan.target_epsilon is not None
+    # Privacy: the division is valid for all trials. It follows from public arguments, before the first trial.
+    selection = divide_budget(
+        NumberOfTrials(float(n_trials)),
+        target_epsilon=plan.target_epsilon,
+        target_delta=plan.target_delta,
+        single_run=plan.releases(plan.steps_planned),
+    )
+    return Trial(selection, NO_TIME, {}, Path(trainer.args.output_dir))
+
+
 def search(
     trainer: Any,
     *,
     hp_space: Callable[[Any], Any],
     compute_objective: Callable[[dict[str, float]], float],
-    n_trials: float,
     direction: str,
-    plan: PrivacyStatement,
+    trial: Trial,
 ) -> BestRun:
-    """Run a search, save its best trial into `output_dir`, and leave the trainer with that model.
-
-    `plan` is the statement of a run with the trainer's own arguments.
-    """
+    """Run a search, save its best trial into `output_dir`, and leave the trainer with that model."""
     args, began = trainer.args, time.time()
-    folder, trials = Path(args.output_dir), NumberOfTrials(float(n_trials))
-    # The division suits a trial with the trainer's own arguments, and is valid for all trials. Privacy: it follows from
-    # public arguments, before the first trial.
-    strategy = NoiseShape.parse(plan.noise_shape).c
-    selection = divide_budget(
-        trials,
-        target_epsilon=args.target_epsilon,
-        target_delta=plan.target_delta,
-        releases_at=lambda sigma: Releases(sigma, plan.sample_rate, plan.steps_planned, strategy, plan.sampling),
-    )
+    folder, selection = trial.output_dir, trial.selection
     _say_what_begins(folder, selection)
     with _unseen():  # `hp_space` may print
-        of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, trials)]
+        of_trials = [(each, arguments_of_trial(args, each)) for each in drawn_trials(hp_space, selection.trials)]
     with ExitStack() as after, trainer._lock_of(folder):
         # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
         after.callback(_date_back, folder, to=began)
-        with _noted(folder, epsilon=args.target_epsilon, delta=plan.target_delta) as note:
-            trial = Trial(selection, NO_TIME, interrupted_in(folder, but=note.name), folder)
+        with _noted(folder, epsilon=args.target_epsilon, delta=selection.delta) as note:
+            trial = trial._replace(interrupted=interrupted_in(folder, but=note.name))
             best = _best_of(trainer, of_trials, trial, compute_objective=compute_objective, direction=direction, note=note)
             _restore(trainer, best.kept)
             _forget_last_trial(trainer)

@@ -113,9 +113,9 @@ def test_the_budget_is_divided_for_the_shape_of_the_noise(tmp_path, monkeypatch)
     monkeypatch.setattr(search, "draw_number_of_trials", lambda distribution: 1)
     divided_for, divide = [], search.divide_budget
 
-    def noted(trials, *, releases_at, **terms):
-        divided_for.append(releases_at(1.0))
-        return divide(trials, releases_at=releases_at, **terms)
+    def noted(trials, *, single_run, **terms):
+        divided_for.append(single_run)
+        return divide(trials, single_run=single_run, **terms)
 
     monkeypatch.setattr(search, "divide_budget", noted)
     trainer = trainer_of_search(tmp_path, noise_shape="banded:bands=4", max_steps=8)
