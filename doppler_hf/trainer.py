@@ -447,7 +447,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         finally:
             self._run = before
         trial = trial_of(self, plan, n_trials=n_trials)
-        preflight.check_learning_rates(self, hp_space=hp_space, plan=plan)
+        preflight.check_trials(self, hp_space=hp_space, plan=plan, trial=trial)
         for note in notes:
             print(f"{'warning':<14} {note}")
         return search(self, compute_objective=objective, trial=trial, **terms)

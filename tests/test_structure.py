@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "numpy jaxtyping torch transformers accelerate safetensors huggingface_hub",
     ),
     "preflight": (
-        "errors linalg optim privacy run shards training_args",
+        "errors filters.noise_shape linalg optim privacy run shards training_args",
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
     "run/training_curve": ("extras run privacy", "matplotlib"),

@@ -74,7 +74,7 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
     """
     if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
-    # Transformers' schedules are objects that step an optimizer, so give them one of a single zero.
+    # Transformers' schedules are functions of the step, in objects that need an optimizer. This one has a single zero.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -83,9 +83,5 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
         num_training_steps=steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
-    rates = []
-    for _ in range(steps):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates
+    (share,) = scheduler.lr_lambdas
+    return [float(share(step)) for step in range(steps)]
