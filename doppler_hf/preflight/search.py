@@ -256,10 +256,14 @@ def refuse_trials(trainer: Any, hp_space: Callable[[Any], Any], *, plan: Privacy
 def _refused_for(settings: dict[str, Any]) -> Iterator[None]:
     try:
         yield
+    except Refusal as error:
+        raise Refusal(
+            error.code, f"hp_space drew settings with which a trial would be refused ({settings}): {error}"
+        ) from error
     except Exception as error:  # Transformers has several kinds of errors for schedules without their arguments
         raise Refusal(
-            error.code if isinstance(error, Refusal) else "search-setting",
-            f"hp_space drew settings with which a trial would be refused ({settings}): {error}",
+            "search-setting-fails",
+            f"hp_space drew settings with which a trial would fail ({settings}): {type(error).__name__}: {error}",
         ) from error
 
 
