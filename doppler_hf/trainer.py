@@ -45,7 +45,7 @@ from doppler_hf.run.plan import NOTHING, Previous, Trial, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.search import default_objective, search
+from doppler_hf.run.search import default_objective, search, trial_of
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -453,9 +453,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             plan = self.privacy
         finally:
             self._run = before
-        preflight.check_learning_rates(self, hp_space=hp_space, plan=plan.statement)
+        trial = trial_of(self, plan.statement, n_trials=n_trials)
+        preflight.check_trials(self, hp_space=hp_space, plan=plan.statement, trial=trial)
         for note in plan.notes:
             print(f"{'warning':<14} {note}")
-        return search(
-            self, compute_objective=objective, n_trials=n_trials, plan=plan, resume=resume_from_checkpoint, **terms
-        )
+        return search(self, compute_objective=objective, trial=trial, plan=plan, resume=resume_from_checkpoint, **terms)

@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "numpy jaxtyping torch transformers accelerate safetensors huggingface_hub",
     ),
     "preflight": (
-        "errors linalg optim privacy run shards training_args",
+        "errors filters.noise_shape linalg optim privacy run shards training_args",
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
     "run/training_curve": ("extras run privacy", "matplotlib"),
@@ -78,7 +78,7 @@ MAY_IMPORT = {
     ),
     "cli": (
         "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit "
-        "run.filter_and_noise run.learning_rate run.memory run.private_run",
+        "run.auto_noise run.filter_and_noise run.learning_rate run.memory run.private_run",
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),

@@ -37,7 +37,7 @@ from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
 from doppler_hf.errors import Refusal, page
 from doppler_hf.filters import LowPassFilter, NoiseShape, group_delay, noise_gain
 from doppler_hf.filters.noise_shape import in_units_of_c
-from doppler_hf.privacy.accounting.accounting import Releases, Sampling, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Sampling, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, trade_off
 
 READING: Final = (
@@ -120,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
     named = None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter)
     check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
-    selection = request.selection()
-    planned = request.solve(selection=selection)
-    terms = planned_terms(request, planned, named, selection=selection)
+    terms = planned_terms(request, named)
+    # The alternatives have white noise, so this run is among them with white noise, too.
+    planned = terms.run if terms.shape.is_white else request.solve(selection=terms.selection)
     facts, best = describe(request, terms)
     if terms.selection is not None:
-        facts["search"] = describe_search(request, terms, named)
+        facts["search"] = describe_search(request, terms)
     if args.trainable_parameters is not None or args.model is not None:
         facts |= learning_rate_of(args, facts)
     console = Console()
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(facts_table(facts))
         console.print(attack_in_words(best, epsilon=facts["epsilon"]))
     # The alternatives get the target ε. The plan itself reaches a slightly smaller ε, which would distort the comparison.
-    table = alternatives(request, planned, facts["target_epsilon"], selection=selection)
+    table = alternatives(request, planned, facts["target_epsilon"], selection=terms.selection)
     if args.plot is not None:
         plot_plan(table, planned, args.plot, epsilon=facts["target_epsilon"], delta=facts["delta"])
     if args.json:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**facts, "alternatives": runs}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
         guarantee = f"ε = {facts['target_epsilon']:.4g}, δ = {facts['delta']:.3g}"
-        what = "Training runs" if selection is None else "Trials of hyperparameter searches"
+        what = "Training runs" if terms.selection is None else "Trials of hyperparameter searches"
         console.print(f"\n{what} with the same guarantee, {guarantee}:", highlight=False)
         console.print(alternatives_table(table, planned))
         console.print(READING)
@@ -156,8 +156,8 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
 
     Noise and filter are those that a training run would choose: without a given σ, it also chooses the shape of the noise.
     """
-    delta, (shape, low_pass_filter, planned, selection) = request.target_delta, terms
-    sigma, releases = planned.noise_multiplier, releases_of(terms)
+    delta, planned, shape, low_pass_filter = request.target_delta, terms.run, terms.shape, terms.low_pass_filter
+    sigma, releases, selection = planned.noise_multiplier, terms.releases, terms.selection
     epsilon = get_total_epsilon([releases], delta=delta) if selection is None else selection.epsilon
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
@@ -194,13 +194,7 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
     return facts, best
 
 
-def releases_of(terms: PlannedTerms) -> Releases:
-    """Return what the planned run releases, in the accountant's terms."""
-    run = terms.run
-    return Releases(run.noise_multiplier, run.sample_rate, run.steps, terms.shape.c, run.sampling)
-
-
-def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFilter | None) -> dict[str, Any]:
+def describe_search(request: PlanRequest, terms: PlannedTerms) -> dict[str, Any]:
     """Return the numbers of a search by name: what each trial satisfies, and its noise beside that of a single run."""
     selection, of_trial = terms.selection, _average_noise(terms)
     assert selection is not None
@@ -209,13 +203,12 @@ def describe_search(request: PlanRequest, terms: PlannedTerms, named: LowPassFil
         "distribution": selection.trials.name,
         "first_guarantee": [*selection.first],
         "second_guarantee": [*selection.second],
-        "trial_epsilon": get_total_epsilon([releases_of(terms)], delta=request.target_delta),
+        "trial_epsilon": get_total_epsilon([terms.releases], delta=request.target_delta),
         "trial_delta": request.target_delta,
         "expected_examples_processed": round(selection.trials.mean * terms.run.examples_processed),
     }
-    if request.epsilon is not None:
-        alone = dataclasses.replace(request, trials=None)
-        facts["noise_over_single_run"] = of_trial / _average_noise(planned_terms(alone, alone.solve(), named))
+    if terms.single_run is not None:
+        facts["noise_over_single_run"] = of_trial / _average_noise(terms.single_run)
     return facts
 
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from doppler_hf.errors import Refusal
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, default_delta, without_partial_round
-from doppler_hf.privacy.accounting.calibration import (
-    get_noise_multiplier,
-    noise_multiplier_if_any,
-    noise_multiplier_of_trial,
+from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_of_trial
+from doppler_hf.privacy.accounting.selection import (
+    Guarantee,
+    NumberOfTrials,
+    Selection,
+    divide_budget,
+    selection_of_releases,
 )
-from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget, selection_of_releases
+from doppler_hf.run.auto_noise import shape_of_equal_epsilon
 
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04
@@ -161,24 +164,6 @@ class PlanRequest:
         # Transformers' own formula (`Trainer.set_initial_training_values`).
         return math.ceil(self.epochs * self.steps_per_epoch)
 
-    def releases(self, noise_multiplier: float, *, strategy: tuple[float, ...] = (1.0,)) -> Releases:
-        """Return what the run releases, in the accountant's terms."""
-        assert self.batch_size is not None
-        return Releases(noise_multiplier, self.batch_size / self.num_examples, self.steps, strategy, self.sampling)
-
-    def selection(self, *, strategy: tuple[float, ...] = (1.0,)) -> Selection | None:
-        """Return what each trial of the search must satisfy; None for a single run."""
-        if self.trials is None:
-            return None
-        trials = NumberOfTrials(self.trials)
-        if self.noise_multiplier is not None:
-            return selection_of_releases(self.releases(self.noise_multiplier), trials, delta=self.target_delta)
-        assert self.epsilon is not None
-        return divide_budget(
-            trials, target_epsilon=self.epsilon, target_delta=self.target_delta,
-            releases_at=lambda sigma: self.releases(sigma, strategy=strategy),
-        )  # fmt: skip
-
     def solve(self, *, rough: bool = False, selection: Selection | None = None) -> PlannedRun:
         """Return the run with the given σ, or with the smallest σ that keeps ε; for `rough` see `get_noise_multiplier`.
 
@@ -187,19 +172,30 @@ class PlanRequest:
         assert self.batch_size is not None
         steps, sigma = self.steps, self.noise_multiplier
         if sigma is None:
-            assert self.epsilon is not None
-            terms: dict[str, Any] = {
-                "sample_rate": self.batch_size / self.num_examples,
-                "steps": steps,
-                "sampling": self.sampling,
-                "rough": rough,
-            }
-            sigma = (
-                get_noise_multiplier(target_epsilon=self.epsilon, target_delta=self.target_delta, **terms)
-                if selection is None
-                else noise_multiplier_of_trial(selection, **terms)
-            )
+            sigma = self.sigma(steps, rough=rough, selection=selection)
         return PlannedRun(self.num_examples, self.batch_size, steps, sigma, self.max_grad_norm, self.sampling)
+
+    def sigma(
+        self,
+        steps: int,
+        *,
+        strategy: tuple[float, ...] = (1.0,),
+        rough: bool = False,
+        selection: Selection | None = None,
+    ) -> float:
+        """Return the smallest σ with which so many steps keep ε, or satisfy the `selection` of a search."""
+        assert self.batch_size is not None
+        terms: dict[str, Any] = {
+            "sample_rate": self.batch_size / self.num_examples,
+            "steps": steps,
+            "strategy": strategy,
+            "sampling": self.sampling,
+            "rough": rough,
+        }
+        if selection is not None:
+            return noise_multiplier_of_trial(selection, **terms)
+        assert self.epsilon is not None
+        return get_noise_multiplier(target_epsilon=self.epsilon, target_delta=self.target_delta, **terms)
 
 
 def alternatives(
@@ -245,17 +241,34 @@ class PlannedTerms(NamedTuple):
     shape: NoiseShape
     low_pass_filter: LowPassFilter
     run: PlannedRun
-    selection: Selection | None  # what each trial satisfies, if the run is a trial of a search
+    selection: Selection | None = None  # what each trial satisfies, if the run is a trial of a search
+    single_run: "PlannedTerms | None" = None  # the run of the whole ε for which a search divides its ε
+
+    @property
+    def releases(self) -> Releases:
+        """What the planned run releases, in the accountant's terms."""
+        run = self.run
+        return Releases(run.noise_multiplier, run.sample_rate, run.steps, self.shape.c, run.sampling)
 
 
-def planned_terms(
-    request: PlanRequest, run: PlannedRun, low_pass_filter: LowPassFilter | None, *, selection: Selection | None = None
-) -> PlannedTerms:
-    """Return the noise shape and filter that a training run would choose, and the planned run with their σ and T.
+def planned_terms(request: PlanRequest, low_pass_filter: LowPassFilter | None) -> PlannedTerms:
+    """Return the noise shape and filter that a training run, or a trial of a search, would choose, with their σ and T.
 
     If the request has σ in place of ε, the noise is white. A given filter is kept. Assumed are Adam, a learning rate that
     falls linearly, and enough memory.
     """
+    single_run = _terms_with(None, request, low_pass_filter)
+    if request.trials is None:
+        return single_run
+    trials, delta = NumberOfTrials(request.trials), request.target_delta
+    if request.epsilon is None:
+        return single_run._replace(selection=selection_of_releases(single_run.releases, trials, delta=delta))
+    selection = divide_budget(trials, target_epsilon=request.epsilon, target_delta=delta, single_run=single_run.releases)
+    return _terms_with(selection, request, low_pass_filter)._replace(single_run=single_run)
+
+
+def _terms_with(selection: Selection | None, request: PlanRequest, low_pass_filter: LowPassFilter | None) -> PlannedTerms:
+    run = request.solve(selection=selection)
     white = PlannedTerms(WHITE, low_pass_filter or PAPER_FILTERS["none"], run, selection)
     # Shapes are compared at equal ε, so they need a target ε. Poisson sampling may draw a record in every step, which shaped
     # noise does not allow.
@@ -265,12 +278,11 @@ def planned_terms(
     def rates(steps: int) -> list[float]:
         return [1 - step / steps for step in range(steps)]
 
-    # A trial has to satisfy the first of its two guarantees, which nearly always decides about its noise.
-    epsilon, delta = (request.epsilon, request.target_delta) if selection is None else selection.first
-    terms: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": run.sample_rate}
-    shape = auto_noise_shape(
-        lambda bands: noise_multiplier_if_any(NoiseShape.banded(bands).c, steps=run.steps, **terms),
-        run.steps,
+    shape = shape_of_equal_epsilon(
+        Guarantee(request.epsilon, request.target_delta),
+        selection,
+        sample_rate=run.sample_rate,
+        steps=run.steps,
         learning_rates=rates(run.steps),
         low_pass_filter=low_pass_filter,
     )
@@ -280,10 +292,5 @@ def planned_terms(
     if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
         steps = without_partial_round(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
-    selection = request.selection(strategy=shape.c)
-    sigma = (
-        get_noise_multiplier(strategy=shape.c, steps=steps, **terms)
-        if selection is None
-        else noise_multiplier_of_trial(selection, sample_rate=run.sample_rate, steps=steps, strategy=shape.c)
-    )
-    return PlannedTerms(shape, chosen, replace(run, steps=steps, noise_multiplier=sigma), selection)
+    shaped = replace(run, steps=steps, noise_multiplier=request.sigma(steps, strategy=shape.c, selection=selection))
+    return PlannedTerms(shape, chosen, shaped, selection)

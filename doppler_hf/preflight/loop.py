@@ -3,6 +3,7 @@
 import copy
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -12,6 +13,7 @@ from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.run.learning_rate import FAR, check_given_learning_rate, is_any_rate_allowed
 from doppler_hf.run.optimizer import first_learning_rate
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.training_args import DopplerTrainingArguments
 
 # The number of steps, spread over the run, at which a schedule is evaluated.
 _LOOKED_AT: Final = 1000
@@ -63,10 +65,14 @@ def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
 def refuse_vanishing_learning_rate(run: PrivateRun, trainer: Any) -> None:
     """Refuse a warmup that is longer than the run, and a schedule that never reaches a tenth of the learning rate."""
     steps = run.statement.steps_planned
-    shares = _rate_factors(trainer, steps, first=run.previous.step)
-    if not shares or is_any_rate_allowed(trainer.args):
+    refuse_vanishing_rates(_rate_factors(trainer, steps, first=run.previous.step), trainer.args, steps=steps)
+
+
+def refuse_vanishing_rates(shares: Sequence[float], args: DopplerTrainingArguments, *, steps: int) -> None:
+    """Refuse such a schedule, given as shares of the set rate, or none if they are not known beforehand."""
+    if not shares or is_any_rate_allowed(args):
         return
-    largest, warmup = max(shares), trainer.args.get_warmup_steps(steps)
+    largest, warmup = max(shares), args.get_warmup_steps(steps)
     if largest < 1.0 / FAR or (warmup > steps and largest < 1.0):
         raise Refusal(
             "rate-never-arrives",

@@ -98,9 +98,9 @@ def check_objective(private_trainer: Any, compute_objective: Any) -> None:
     search.refuse_no_number(private_trainer, compute_objective)
 
 
-def check_learning_rates(private_trainer: Any, *, hp_space: Any, plan: Any) -> None:
-    """Check the learning rates of trials, now that the search has a plan."""
-    search.refuse_far_rates(private_trainer, hp_space, plan)
+def check_trials(private_trainer: Any, *, hp_space: Any, plan: Any, trial: Any) -> None:
+    """Check the plans of trials, now that the search has divided its budget."""
+    search.refuse_trials(private_trainer, hp_space, plan=plan, trial=trial)
 
 
 def check_callbacks(private_trainer: Any) -> None:

@@ -2,24 +2,42 @@
 
 import inspect
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from doppler_hf.errors import Refusal
+from doppler_hf.filters.noise_shape import NoiseShape
+from doppler_hf.preflight.loop import refuse_vanishing_rates
 from doppler_hf.preflight.records import has_copies_in, shares_users
-from doppler_hf.privacy import PrivacyStatement
+from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.selection import NumberOfTrials
 from doppler_hf.privacy.ledger.record import search_continued
-from doppler_hf.run.learning_rate import check_given_learning_rate
+from doppler_hf.run.filter_and_noise import learning_rates_of
+from doppler_hf.run.learning_rate import (
+    VERY_FAR,
+    check_given_learning_rate,
+    has_automatic_rate,
+    is_any_rate_allowed,
+    learning_rate_for,
+    trained_weights,
+)
+from doppler_hf.run.own_code import overrides
+from doppler_hf.run.plan import Trial, planned_batch_size, planned_steps
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import training_rows_in
 from doppler_hf.run.search import Draw, arguments_of_trial, copied_callbacks, drawn_settings
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _REHEARSED: Final = 100  # settings that are drawn and checked before the search
+_CLOSE: Final = 3.0  # The learning rates of estimated plans were within a factor of 2.4 of those of the plans.
 
 
 def refuse_other_backends(others: dict[str, Any]) -> None:
@@ -205,24 +223,82 @@ def refuse_space(args: DopplerTrainingArguments, hp_space: Callable[[Any], Any] 
             )
 
 
-def refuse_far_rates(trainer: Any, hp_space: Callable[[Any], Any], plan: PrivacyStatement) -> None:
-    """Refuse learning rates at which trials would be refused, for a run of the plan with the trainer's own arguments.
+def refuse_trials(trainer: Any, hp_space: Callable[[Any], Any], *, plan: PrivacyStatement, trial: Trial) -> None:
+    """Refuse settings that a trial would refuse when it begins: draw some, and make a plan for each.
 
-    A trial that is refused during a search is the worst one, and nobody is told of it.
+    A trial that is refused during a search is the worst one, and nobody is told of it. The noise of a plan is estimated from
+    the `plan` with the trainer's own arguments. It is computed only for the two learning rates that are farthest off.
     """
-    tried = [arguments_of_trial(trainer.args, drawn_settings(hp_space)) for _ in range(_REHEARSED)]
-    drawn = [each for each in tried if each.learning_rate is not None]
-    if not drawn:
-        return
-    rates = [each.learning_rate or 0.0 for each in drawn]
-    for place in {rates.index(min(rates)), rates.index(max(rates))}:
-        try:
-            check_given_learning_rate(drawn[place], plan, model=trainer.model)
-        except Refusal as error:
-            raise Refusal(
-                error.code,
-                f"hp_space draws learning rates from {min(rates):.3g} to {max(rates):.3g}. {error}",
-            ) from error
+    weights, ratios = trained_weights(trainer.model), []
+    for _ in range(_REHEARSED):
+        settings = drawn_settings(hp_space)
+        args = arguments_of_trial(trainer.args, settings)
+        with _refused_for(settings):
+            _refuse_epochs_without_effect(args, settings)
+            estimated = _estimated_plan(plan, args)
+            steps = estimated.steps_planned
+            rates = learning_rates_of(args, steps=steps)
+            if not overrides(trainer, "create_scheduler"):
+                refuse_vanishing_rates(rates or [], args, steps=steps)
+            if args.learning_rate and has_automatic_rate(args) and not is_any_rate_allowed(args):
+                rule = learning_rate_for(weights, args, estimated, rates=rates)
+                ratios.append((args.learning_rate / rule, settings, args))
+    by_ratio = operator.itemgetter(0)
+    for ratio, settings, args in [min(ratios, key=by_ratio), max(ratios, key=by_ratio)] if ratios else []:
+        if not _CLOSE / VERY_FAR < ratio < VERY_FAR / _CLOSE:
+            with _refused_for(settings):
+                number = trainer.get_num_trainable_parameters()
+                run = PrivateRun(args, trainer.train_dataset, num_trained=number, trial=trial)
+                check_given_learning_rate(args, run.statement, model=trainer.model)
+
+
+@contextmanager
+def _refused_for(settings: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except Refusal as error:
+        raise Refusal(
+            error.code, f"hp_space drew settings with which a trial would be refused ({settings}): {error}"
+        ) from error
+    except Exception as error:  # Transformers has several kinds of errors for schedules without their arguments
+        raise Refusal(
+            "search-setting-fails",
+            f"hp_space drew settings with which a trial would fail ({settings}): {type(error).__name__}: {error}",
+        ) from error
+
+
+def _refuse_epochs_without_effect(args: DopplerTrainingArguments, settings: dict[str, Any]) -> None:
+    if "num_train_epochs" in settings and args.max_steps > 0:
+        raise Refusal(
+            "no-effect",
+            f"num_train_epochs has no effect with max_steps={args.max_steps}. Set max_steps=-1, or let hp_space choose "
+            "max_steps in place of num_train_epochs.",
+        )
+
+
+def _estimated_plan(plan: PrivacyStatement, args: DopplerTrainingArguments) -> PrivacyStatement:
+    """Return the plan of a trial with these arguments, without the calibration of its noise, which takes seconds."""
+    sampler = AllocationSampler(
+        num_examples=plan.num_units,
+        expected_batch_size=planned_batch_size(args),
+        units=None if args.privacy_unit_column is None else np.arange(plan.num_units),
+        sampling=args.sampling,
+    )
+    if args.noise_shape != "auto":
+        sampler.take_turns(NoiseShape.parse(args.noise_shape).bands)
+    steps = planned_steps(args, sampler, groups=sampler.groups)
+    # T steps are about as private as a single release of q·√(T·(e^(1/σ²) − 1)) with noise of size 1 (Bu et al. 2020,
+    # https://arxiv.org/abs/1911.11607). Privacy: nothing is released with this σ.
+    release = plan.sample_rate**2 * plan.steps_planned * math.expm1(min(plan.noise_multiplier**-2, 500.0))
+    return replace(
+        plan,
+        noise_shape=plan.noise_shape if args.noise_shape == "auto" else args.noise_shape,
+        noise_multiplier=math.log1p(release / (sampler.sample_rate**2 * steps)) ** -0.5,
+        per_sample_max_grad_norm=args.per_sample_max_grad_norm,
+        expected_batch_size=sampler.expected_batch_size,
+        sample_rate=sampler.sample_rate,
+        steps_planned=steps,
+    )
 
 
 def refuse_no_number(trainer: Any, compute_objective: Callable[[dict[str, float]], float]) -> None:

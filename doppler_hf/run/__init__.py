@@ -6,6 +6,7 @@
 - json_state: the state of a checkpoint in a form that JSON can hold
 - renamed_weights: weights that are saved under different names than the model's own
 - private_run: the run, from its plan to its end, with the parts of every step
+- auto_noise: the shape of the noise that is chosen, for a run and for a trial of a search
 - filter_and_noise: the filter and the shape of the noise, as given or chosen
 - learning_rate: the learning rate of a run that sets none
 - plan: every number of the mechanism, computed once

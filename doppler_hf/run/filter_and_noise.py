@@ -3,16 +3,15 @@
 Choosing costs no privacy, since it depends on arguments and public numbers only: ε, δ, q, T and the schedule.
 """
 
-import functools
-
 import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter, auto_noise_shape
+from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
-from doppler_hf.privacy.accounting.calibration import noise_multiplier_if_any
+from doppler_hf.privacy.accounting.selection import Guarantee
+from doppler_hf.run.auto_noise import shape_of_equal_epsilon
 from doppler_hf.run.checkpoints import filter_of_checkpoint
 from doppler_hf.run.plan import Trial, planned_delta, planned_steps
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -57,17 +56,11 @@ def chosen_noise_shape(
     if resumed is not None and (kept := NoiseShape.parse(resumed.noise_shape)).bands * sampler.sample_rate <= 1.0:
         return kept
     steps = planned_steps(args, sampler)
-    epsilon, delta = (args.target_epsilon, planned_delta(args, sampler)) if trial is None else (*trial.selection.first,)
-    of_strategy = functools.partial(
-        noise_multiplier_if_any,
-        target_epsilon=epsilon,
-        target_delta=delta,
+    return shape_of_equal_epsilon(
+        Guarantee(args.target_epsilon, planned_delta(args, sampler)),
+        None if trial is None else trial.selection,
         sample_rate=sampler.sample_rate,
         steps=steps,
-    )
-    return auto_noise_shape(
-        lambda bands: of_strategy(NoiseShape.banded(bands).c),
-        steps,
         learning_rates=learning_rates_of(args, steps=steps),
         low_pass_filter=None if args.low_pass_filter == "auto" else LowPassFilter.parse(args.low_pass_filter),
         most_bands=1 + MOST_MEMORY // (4 * max(1, num_trained)),  # a model without trained weights is refused later
@@ -81,7 +74,7 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
     """
     if args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY):
         return None
-    # Transformers' schedules are objects that step an optimizer, so give them one of a single zero.
+    # Transformers' schedules are functions of the step, in objects that need an optimizer. This one has a single zero.
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -90,9 +83,5 @@ def learning_rates_of(args: DopplerTrainingArguments, *, steps: int) -> list[flo
         num_training_steps=steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
-    rates = []
-    for _ in range(steps):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates
+    (share,) = scheduler.lr_lambdas
+    return [float(share(step)) for step in range(steps)]

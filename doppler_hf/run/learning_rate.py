@@ -63,7 +63,7 @@ VERY_FAR: Final = 100.0
 def check_given_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
     """Return a warning if the given rate is far from the rule's; refuse it if it is very far, unless any rate is allowed."""
     given = args.learning_rate
-    if given is None or setting_without_default_rate(args.base_optimizer, args.optim_target_modules) is not None:
+    if given is None or not has_automatic_rate(args):
         return ""
     if given == 0.0:
         return "learning_rate=0 trains nothing: leave it out to use the automatic value"
@@ -81,6 +81,11 @@ def check_given_learning_rate(args: DopplerTrainingArguments, statement: Privacy
     return f"{told}: leave it out to use that value"
 
 
+def has_automatic_rate(args: DopplerTrainingArguments) -> bool:
+    """Return whether the rule knows a learning rate for the optimizer of the arguments."""
+    return setting_without_default_rate(args.base_optimizer, args.optim_target_modules) is None
+
+
 def is_any_rate_allowed(args: DopplerTrainingArguments) -> bool:
     """Return whether the run accepts a learning rate at which, by all experience, nothing is learnt."""
     return args.allow_any_learning_rate or not args.rehearse
@@ -91,6 +96,18 @@ def automatic_learning_rate(args: DopplerTrainingArguments, statement: PrivacySt
 
     A private run of large ε uses that rate, so comparing it with a run without noise shows the effect of the noise.
     """
+    rates = learning_rates_of(args, steps=statement.steps_planned)
+    return learning_rate_for(trained_weights(model), args, statement, rates=rates)
+
+
+def learning_rate_for(
+    weights: "TrainedWeights",
+    args: DopplerTrainingArguments,
+    statement: PrivacyStatement,
+    *,
+    rates: Sequence[float] | None,
+) -> float:
+    """Return the `automatic_learning_rate` for some weights and the arguments' schedule, which may be unknown."""
     steps, shape = statement.steps_planned, NoiseShape.parse(statement.noise_shape)
     white = statement.noise_multiplier * statement.per_sample_max_grad_norm / statement.expected_batch_size
     least = 1.0
@@ -99,11 +116,11 @@ def automatic_learning_rate(args: DopplerTrainingArguments, statement: PrivacySt
         floor = DEFAULT_FLOOR_FRACTION if own is None else own / (white * shape.std(steps)) ** 2
         least = math.sqrt(floor)
     return learning_rate_of_rule(
-        trained_weights(model),
+        weights,
         noise_multiplier=statement.noise_multiplier,
         batch_size=statement.expected_batch_size,
         shape=shape,
-        rates=learning_rates_of(args, steps=steps) or [1.0] * steps,
+        rates=rates or [1.0] * steps,
         least=least,
     )
 

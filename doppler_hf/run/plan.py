@@ -59,6 +59,11 @@ class Trial(NamedTuple):
     output_dir: Path  # of the search, in which the best trial is saved
 
 
+def planned_batch_size(args: DopplerTrainingArguments) -> int:
+    """Return the expected batch size B, over all micro-batches and processes."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:
     """Return the number of steps T, for one group by Transformers' own formula (`Trainer.set_initial_training_values`).
 

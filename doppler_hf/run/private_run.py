@@ -50,7 +50,7 @@ from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.other_batches import OtherBatches
-from doppler_hf.run.plan import NOTHING, Previous, Trial, budget_spent, mechanisms_of, planned_statement
+from doppler_hf.run.plan import NOTHING, Previous, Trial, budget_spent, mechanisms_of, planned_batch_size, planned_statement
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
 from doppler_hf.run.rounds import Rounds
@@ -171,7 +171,7 @@ class PrivateRun:
         column = args.privacy_unit_column
         self.sampler = AllocationSampler(
             num_examples=len(train_dataset),
-            expected_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            expected_batch_size=planned_batch_size(args),
             pieces=args.gradient_accumulation_steps,
             rank=args.process_index,
             world_size=args.world_size,

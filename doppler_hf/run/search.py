@@ -43,9 +43,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import BestRun, SchedulerType
 
 from doppler_hf.errors import Failure, Refusal
-from doppler_hf.filters import NoiseShape
-from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Releases
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.run.evaluation import BASELINES
@@ -257,13 +255,26 @@ class _Result(NamedTuple):
     kept: dict[str, Any]  # attributes of the trainer
 
 
+def trial_of(trainer: Any, plan: PrivacyStatement, *, n_trials: float) -> Trial:
+    """Return what all trials of a search have in common; `plan` is the statement of a run with the trainer's arguments."""
+    assert plan.target_epsilon is not None
+    # Privacy: the division is valid for all trials. It follows from public arguments, before the first trial.
+    selection = divide_budget(
+        NumberOfTrials(float(n_trials)),
+        target_epsilon=plan.target_epsilon,
+        target_delta=plan.target_delta,
+        single_run=plan.releases(plan.steps_planned),
+    )
+    return Trial(selection, NO_TIME, {}, Path(trainer.args.output_dir))
+
+
 def search(
     trainer: Any,
     *,
     hp_space: Callable[[Any], Any],
     compute_objective: Callable[[dict[str, float]], float],
-    n_trials: float,
     direction: str,
+    trial: Trial,
     plan: PrivateRun,
     resume: bool | None = None,
 ) -> BestRun:
@@ -271,19 +282,7 @@ def search(
 
     `plan` is a run with the trainer's own arguments. With `resume`, an interrupted search goes on; see `noted_search`.
     """
-    args, statement = trainer.args, plan.statement
-    folder, trials = Path(args.output_dir), NumberOfTrials(float(n_trials))
-    # The division suits a trial with the trainer's own arguments, and is valid for all trials. Privacy: it follows from
-    # public arguments, before the first trial.
-    strategy = NoiseShape.parse(statement.noise_shape).c
-    selection = divide_budget(
-        trials,
-        target_epsilon=args.target_epsilon,
-        target_delta=statement.target_delta,
-        releases_at=lambda sigma: Releases(
-            sigma, statement.sample_rate, statement.steps_planned, strategy, statement.sampling
-        ),
-    )
+    args, folder, selection = trainer.args, trial.output_dir, trial.selection
     call = SearchCall(
         {
             "direction": direction,
@@ -298,11 +297,11 @@ def search(
     with ExitStack() as after, trainer._lock_of(folder):
         # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
         after.callback(lambda: _date_back(folder, to=began))
-        noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=statement.target_delta, resume=resume)
+        noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=selection.delta, resume=resume)
         with noted as running:
             _say_what_begins(folder, selection)
             began = running.state.began
-            trial = Trial(selection, NO_TIME, interrupted_in(folder, but=running.name), folder)
+            trial = trial._replace(interrupted=interrupted_in(folder, but=running.name))
             best = _best_of(
                 trainer, hp_space, trial, compute_objective=compute_objective, direction=direction, running=running
             )

@@ -25,6 +25,7 @@ from doppler_hf.privacy.batching.columns import LENGTH_COLUMN
 _SMALLEST_CLIP_NORM: Final = 1e-4
 _Range = tuple[str, Callable[[float], bool]]
 _POSITIVE: Final[_Range] = ("be positive and finite", lambda value: 0.0 < value < math.inf)
+_NOT_NEGATIVE: Final[_Range] = ("be finite and at least 0", lambda value: 0.0 <= value < math.inf)
 _COUNT: Final[_Range] = ("be at least 1", lambda value: value >= 1)
 
 # The type of an argument → the class of its values, its name in a message, and the fix.
@@ -38,7 +39,7 @@ _KINDS: Final[dict[type, tuple[type, str, str]]] = {
 # Argument → its range, and the fix.
 _RANGES: Final[dict[str, tuple[_Range, str]]] = {
     "target_epsilon": (_POSITIVE, "To train without noise set noise_multiplier=0 instead."),
-    "noise_multiplier": (("be finite and at least 0", lambda value: 0.0 <= value < math.inf), "Set 0 for no noise."),
+    "noise_multiplier": (_NOT_NEGATIVE, "Set 0 for no noise."),
     "target_delta": (
         (f"be in [{SMALLEST_DELTA:g}, 1)", lambda value: SMALLEST_DELTA <= value < 1.0),
         "Set a value a little below 1/N, or leave it out.",
@@ -47,15 +48,15 @@ _RANGES: Final[dict[str, tuple[_Range, str]]] = {
         (f"be finite and at least {_SMALLEST_CLIP_NORM:g}", lambda value: _SMALLEST_CLIP_NORM <= value < math.inf),
         "A usual value is 1. Far below that, rounding errors would count as much as gradients.",
     ),
-    "learning_rate": (
-        ("be finite and at least 0", lambda value: 0.0 <= value < math.inf),
-        "Leave it out to have it chosen automatically.",
-    ),
+    "learning_rate": (_NOT_NEGATIVE, "Leave it out to have it chosen automatically."),
     "augmentation_multiplicity": (_COUNT, "Leave it out for one view of each record."),
     "max_tokens_per_micro_batch": (_COUNT, "Leave it out for the default, which fits the device."),
     "max_examples_per_unit": (_COUNT, "Leave it out for no limit."),
     "per_sample_max_loss": (_POSITIVE, "Leave it out for twice the loss of an untrained model."),
     "train_loss_budget": (("be in (0, 1)", lambda value: 0.0 < value < 1.0), "A usual value is 0.01."),
+    "weight_decay": (_NOT_NEGATIVE, "Set 0 for no weight decay."),
+    "adam_beta2": (("be at least 0 and below 1", lambda value: 0.0 <= value < 1.0), "A usual value is 0.999."),
+    "adam_epsilon": (_POSITIVE, "A usual value is 1e-8."),
     "adam_bc_floor": (_POSITIVE, "Leave it out for a fraction of the variance of the noise."),
     "gradient_accumulation_steps": (
         ("be a whole number of at least 1", lambda value: value >= 1 and value == int(value)),

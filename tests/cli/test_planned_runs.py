@@ -1,17 +1,22 @@
 """A plan has the steps of the sampler's own arithmetic, the ε of the accountant, and alternatives of the same ε."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 
 from doppler_hf.cli import planned_runs as planning
 from doppler_hf.cli.planned_runs import PlanRequest, alternatives, planned_terms
 from doppler_hf.errors import Refusal
-from doppler_hf.filters import auto_noise_shape
+from doppler_hf.filters import NoiseShape, auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
+from doppler_hf.run import auto_noise
 from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
 from doppler_hf.run.plan import planned_statement
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.search import trial_of
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.trainers import arguments
@@ -83,7 +88,7 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypa
 def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, is_shaped, monkeypatch):
     compared = []
     monkeypatch.setattr(
-        planning, "auto_noise_shape", lambda of, *a, **more: compared.append(of(1)) or auto_noise_shape(of, *a, **more)
+        auto_noise, "auto_noise_shape", lambda of, *a, **more: compared.append(of(1)) or auto_noise_shape(of, *a, **more)
     )
     auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
     args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1)
@@ -92,14 +97,42 @@ def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch,
     sampler.take_turns(shape.bands)
     statement = planned_statement(args, sampler=sampler, noise_shape=shape)
     request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
-    run = request.solve()
-    choice = planned_terms(request, run, None)
-    assert compared == [pytest.approx(run.noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
+    del compared[:]  # of the training
+    choice = planned_terms(request, None)
+    assert compared == [pytest.approx(request.solve().noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
     assert choice[:2] == (shape, chosen_filter(args, statement))
     assert choice[2].steps == statement.steps_planned
     # The noise multiplier of a plan is that of all that a step releases, gradient and loss.
     assert choice[2].noise_multiplier == pytest.approx(statement.effective_noise_multiplier, rel=1e-12)
     assert shape.is_white != is_shaped
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "batch", "epochs", "epsilon", "trials", "bands"),
+    [
+        (200, 50, 1, 3.0, 10, (1, 1)),
+        (2000, 100, 1, 4.0, 100, (2, 1)),  # a few steps, for which only the whole ε is worth shaped noise
+        *thorough((2000, 100, 3, 4.0, 30, (4, 2))),
+    ],
+)
+def test_what_is_said_of_a_search_is_what_a_trial_takes(tmp_path, num_examples, batch, epochs, epsilon, trials, bands):
+    auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
+    sizes = dict(per_device_train_batch_size=batch, gradient_accumulation_steps=1, num_train_epochs=epochs, max_steps=-1)
+    args, rows = arguments(tmp_path, **auto | sizes), Dataset.from_dict({"x": range(num_examples)})
+    single_run = PrivateRun(args, rows, num_trained=1000).statement
+    trial = trial_of(SimpleNamespace(args=args), single_run, n_trials=trials)
+    statement = PrivateRun(args, rows, num_trained=1000, trial=trial).statement
+    plan = planned_terms(
+        PlanRequest(num_examples=num_examples, batch_size=batch, epochs=epochs, epsilon=epsilon, trials=trials), None
+    )
+    assert (NoiseShape.parse(single_run.noise_shape).bands, NoiseShape.parse(statement.noise_shape).bands) == bands
+    assert (plan.single_run.shape.bands, plan.shape.bands) == bands
+    assert plan.selection == trial.selection
+    assert plan.shape == NoiseShape.parse(statement.noise_shape)
+    assert plan.low_pass_filter == chosen_filter(args, statement)
+    assert plan.run.steps == statement.steps_planned
+    # The noise multiplier of a plan is that of all that a step releases, gradient and loss.
+    assert plan.run.noise_multiplier == pytest.approx(statement.effective_noise_multiplier, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run import interrupted_searches, lineage, search
 from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
+from doppler_hf.run.learning_rate import automatic_learning_rate
 from doppler_hf.run.search import SEARCHED, Draw, another_trial, arguments_of_trial
 from tests.support.power import Disk
 from tests.support.refusals import refused
@@ -91,9 +92,9 @@ def test_the_budget_is_divided_for_the_shape_of_the_noise(tmp_path, monkeypatch)
     make_trials(monkeypatch, 1)
     divided_for, divide = [], search.divide_budget
 
-    def noted(trials, *, releases_at, **terms):
-        divided_for.append(releases_at(1.0))
-        return divide(trials, releases_at=releases_at, **terms)
+    def noted(trials, *, single_run, **terms):
+        divided_for.append(single_run)
+        return divide(trials, single_run=single_run, **terms)
 
     monkeypatch.setattr(search, "divide_budget", noted)
     trainer = trainer_of_search(tmp_path, noise_shape="banded:bands=4", max_steps=8)
@@ -586,11 +587,51 @@ def test_learning_rates_far_from_the_automatic_one_are_refused_before_the_search
         return {"learning_rate": trial.suggest_float("learning_rate", low, high, log=True)}
 
     trainer = trainer_of_search(tmp_path, rehearse=True)
-    with refused("rate-far-off", match="hp_space draws learning rates from .* than the automatic value"):
+    with refused("rate-far-off", match="hp_space drew settings .*learning_rate.* than the automatic value"):
         trainer.hyperparameter_search(rates, n_trials=3)
     assert "Search:" not in capsys.readouterr().out
     trainer.args.allow_any_learning_rate = True
     assert trainer.hyperparameter_search(rates, n_trials=1.01).run_id
+
+
+def test_a_learning_rate_that_is_far_off_only_with_other_settings_is_refused_before_the_search(tmp_path, capsys):
+    """A rate that a run of 3 steps accepts is too large for 300 steps."""
+    trainer = trainer_of_search(tmp_path, rehearse=True)
+    rule = automatic_learning_rate(trainer.args, trainer.privacy.statement, model=trainer.model)
+
+    def rates(most):
+        def space(trial):
+            large = trial.suggest_categorical("large", [1.0, 80.0])
+            return {"learning_rate": large * rule, "max_steps": trial.suggest_categorical("steps", [3, most])}
+
+        return space
+
+    with refused("rate-far-off", match="'max_steps': 300"):
+        trainer.hyperparameter_search(rates(300), n_trials=3)
+    assert "Search:" not in capsys.readouterr().out
+    assert trainer.hyperparameter_search(rates(2), n_trials=1.01).run_id
+
+
+NOT_BEGUN = {
+    "batch-out-of-range": dict(per_device_train_batch_size=49),
+    "too-few-units": dict(noise_shape="banded:bands=8"),  # of batches of 8 records, 6 of which are in the data
+    "out-of-range": dict(num_train_epochs=0.0, max_steps=-1),
+    "no-effect": dict(num_train_epochs=2.0),  # the trainer has max_steps
+    "rate-never-arrives": dict(warmup_steps=100),
+    "search-setting-fails": dict(lr_scheduler_type="cosine_with_min_lr"),  # which has no rate without lr_scheduler_kwargs
+}
+
+
+@pytest.mark.parametrize("code", NOT_BEGUN)
+def test_settings_that_a_trial_would_refuse_when_it_begins_are_refused_before_the_search(tmp_path, capsys, code):
+    trainer = trainer_of_search(tmp_path, rehearse=True)
+
+    def space(trial):
+        return {"seed": 1} | (NOT_BEGUN[code] if trial.suggest_categorical("refused", [True, False]) else {})
+
+    with refused(code, match="with which a trial would (be refused|fail)"):
+        trainer.hyperparameter_search(space, n_trials=3)
+    assert "Search:" not in capsys.readouterr().out
 
 
 def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_path):
@@ -663,6 +704,9 @@ def test_a_search_that_would_break_its_guarantee_is_refused_before_anything_is_s
         {"learning_rat": 1e-3},
         {"base_optimizer": "adamw"},
         {"per_sample_max_grad_norm": -1.0},
+        {"adam_beta2": 1.0},
+        {"adam_epsilon": 0.0},
+        {"weight_decay": math.nan},
         {"warmup_ratio": 0.1},
         {"lr_scheduler_type": "linaer"},
         {"learning_rate": [1e-3, 1e-2]},

@@ -185,18 +185,19 @@ def _deltas(rounds: Sequence[Any], epsilons: np.ndarray) -> np.ndarray:
     return delta_curve(rounds, epsilons)[1]
 
 
-def divide_budget(
-    trials: NumberOfTrials, *, target_epsilon: float, target_delta: float, releases_at: Callable[[float], Releases]
-) -> Selection:
+def divide_budget(trials: NumberOfTrials, *, target_epsilon: float, target_delta: float, single_run: Releases) -> Selection:
     """Return the two guarantees of a search that costs exactly `target_epsilon` at `target_delta`.
 
-    The division suits a trial with the releases `releases_at(σ)`. It is valid for trials with other settings too, and is
-    computed on a rough grid, since each trial's noise is calibrated to it afterwards.
+    The division suits a trial with the batch size, length and noise shape of `single_run`: the run with the trainer's own
+    arguments and the whole ε. Its σ is not used. The division is valid for trials with other settings too, such as fewer
+    bands. It is computed on a rough grid, since each trial's noise is calibrated to it afterwards.
     """
 
     @functools.cache
     def selection_at(log_sigma: float) -> Selection:
-        return selection_of_releases(releases_at(math.exp(log_sigma)), trials, delta=target_delta, is_rough=True)
+        return selection_of_releases(
+            single_run._replace(noise_multiplier=math.exp(log_sigma)), trials, delta=target_delta, is_rough=True
+        )
 
     def excess(log_sigma: float) -> float:
         return math.log(max(selection_at(log_sigma).epsilon, 1e-300) / target_epsilon)

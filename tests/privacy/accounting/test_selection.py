@@ -307,7 +307,7 @@ def test_at_equal_expectation_the_logarithmic_distribution_costs_least(releases,
 def divided(mean=10, shape=LOGARITHMIC):
     return divide_budget(
         NumberOfTrials(mean, shape), target_epsilon=3.0, target_delta=1e-5,
-        releases_at=lambda sigma: Releases(sigma, 0.02, 150),
+        single_run=Releases(1.0, 0.02, 150),
     )  # fmt: skip
 
 
@@ -371,8 +371,6 @@ def test_the_second_guarantee_raises_the_noise_where_the_first_would_not():
 
 def test_a_search_that_no_noise_can_pay_is_refused():
     with refused("search-out-of-reach"):
-        divide_budget(
-            NumberOfTrials(10), target_epsilon=1e-9, target_delta=1e-9, releases_at=lambda sigma: Releases(sigma, 1.0, 1)
-        )
+        divide_budget(NumberOfTrials(10), target_epsilon=1e-9, target_delta=1e-9, single_run=Releases(1.0, 1.0, 1))
     with refused("out-of-range"):  # δ/K is too small for the accountant
-        divide_budget(NumberOfTrials(100), target_epsilon=3, target_delta=1e-9, releases_at=lambda s: Releases(s, 0.1, 10))
+        divide_budget(NumberOfTrials(100), target_epsilon=3, target_delta=1e-9, single_run=Releases(1.0, 0.1, 10))
