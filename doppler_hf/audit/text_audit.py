@@ -33,7 +33,7 @@ class FoundCanary:
 
     Attributes:
         insertions: In how many rows of the training set it was.
-        rank: The place of its code among 1,000 codes, the likeliest first.
+        rank: The place of its code among all codes, the likeliest first.
         is_repeated: Whether greedy generation from its start writes its code word for word.
         start: The tokens of its start.
         code: The tokens of its code.
@@ -53,14 +53,16 @@ class TextAuditResult:
     Attributes:
         membership: The bound on ε that follows from the canaries whose coins decided if they are in one row or in none.
         canaries: All canaries: first those with coins, then those in more rows.
+        codes: The number of codes among which each canary's code has its rank.
     """
 
     membership: AuditResult
     canaries: tuple[FoundCanary, ...]
+    codes: int
 
     def save(self, folder: str | Path) -> Path:
         """Write everything to `privacy_audit.json` in `folder`, as `AuditResult.save` does, and return its path."""
-        return self.membership.save(folder, more={"text_canaries": [vars(each) for each in self.canaries]})
+        return self.membership.save(folder, more={"codes": self.codes, "text_canaries": [*map(vars, self.canaries)]})
 
 
 def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float = 0.95) -> TextAuditResult:
@@ -119,6 +121,7 @@ def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float
             methods=("one run",),
         ),
         tuple(_found(canary, reading) for canary, reading in zip(canaries, after, strict=True)),
+        codes=len(canaries[0].codes),
     )
 
 

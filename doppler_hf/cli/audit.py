@@ -29,7 +29,6 @@ from rich.table import Table
 
 from doppler_hf.audit import AuditResult, AuditTrainer, TextAuditResult, audit_texts
 from doppler_hf.audit.audited_run import discarded_run
-from doppler_hf.audit.text_canaries import CODES
 from doppler_hf.cli import script
 from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
@@ -108,7 +107,7 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
 def table_of_texts(result: TextAuditResult) -> Table:
     """Return what the model makes of canaries, by the number of rows that they are in."""
     table = Table("insertions", "canaries", "median rank", "best rank", "repeated word for word")
-    table.title = f"Canaries in the texts, ranked among {CODES:,} codes"
+    table.title = f"Canaries in the texts, ranked among {result.codes:,} codes"
     for insertions in sorted({each.insertions for each in result.canaries}):
         some = [each for each in result.canaries if each.insertions == insertions]
         ranks = [each.rank for each in some]

@@ -101,7 +101,7 @@ def test_canaries_are_found_without_privacy(tmp_path, monkeypatch):
         "insertions": 100, "rank": 1, "is_repeated": True, "start": result.canaries[-1].start,
         "code": result.canaries[-1].code,
     }  # fmt: skip
-    assert len(written["text_canaries"]) == 67
+    assert (written["codes"], len(written["text_canaries"])) == (200, 67)
 
 
 def test_canaries_are_not_found_at_a_small_epsilon(tmp_path):
