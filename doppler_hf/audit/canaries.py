@@ -1,4 +1,4 @@
-"""Training sets with canaries: rows with an additional column that holds the number of their canary."""
+"""Training sets with canaries: further rows, and a column that holds the number of each row's canary."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -13,35 +13,42 @@ CANARY_COLUMN: Final = "canary"
 ORDINARY: Final = -1  # The number for a row that is no canary.
 
 
-def numbered_rows(
+def chosen_rows(
     dataset: Any, *, rows: Int[np.ndarray, " rows"], canaries: Int[np.ndarray, " rows"], unit_column: str | None
 ) -> Any:
-    """Return the chosen rows of a data set, each with the number of its canary.
-
-    A canary becomes a user of its own. The data set may have a transform that runs when a row is read, and a row may be
-    chosen several times.
-    """
+    """Return the chosen rows of a data set, in which each canary is a user of its own. A row may be chosen several times."""
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
         raise Refusal(
             "not-a-dataset",
-            f"Expected a datasets.Dataset as the training set; got {kind}. The audit adds canaries (copies of rows that it "
-            "later tries to recognise) and a column that marks them.",
+            f"Expected a datasets.Dataset as the training set; got {kind}. The audit adds canaries, which are rows that it "
+            "later tries to recognise.",
         )
-    if CANARY_COLUMN in dataset.column_names:
+    chosen = dataset.select(rows)
+    if unit_column is None:
+        return chosen
+    owners = [
+        f"unit {owner}" if canary == ORDINARY else f"canary {canary}"
+        for owner, canary in zip(chosen.with_format(None)[unit_column], canaries.tolist(), strict=True)
+    ]
+    return chosen.remove_columns(unit_column).add_column(unit_column, owners)
+
+
+def numbered_rows(
+    dataset: Any, *, rows: Int[np.ndarray, " rows"], canaries: Int[np.ndarray, " rows"], unit_column: str | None
+) -> Any:
+    """Return the chosen rows of a data set, each with the number of its canary.
+
+    The data set may have a transform that runs when a row is read.
+    """
+    chosen = chosen_rows(dataset, rows=rows, canaries=canaries, unit_column=unit_column)
+    if CANARY_COLUMN in chosen.column_names:
         raise Refusal(
             "column-is-taken",
             f"The training set already has a column named {CANARY_COLUMN!r}, a name that the audit uses. Rename the column.",
         )
-    chosen = dataset.select(rows)
-    if unit_column is not None:
-        owners = [
-            f"unit {owner}" if canary == ORDINARY else f"canary {canary}"
-            for owner, canary in zip(chosen.with_format(None)[unit_column], canaries.tolist(), strict=True)
-        ]
-        chosen = chosen.remove_columns(unit_column).add_column(unit_column, owners)
     chosen = chosen.add_column(CANARY_COLUMN, canaries)
     if chosen.format["type"] != "custom":
         return chosen

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from doppler_hf.audit.audited_run import check_size, claims_privacy
 from doppler_hf.audit.canaries import CANARY_COLUMN, ORDINARY, collate_with_canaries, numbered_rows
 from doppler_hf.audit.likelihood import LikelihoodRatios
 from doppler_hf.audit.lower_bounds import check_confidence
@@ -77,22 +78,13 @@ class AuditTrainer(DopplerTrainer):
     ) -> None:
         if not isinstance(args, DopplerTrainingArguments):
             raise Refusal("not-our-arguments", f"args must be DopplerTrainingArguments; got {type(args).__name__}.")
-        if args.disable_dp or args.noise_multiplier == 0.0 or args.noise_seed is not None:
+        if not claims_privacy(args):
             raise Refusal(
                 "no-privacy-to-test",
                 "This run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set, so the audit has "
                 "no claim to test. Remove that argument and set target_epsilon.",
             )
-        if args.world_size > 1:
-            raise Refusal(
-                "audit-in-processes",
-                f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
-            )
-        if num_canaries < 1:
-            raise Refusal(
-                "out-of-range",
-                f"num_canaries, the number of records that the audit attacks, must be at least 1; got {num_canaries}.",
-            )
+        check_size(args, num_canaries=num_canaries, fewest=1)
         coins = np.random.default_rng()  # The operating system seeds it.
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Only the number of a canary matters, so that any row may carry it.

@@ -5,43 +5,42 @@ on ε, which holds with the given confidence. If the bound is above the claim, t
 bound below the claim proves nothing. Each canary is a Dirac canary: it has a weight of its own, which the attacker sees at
 every step. This is the strongest attack, for any model.
 
+With --text-canaries a causal language model is audited instead, with or without privacy: does it repeat what is in its
+texts? Random codes are in 1, 10 or 100 rows. The table shows the rank of each code among 1,000 codes, and which codes greedy
+generation repeats. The script's first training is audited.
+
 The audited run uses a temporary folder and writes only privacy_audit.json into output_dir. Fields of a recipe may follow it
 as flags. Options of this command come before --script, and the script's own arguments after it. The audit runs in place of
 the script's `DopplerTrainer.train()`.
 
   doppler-hf audit recipes/image/digits-eps8.yaml --num_train_epochs 5 --canaries 1000
   doppler-hf audit --canaries 1000 --script my_train.py --learning_rate 1e-3
+  doppler-hf audit --text-canaries 100 --script scripts/synthesize.py RECIPE --output_dir out/audit
 """
 
 import argparse
-import copy
+import math
 import tempfile
 from pathlib import Path
-from typing import Any, Final
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from doppler_hf.audit import AuditResult, AuditTrainer
+from doppler_hf.audit import AuditResult, AuditTrainer, TextAuditResult, audit_texts
+from doppler_hf.audit.audited_run import discarded_run
 from doppler_hf.cli import script
 from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
 
-# An audited model is discarded, so it is neither evaluated, saved nor reported.
-DISCARDED: Final[dict[str, Any]] = {
-    "eval_strategy": IntervalStrategy.NO,
-    "eval_on_start": False,
-    "save_strategy": SaveStrategy.NO,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": [],
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf audit`."""
-    parser.add_argument("--canaries", type=int, default=1000, metavar="M", help="how many canaries (default: %(default)s)")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--canaries", type=int, default=1000, metavar="M", help="how many canaries (default: %(default)s)")
+    kinds.add_argument(
+        "--text-canaries", type=int, metavar="M", help="how many canaries made of text, for a causal language model"
+    )
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"
     )
@@ -58,8 +57,17 @@ def run(args: argparse.Namespace) -> int:
             result = auditor.audit(confidence=args.confidence)
         return result, result.save(Path(str(trainer.args.output_dir)))
 
-    result, path = script.use_trainer(args, audit)
+    def look_for_texts(trainer: DopplerTrainer) -> tuple[TextAuditResult, Path]:
+        found = audit_texts(trainer, num_canaries=args.text_canaries, confidence=args.confidence)
+        return found, found.save(Path(str(trainer.args.output_dir)))
+
     console = Console()
+    if args.text_canaries is None:
+        result, path = script.use_trainer(args, audit)
+    else:
+        found, path = script.use_trainer(args, look_for_texts, is_baseline_run=False)
+        console.print(table_of_texts(found))
+        result = found.membership
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
     console.print(
@@ -84,13 +92,10 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
             f"Python: define class Audited(AuditTrainer, {kind.__name__}), and call audit() of its trainer "
             f"({page('trust/audits')}).",
         )
-    args = copy.copy(trainer.args)
-    for name, value in {**DISCARDED, "output_dir": folder}.items():
-        setattr(args, name, value)
     audited = type(f"AuditOf{kind.__name__}", (AuditTrainer, kind), {})
     auditor: AuditTrainer = audited(
         model=trainer.model,
-        args=args,
+        args=discarded_run(trainer.args, folder=folder),
         num_canaries=num_canaries,
         train_dataset=trainer.train_dataset,
         data_collator=trainer.data_collator,
@@ -99,11 +104,24 @@ def auditor_of(trainer: DopplerTrainer, *, num_canaries: int, folder: str) -> Au
     return auditor
 
 
+def table_of_texts(result: TextAuditResult) -> Table:
+    """Return what the model makes of canaries, by the number of rows that they are in."""
+    table = Table("insertions", "canaries", "median rank", "best rank", "repeated word for word")
+    table.title = f"Canaries in the texts, ranked among {result.codes:,} codes"
+    for insertions in sorted({each.insertions for each in result.canaries}):
+        some = [each for each in result.canaries if each.insertions == insertions]
+        ranks = [each.rank for each in some]
+        repeated = sum(each.is_repeated for each in some)
+        figures = f"{len(some):,}", f"{np.median(ranks):,.0f}", f"{min(ranks):,}", f"{repeated:,}"
+        table.add_row(f"{insertions:,}" if insertions else "0 (left out)", *figures)
+    return table
+
+
 def table_of(result: AuditResult) -> Table:
     """Return the claim and the outcome as a table."""
     canaries = len(result.scores)
     rows = (
-        ("claimed ε", f"{result.claimed_epsilon:.4g}"),
+        ("claimed ε", "∞, no privacy" if math.isinf(result.claimed_epsilon) else f"{result.claimed_epsilon:.4g}"),
         *((f"audited ε, {method}", f"at least {epsilon:.4g}") for method, epsilon in result.lower_bounds.items()),
         ("δ", f"{result.delta:.3g}"),
         ("confidence", f"{result.confidence:g}"),
@@ -123,6 +141,8 @@ def verdict(result: AuditResult) -> str:
             f"THE CLAIM IS WRONG: this run leaks at least ε = {result.lower_bound:.4g}, but claims "
             f"{result.claimed_epsilon:.4g} (confidence {result.confidence:g})."
         )
+    if math.isinf(result.claimed_epsilon):
+        return f"This run claims no privacy. The attack proves an ε of at least {result.lower_bound:.4g}."
     return (
         f"No defect found: the attack proves an ε of at least {result.lower_bound:.4g}, and the run claims "
         f"{result.claimed_epsilon:.4g}. The run may still leak what this attack does not measure."

@@ -40,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) 
     parser.set_defaults(fields=[])
 
 
-def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) -> T:
+def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool = True) -> T:
     """Run the script that the arguments name up to its first private training, and return what `use` returns.
 
     Training runs without privacy before it, such as baselines, are carried out. A recipe has only one training run; if that
-    is without privacy, `use` gets it and may refuse it.
+    is without privacy, `use` gets it and may refuse it. Without `is_baseline_run`, `use` gets the first trainer of a script
+    too.
     """
     if args.script is None:
         return use_first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
@@ -56,7 +57,7 @@ def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T]) ->
     words = args.script
     if not words or not Path(words[0]).is_file():
         raise Refusal("no-script", f"Expected the path of a script after --script; got {' '.join(words) or 'nothing'}.")
-    return use_first_trainer(words, use, is_baseline_run=True)
+    return use_first_trainer(words, use, is_baseline_run=is_baseline_run)
 
 
 class _Used(BaseException):

@@ -38,9 +38,6 @@ NOTE_NAME: Final = "privacy_search_running.json"
 _STATE_NAME: Final = "search.json"
 _PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called again
-_AGAIN: Final = (
-    "To begin another search, call hyperparameter_search with resume_from_checkpoint=False: the ε of both then add up."
-)
 
 
 @dataclass(frozen=True)
@@ -217,29 +214,33 @@ def _interrupted(
     folder: Path, notes: Sequence[Mapping[str, Any]], call: SearchCall, *, resume: bool | None
 ) -> RunningSearch | None:
     """Return the search of this folder that goes on, or None if another one begins."""
-    pending = [] if resume is False else [each for each in notes if not _is_saved(folder, each.get("run"))]
-    if not pending:
-        if resume:
-            raise Refusal(
-                "no-search-to-resume",
-                f"resume_from_checkpoint=True, but {folder} has no search that was interrupted. Leave it out to begin one.",
-            )
+    last = next((each for each in reversed(notes) if not _is_saved(folder, each.get("run"))), None)
+    place = None if last is None else Path(last["trials"])
+    state = SearchState.read(place) if place is not None and place.name.startswith(_PREFIX) else None
+    has_ended = last is None or ("run" in last and state is None)  # its best model may be in another folder
+    if resume and has_ended:
+        raise Refusal(
+            "no-search-to-resume",
+            f"resume_from_checkpoint=True, but {folder} has no search that was interrupted. Leave it out to begin one.",
+        )
+    if resume is False or has_ended:
         return None
-    last = pending[-1]
+    assert last is not None
+    assert place is not None
     what = f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot go on"
-    place = Path(last["trials"])
-    state = SearchState.read(place) if place.name.startswith(_PREFIX) else None
     if state is None:
         raise Refusal(
             "search-state-missing",
             f"{what}, because its trials are not in {place.parent}: all of them failed, or it ran on another machine, or a "
-            f"private run in this folder has removed them. {_AGAIN}",
+            "private run in this folder has removed them. Begin another one with resume_from_checkpoint=False: the ε of "
+            "both then add up.",
         )
     if changes := call.changes(state.call):
         raise Refusal(
             "search-changed",
             f"{what} with other arguments, since all its trials need the same distribution: {'; '.join(changes)}. Use the "
-            f"arguments with which it began. {_AGAIN}",
+            "arguments with which it began. Or begin another one with resume_from_checkpoint=False: the ε of both then add "
+            "up.",
         )
     return RunningSearch(last["name"], place, state, is_spent=True)
 
@@ -249,7 +250,7 @@ def not_restored(folder: Path, error: BaseException | str) -> Refusal:
     return Refusal(
         "search-not-restored",
         f"The best trial so far of the search that was interrupted in {folder} cannot be loaded: {error}. If model_init has "
-        f"changed, restore it. {_AGAIN}",
+        "changed, restore it. Otherwise begin another one with resume_from_checkpoint=False: the ε of both then add up.",
     )
 
 

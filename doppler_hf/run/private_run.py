@@ -385,7 +385,10 @@ class PrivateRun:
         """Take up the ledger of a run of the same plan that has ended, with the model and the words that it left."""
         assert self.ledger is None, "a run begins once"
         if ledger.statement != self.statement:
-            raise Refusal("other-plan", "The ledger has another plan than a run with these arguments.")
+            raise Refusal(
+                "other-plan",
+                "The ledger has another plan than a run with these arguments. Use the version of doppler_hf that began it.",
+            )
         place = self._args.output_dir if self._trial is None else self._trial.output_dir
         lineage = Lineage(model, output_dir=place, continued=ledger)
         self.ledger, self.words = ledger, dict(words)

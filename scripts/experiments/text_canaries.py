@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from doppler_hf.audit.text_canaries import read_codes
 from scripts.training.labelled_texts import prompt_text
 
 INSERTIONS: Final = (1, 10, 100)
@@ -64,23 +65,13 @@ def ranks(model_folder: Path, canaries: Sequence[Canary], *, label: str, seed: i
 
 def losses_of(model: Any, tokenizer: Any, start: str, codes: Sequence[str]) -> list[float]:
     """Return the negative log-likelihood of each code behind the start of its sentence."""
-    before = torch.tensor([tokenizer(start)["input_ids"]])
+    before = torch.tensor(tokenizer(start)["input_ids"])
     tokens = [tokenizer(f" {code}", add_special_tokens=False)["input_ids"] for code in codes]
     losses = [0.0] * len(codes)
-    # Codes with equally many tokens go through the model together, without padding, and the start only once.
+    # Codes with equally many tokens go through the model together, without padding.
     for length in {len(each) for each in tokens}:
         rows = [row for row, each in enumerate(tokens) if len(each) == length]
-        ids = torch.tensor([tokens[row] for row in rows])
-        with torch.inference_mode():
-            first = model(before, use_cache=True)
-            logits = first.logits[:, -1:].expand(len(rows), -1, -1)
-            if length > 1:
-                cache = first.past_key_values
-                cache.batch_repeat_interleave(len(rows))
-                mask = torch.ones(len(rows), before.shape[1] + length - 1)
-                later = model(ids[:, :-1], attention_mask=mask, past_key_values=cache).logits
-                logits = torch.cat([logits, later], dim=1)
-            of_code = -logits.log_softmax(-1).gather(-1, ids[..., None]).sum((1, 2))
-        for row, loss in zip(rows, of_code.tolist(), strict=True):
+        of_codes, _ = read_codes(model, before, torch.tensor([tokens[row] for row in rows]))
+        for row, loss in zip(rows, of_codes.tolist(), strict=True):
             losses[row] = loss
     return losses

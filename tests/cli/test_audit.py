@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from datasets import ClassLabel, Dataset
 
-from doppler_hf.audit import AuditTrainer
+from doppler_hf.audit import AuditTrainer, text_canaries
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
+from scripts import synthesize
+from tests.support.folders import WORDS, write_gpt2
 from tests.support.printed import flat
 
 
@@ -82,11 +85,75 @@ def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch,
     assert "define class Audited(AuditTrainer, Mine)" in error  # which tests/audit does
 
 
+@pytest.fixture
+def text_recipe(tmp_path, own_caches, monkeypatch):
+    """A recipe for a tiny language model and texts with labels, without its privacy."""
+    monkeypatch.setattr(text_canaries, "CODES", 50)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        data = Dataset.from_dict({"text": [" ".join(WORDS[row % 5 :][:3]) for row in range(30)], "label": [0, 1] * 15})
+        data.cast_column("label", ClassLabel(names=["bad", "good"])).to_parquet(folder / f"{split}.parquet")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"dataset_dir: {folder}\nmodel_name_or_path: {write_gpt2(tmp_path / 'gpt2')}\noutput_dir: {tmp_path / 'out'}\n"
+        "text_column: text\nmax_seq_length: 40\nper_device_train_batch_size: 16\nmax_steps: 3\nsave_strategy: steps\n"
+        "save_steps: 1\ndisable_tqdm: true\nuse_cpu: true\nlearning_rate: 1e-3\n"
+    )
+    return path
+
+
+def written_in(folder):
+    return json.loads((folder / "privacy_audit.json").read_text())
+
+
+@pytest.mark.parametrize("privacy", ["--target_epsilon=2", "--disable_dp"])
+def test_a_language_model_is_audited_with_texts(privacy, text_recipe, tmp_path, capsys):
+    assert main(["audit", "--text-canaries", "40", str(text_recipe), privacy, "--confidence", "0.999999"]) == 0
+    shown, written = flat(capsys.readouterr().out), written_in(tmp_path / "out")
+    assert "Canaries in the texts, ranked among 50 codes" in shown
+    rows = {each: [found for found in written["text_canaries"] if found["insertions"] == each] for each in (0, 1, 10, 100)}
+    assert [len(rows[0]) + len(rows[1]), len(rows[10]), len(rows[100])] == [40, 4, 1]
+    for insertions, found in rows.items():
+        ranks, repeated = sorted(each["rank"] for each in found), sum(each["is_repeated"] for each in found)
+        middle = (ranks[(len(ranks) - 1) // 2] + ranks[len(ranks) // 2]) / 2
+        name = f"{insertions}" if insertions else "0 (left out)"
+        assert f"│ {name} │ {len(ranks)} │ {middle:.0f} │ {ranks[0]} │ {repeated} │" in shown
+    assert [*written["lower_bounds"]] == ["one run"]
+    if privacy == "--disable_dp":
+        assert "claimed ε │ ∞, no privacy" in shown
+        assert "This run claims no privacy. The attack proves an ε of at least" in shown
+        assert written["claimed_epsilon"] is None
+    else:
+        assert "No defect found" in shown
+        assert f"claimed ε │ {written['claimed_epsilon']:.4g}" in shown
+        assert written["claimed_epsilon"] <= 2
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["privacy_audit.json"]
+
+
+@pytest.mark.parametrize("privacy", ["--target_epsilon=2", "--disable_dp"])
+def test_the_writer_of_synthetic_texts_is_audited(privacy, text_recipe, tmp_path, capsys):
+    words = ["audit", "--text-canaries", "20", "--script", synthesize.__file__, str(text_recipe), privacy]
+    assert main(words) == 0
+    assert "0 (left out)" in capsys.readouterr().out
+    assert len(written_in(tmp_path / "out")["text_canaries"]) == 23
+    assert not (tmp_path / "out" / "synthetic").exists()
+    assert not [*(tmp_path / "out").glob("*.safetensors")]
+
+
+def test_canaries_of_two_kinds_are_refused(text_recipe, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["audit", "--text-canaries", "20", "--canaries", "20", str(text_recipe)])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--confidence", "1"], "error: confidence must be in (0, 1); got 1.0. A usual value is 0.95."),
         (["--canaries", "0"], "error: num_canaries, the number of records that the audit attacks, must be at least 1"),
+        (["--text-canaries", "9"], "error: num_canaries, the number of records that the audit attacks, must be at least 10"),
+        (["--text-canaries", "10"], "error: Canaries made of text need a causal language model"),
         (["--leerning_rate", "1"], "error: Recipe and flags fit no workload"),
         (["--noise_multiplier", "0"], "error: This run claims no privacy"),
     ],

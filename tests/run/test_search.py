@@ -394,6 +394,9 @@ def test_a_search_whose_ledger_is_in_another_folder_keeps_its_note(tmp_path, mon
     assert PrivacyLedger.load(tmp_path / "elsewhere").spent.epsilon == pytest.approx(6.0)
     assert "has no ledger of this search" in capsys.readouterr().out
     assert len(interrupted_in(tmp_path / "out")) == 2
+    # It has ended, so the next one is another one.
+    trainer, _ = searched(tmp_path, monkeypatch, trials=1)
+    assert trainer.privacy.ledger.spent.epsilon == pytest.approx(9.0)
 
 
 def test_a_folder_that_another_run_uses_keeps_its_times(tmp_path):

@@ -1,0 +1,46 @@
+"""What the audits ask of a training run, and the arguments with which an audited run trains."""
+
+import copy
+from typing import Any, Final
+
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from doppler_hf.errors import Refusal
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# An audited model is discarded, so it is neither evaluated, saved nor reported.
+DISCARDED: Final[dict[str, Any]] = {
+    "eval_strategy": IntervalStrategy.NO,
+    "eval_on_start": False,
+    "save_strategy": SaveStrategy.NO,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "report_to": [],
+}
+
+
+def discarded_run(args: DopplerTrainingArguments, *, folder: str) -> DopplerTrainingArguments:
+    """Return the arguments of the same training run, which leaves nothing behind outside of `folder`."""
+    args = copy.copy(args)
+    for name, value in {**DISCARDED, "output_dir": folder}.items():
+        setattr(args, name, value)
+    return args
+
+
+def claims_privacy(args: DopplerTrainingArguments) -> bool:
+    """Return whether the run has an ε that an audit could contradict."""
+    return not args.disable_dp and args.noise_multiplier != 0.0 and args.noise_seed is None
+
+
+def check_size(args: DopplerTrainingArguments, *, num_canaries: int, fewest: int) -> None:
+    """Refuse several processes, and too few canaries."""
+    if args.world_size > 1:
+        raise Refusal(
+            "audit-in-processes",
+            f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
+        )
+    if num_canaries < fewest:
+        raise Refusal(
+            "out-of-range",
+            f"num_canaries, the number of records that the audit attacks, must be at least {fewest}; got {num_canaries}.",
+        )
