@@ -36,7 +36,7 @@ from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.interrupted_searches import interrupted_in, remove_leftovers
+from doppler_hf.run.interrupted_searches import interrupted_in
 from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
@@ -175,7 +175,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         note_shards(self.model.parameters())  # Other weights may have been loaded since FSDP cut the model.
         with contextlib.ExitStack() as running:
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
-            on_process_0(lambda: remove_leftovers(self.args.output_dir))
             run = running.enter_context(self._begun(checkpoint))
             running.enter_context(self._events_passed_to(run))
             if self.args.report_train_loss == "raw":

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, Final
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent, Trainings
 from doppler_hf.privacy.batching.data_digest import DataDigest
-from doppler_hf.privacy.ledger.file import make_folder, write_whole
+from doppler_hf.privacy.ledger.file import WriterLock, make_folder, write_whole
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.run.json_state import as_json
 from doppler_hf.run.states_folder import states_folder
@@ -44,20 +44,22 @@ _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called 
 class SearchCall:
     """What has to be the same when a search goes on, since its trials have one distribution."""
 
-    values: Mapping[str, str]  # name of an argument, or of a part of it → its value in words
-    train: DataDigest
-    evaluation: DataDigest
+    values: Mapping[str, str]  # name of an argument, or of something else → its value in words
+    rows: Mapping[str, DataDigest]  # name of a data set → digest
 
     def changes(self, before: "SearchCall") -> list[str]:
         """Return in words what differs from the call of the search that was interrupted."""
-        names = dict.fromkeys([*before.values, *self.values])
+        old, new = before.values, self.values
         found = [
-            f"{name} was {before.values.get(name)} and is {self.values.get(name)}"
-            for name in names
-            if before.values.get(name) != self.values.get(name)
+            f"{name} was {old.get(name)} and is {new.get(name)}"
+            for name in dict.fromkeys([*old, *new])
+            if old.get(name) != new.get(name)
         ]
-        sets = ("train_dataset", before.train, self.train), ("eval_dataset", before.evaluation, self.evaluation)
-        return found + [f"{name} has other rows or another order" for name, old, new in sets if not old.is_of_same_rows(new)]
+        return found + [
+            f"{name} has other rows or another order"
+            for name in dict.fromkeys([*before.rows, *self.rows])
+            if name not in before.rows or name not in self.rows or not before.rows[name].is_of_same_rows(self.rows[name])
+        ]
 
 
 @dataclass
@@ -86,8 +88,8 @@ class SearchState:
         try:
             found = json.loads((folder / _STATE_NAME).read_text("utf-8"))
             call = found.pop("call")
-            digests = {name: DataDigest.from_json(call[name]) for name in ("train", "evaluation")}
-            return cls(SearchCall(call["values"], **digests), **found)
+            rows = {name: DataDigest.from_json(digest) for name, digest in call["rows"].items()}
+            return cls(SearchCall(call["values"], rows), **found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -109,6 +111,7 @@ class RunningSearch:
     is_spent: bool = False
     run: str | None = None
     is_kept: bool = True
+    write_note: Callable[[], None] = lambda: None
 
     def keep(self) -> None:
         """Write the state. If it cannot be written, the search makes its trials, but an interruption ends it."""
@@ -130,13 +133,19 @@ class RunningSearch:
         """Return the folder in which the trial that runs may be kept."""
         return self.folder / f"trial-{self.state.begun}"
 
-    def keep_best(self, best: dict[str, Any]) -> None:
-        """Write that the trial that has ended, in `place_of_trial`, is the best one so far, and remove the one before it."""
-        before = self.state.best
-        self.state.best, self.state.settings = {**best, "folder": self.place_of_trial().name}, None
+    def end_trial(self, best: dict[str, Any] | None) -> None:
+        """Write that the trial has ended, and `best`, if it is the best one so far. Then remove the other one."""
+        state, place = self.state, self.place_of_trial()
+        other = place if best is None else None if state.best is None else self.folder / state.best["folder"]
+        state.best, state.settings = state.best if best is None else {**best, "folder": place.name}, None
         self.keep()
-        if before is not None:
-            shutil.rmtree(self.folder / before["folder"], ignore_errors=True)
+        if other is not None:
+            shutil.rmtree(other, ignore_errors=True)
+
+    def name_best(self, run: str) -> None:
+        """Write the name of the best trial's run into the note, before its ledger is in the output folder."""
+        self.run = run
+        self.write_note()
 
 
 @contextmanager
@@ -163,50 +172,54 @@ def noted_search(
         search = RunningSearch(secrets.token_hex(8), _new_folder(), SearchState(call))
     else:
         search, before = found, [each for each in before if each["name"] != found.name]
-        print(f"The search that was interrupted in {folder} goes on. Its ε is spent only once.")
     own = {"name": search.name, "epsilon": epsilon, "delta": delta, "trials": str(search.folder)}
-    try:
-        _write_notes(folder, [*before, own])
-        yield search
-        if _is_saved(folder, search.run):
-            _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
-        else:
-            _write_notes(folder, [*before, {**own, "run": search.run}])
-            print(
-                f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So later "
-                f"private runs in {folder} add the ε = {epsilon:g} at δ = {delta:.3g} of the search to theirs."
-            )
-        shutil.rmtree(search.folder, ignore_errors=True)
-    except BaseException:
-        if not search.is_spent:
-            _write_notes(folder, before)
+
+    def write_note() -> None:
+        _write_notes(folder, [*before, own if search.run is None else {**own, "run": search.run}])
+
+    search.write_note = write_note
+    with WriterLock(search.folder):  # the output folder may have been copied: a search publishes only once
+        try:
+            write_note()
+            if found is not None:
+                print(f"The search that was interrupted in {folder} goes on. Its ε is spent only once.")
+            yield search
+            if _is_saved(folder, search.run):
+                _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
+            else:
+                write_note()
+                print(
+                    f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So "
+                    f"later private runs in {folder} add the ε = {epsilon:g} at δ = {delta:.3g} of the search to theirs."
+                )
             shutil.rmtree(search.folder, ignore_errors=True)
-        else:
-            _note_interruption(folder, search, before, own)
-        raise
+        except BaseException:
+            if not search.is_spent:
+                _write_notes(folder, before)
+                shutil.rmtree(search.folder, ignore_errors=True)
+            else:
+                _say_how_it_goes_on(folder, search, cost=f"ε = {epsilon:g} at δ = {delta:.3g}")
+            raise
 
 
-def _note_interruption(folder: Path, search: RunningSearch, before: list[dict[str, Any]], own: dict[str, Any]) -> None:
-    cost = f"ε = {own['epsilon']:g} at δ = {own['delta']:.3g}"
+def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> None:
+    state = search.state
     # Without a result all trials have failed, which the error says.
-    if search.run is None and not search.state.is_complete:
+    if search.run is None and not (state.is_complete and state.best is None):
         goes_on = "Call hyperparameter_search again with the same arguments, and it goes on at no further cost."
         fails = "It cannot go on, because its trials could not be written to the disk."
         print(
             f"The search has not ended, so nothing of it is published. {goes_on if search.is_kept else fails} Unless it has "
             f"ended, other private runs in {folder} add its {cost} to theirs."
         )
-    elif search.run is not None:
-        with suppress(OSError):  # without this name the search counts once more, which is safe
-            _write_notes(folder, [*before, {**own, "run": search.run}])
-        if not _is_saved(folder, search.run):
-            again = ", or call hyperparameter_search again" if search.is_kept else ""
-            print(
-                "The search has ended, but its best model could not be saved. The trainer has this model: remove the cause "
-                f"of the error, and call trainer.save_model(){again}. Until then, other private runs in {folder} add the "
-                f"{cost} of the search to theirs."
-            )
-    if not search.is_kept or (search.state.is_complete and search.state.best is None):
+    elif search.run is not None and not _is_saved(folder, search.run):
+        again = ", or call hyperparameter_search again" if search.is_kept else ""
+        print(
+            "The search has ended, but its best model could not be saved. The trainer has this model: remove the cause of "
+            f"the error, and call trainer.save_model(){again}. Until then, other private runs in {folder} add the {cost} of "
+            "the search to theirs."
+        )
+    if not search.is_kept or (state.is_complete and state.best is None):
         shutil.rmtree(search.folder, ignore_errors=True)
 
 

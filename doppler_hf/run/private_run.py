@@ -81,12 +81,6 @@ _OF_TRANSFORMERS: Final = (
 _READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps", "max_grad_norm")
 
 
-def planned_from(args: DopplerTrainingArguments) -> dict[str, Any]:
-    """Return the values, by name, of the arguments from which a run is planned."""
-    names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
-    return {name: copy.copy(getattr(args, name)) for name in names}
-
-
 class FixedTerms:
     """The values of the arguments from which a run was planned.
 
@@ -95,7 +89,8 @@ class FixedTerms:
     """
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
-        self._args, self._values = args, planned_from(args)
+        names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
+        self._args, self._values = args, {name: copy.copy(getattr(args, name)) for name in names}
         self._warned: set[str] = set()
 
     def refuse_changes(self, args: DopplerTrainingArguments) -> None:
@@ -382,7 +377,7 @@ class PrivateRun:
         return ledger
 
     def take_up(self, ledger: PrivacyLedger, model: nn.Module, *, words: Mapping[str, str]) -> None:
-        """Take up the ledger of a run of the same plan that has ended, with the model and the words that it left."""
+        """Take up the ledger and the words of a run of the same plan that has ended, before its weights are loaded."""
         assert self.ledger is None, "a run begins once"
         if ledger.statement != self.statement:
             raise Refusal(

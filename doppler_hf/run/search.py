@@ -25,6 +25,7 @@ made before, would know something of the number of trials.
 """
 
 import copy
+import json
 import logging
 import math
 import os
@@ -33,19 +34,23 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from transformers import TrainerControl, TrainerState
+from transformers import PreTrainedModel, TrainerControl, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import BestRun, SchedulerType
+from transformers.utils import CONFIG_NAME
 
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
+from doppler_hf.privacy.ledger.file import synchronize_files
+from doppler_hf.run.digests import digests_of
 from doppler_hf.run.evaluation import BASELINES
 from doppler_hf.run.interrupted_searches import (
     RunningSearch,
@@ -57,7 +62,7 @@ from doppler_hf.run.interrupted_searches import (
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
 from doppler_hf.run.plan import Trial
-from doppler_hf.run.private_run import PrivateRun, planned_from
+from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import CLOCKS
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -169,10 +174,11 @@ def space_in_words(hp_space: Callable[[Any], Any]) -> str:
         draw = _Extreme(place)
         try:
             with _unseen():
-                hp_space(draw)
+                returned = hp_space(draw)
+            draw.asked += f"returned {returned}"
         except Exception as error:
             draw.asked += type(error).__name__
-        said.append(draw.asked.rstrip("; "))
+        said.append(draw.asked)
     return " | ".join(dict.fromkeys(said))
 
 
@@ -283,16 +289,7 @@ def search(
     `plan` is a run with the trainer's own arguments. With `resume`, an interrupted search goes on; see `noted_search`.
     """
     args, folder, selection = trainer.args, trial.output_dir, trial.selection
-    call = SearchCall(
-        {
-            "direction": direction,
-            "hp_space": space_in_words(hp_space),
-            "the division of ε": str(selection),
-            **{name: repr(value) for name, value in planned_from(args).items()},
-        },
-        plan.digest_of_data,
-        DataDigest("", digests_of_fields(trainer.eval_dataset)),
-    )
+    call = _call_of(trainer, plan, selection, hp_space=hp_space, direction=direction)
     began = time.time()
     with ExitStack() as after, trainer._lock_of(folder):
         # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
@@ -308,15 +305,32 @@ def search(
             _restore(trainer, best.kept)
             _forget_last_trial(trainer)
             trainer.args.output_dir = args.output_dir
-            trainer.state.best_model_checkpoint = None
-            _forget_clocks(trainer.state)
             run = trainer.privacy
             assert run.ledger is not None
-            running.run = run.ledger.name
+            running.name_best(run.ledger.name)
             run.forget_rounds()
             trainer.draw_training_curve(run)
             trainer.save_model()
     return BestRun(run.ledger.run_id, best.objective, best.settings, None)
+
+
+def _call_of(
+    trainer: Any, plan: PrivateRun, selection: Selection, *, hp_space: Callable[[Any], Any], direction: str
+) -> SearchCall:
+    # Trials need one distribution, so all arguments are compared. Of functions, such as an objective, nothing is known.
+    arguments = {name: repr(value) for name, value in trainer.args.to_dict().items() if name not in _OF_THE_PLACE}
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {"": trainer.eval_dataset}
+    return SearchCall(
+        {
+            "direction": direction,
+            "hp_space": space_in_words(hp_space),
+            "the division of ε": str(selection),
+            "the untrained model's digest": str(digests_of(trainer.model)),
+            **arguments,
+        },
+        {"train_dataset": plan.digest_of_data}
+        | {f"eval_dataset {name}".strip(): DataDigest("", digests_of_fields(each)) for name, each in sets.items()},
+    )
 
 
 def _say_what_begins(folder: Path, selection: Selection) -> None:
@@ -359,22 +373,28 @@ def _best_of(
                     objective = _objective_of_trial(trainer, of_trial, compute_objective, running=running)
                 if not math.isnan(objective):
                     score = -objective if direction == "minimize" else objective
+                    trainer.state.best_model_checkpoint = None
+                    _forget_clocks(trainer.state)
                     result = _Result(score, _RANDOM.random(), objective, settings, _kept(trainer))
+                    # Privacy: before it is compared, so that an interruption meets better and worse trials alike.
+                    _write_trial(trainer, running)
             except Exception as error:
                 if not running.is_spent:
                     raise
                 why = f"The last error: {type(error).__name__}: {error}"  # the error itself would keep the trial's tensors
             # Privacy: a failure is not shown, since it tells of a trial, and it is worse than any score.
-            if result is not None and (best is None or result[:2] > best[:2]):
-                _forget(None if best is None else best.kept["_run"])
+            is_better = result is not None and (best is None or result[:2] > best[:2])
+            running.end_trial(_in_words(trainer, result) if result is not None and is_better else None)
+            _forget(best.kept["_run"] if is_better and best is not None else None if is_better else trainer._run)
+            if is_better:
                 best = result
-                _write_best(trainer, best, running)
                 # Privacy: a trial must not run out of memory because of the trials before it, so none stays there.
                 trainer.model.to("cpu")
-            else:
-                _forget(trainer._run)
-            running.state.settings = None
             _free_memory(trainer)
+        if best is not None and running.is_kept:
+            # Privacy: published files are those of a trial that was loaded, whether the search was interrupted or not.
+            with suppress(Refusal):
+                best = _loaded(trainer, running, args)
         if best is None:
             raise Failure(
                 "search-failed",
@@ -410,7 +430,7 @@ def _another_follows(running: RunningSearch, trials: NumberOfTrials, hp_space: C
     return not state.is_complete
 
 
-def _write_best(trainer: Any, best: _Result, running: RunningSearch) -> None:
+def _write_trial(trainer: Any, running: RunningSearch) -> None:
     """Write the trial that the trainer has made, with which the search can go on after an interruption."""
     place = running.place_of_trial()
     try:
@@ -418,33 +438,43 @@ def _write_best(trainer: Any, best: _Result, running: RunningSearch) -> None:
             trainer._save(str(place))
             trainer._run.ledger.save(place)
             with writable_state(trainer):
-                trainer.state.save_to_json(str(place / TRAINER_STATE_NAME))
+                # In the order of the logs, which `save_to_json` would sort.
+                (place / TRAINER_STATE_NAME).write_text(json.dumps(asdict(trainer.state)), "utf-8")
+        synchronize_files(place)
     except Exception:  # such as a full disk
         running.give_up_resuming()
-        return
-    running.keep_best({
-        "score": best.score, "coin": best.coin, "objective": best.objective, "settings": best.settings,
+
+
+def _in_words(trainer: Any, result: _Result) -> dict[str, Any]:
+    """Return what the files of a trial do not say."""
+    return {
+        "score": result.score, "coin": result.coin, "objective": result.objective, "settings": result.settings,
         "words": trainer._run.words,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 def _loaded(trainer: Any, running: RunningSearch, args: DopplerTrainingArguments) -> _Result:
-    """Load the best trial so far of a search that was interrupted, as if this process had made it."""
+    """Load the best trial so far, as if the trainer had just made it."""
     kept = running.state.best
     assert kept is not None
     place = running.folder / kept["folder"]
     try:
         with _unseen():
             trainer.args, trainer._run = arguments_of_trial(args, kept["settings"]), None
-            trainer.model = trainer.model_wrapped = trainer.call_model_init()
+            set_seed(trainer.args.seed)  # as `train` does before it makes the model
+            model = trainer.model = trainer.model_wrapped = trainer.call_model_init()
+            run = trainer.privacy
+            # Before the weights are loaded: what the run has trained is what differs from the model at its start.
+            run.take_up(PrivacyLedger.load(place, time=NO_TIME), model, words=kept["words"])
             trainer._load_from_checkpoint(str(place))
+            if isinstance(model, PreTrainedModel) and (place / CONFIG_NAME).exists():
+                model.config = type(model.config).from_pretrained(place)  # training has set its special tokens and task
             trainer.state = TrainerState.load_from_json(str(place / TRAINER_STATE_NAME))
             trainer.control = TrainerControl()
-            run = trainer.privacy
-            run.take_up(PrivacyLedger.load(place, time=NO_TIME), trainer.model, words=kept["words"])
+            model.eval()
     except Exception as error:
         raise not_restored(args.output_dir, f"{type(error).__name__}: {error}") from error
-    if not run.covers_weights_of(trainer.model):
+    if not run.covers_weights_of(model):
         raise not_restored(args.output_dir, "its weights are not those that were saved")
     return _Result(kept["score"], kept["coin"], kept["objective"], kept["settings"], _kept(trainer))
 
@@ -491,6 +521,8 @@ def _unseen() -> Iterator[None]:
             logging.disable(was_disabled)
 
 
+# Arguments that say where a run is, and not what it is.
+_OF_THE_PLACE: Final = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "hub_token", "push_to_hub_token"})
 _KEPT: Final = (
     "args", "model", "model_wrapped", "state", "control", "is_in_train", "_run", "_train_batch_size",
 )  # fmt: skip

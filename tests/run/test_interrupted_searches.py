@@ -1,8 +1,11 @@
 """A search that is interrupted: it goes on at no further cost, as if nothing had happened, or says why it cannot."""
 
+import copy
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,17 +17,20 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import BertForSequenceClassification
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.errors import Failure
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.selection import NumberOfTrials
+from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.run import interrupted_searches, search
 from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
 from tests.support.refusals import refused
 from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
-from tests.support.tiny import text_data, tiny_bert
-from tests.support.trainers import On, interrupt
+from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.trainers import On, arguments, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -119,34 +125,69 @@ def test_a_better_trial_after_the_interruption_is_published(tmp_path, monkeypatc
     assert PrivacyLedger.load(tmp_path / "out").spent.epsilon == pytest.approx(3.0)
 
 
-def test_nothing_that_is_published_tells_of_the_interruption(tmp_path, monkeypatch):
+def masked(text, run):
+    """Return a text without its numbers and hashes, which noise makes different in every run."""
+    return re.sub(r"\b[0-9a-f]{4,}\b|-?\d+(\.\d+)?(e-?\d+)?", "#", text.replace(run, "RUN"))
+
+
+def published(tmp_path, monkeypatch, *, at, model_init):
+    """Return all files of a search that was interrupted in this trial, and how the first of three trials is the best."""
+    metrics = dict(compute_metrics=lambda predictions: {"zeta": 0.5, "alpha": 0.25})
+    terms = dict(
+        plot_training_curve=True, report_train_loss="private", eval_strategy="steps", eval_steps=1, model_init=model_init,
+    )  # fmt: skip
+
+    def trainer_with(callbacks):
+        trainer = trainer_of_search(tmp_path, callbacks=callbacks, **terms)
+        trainer.compute_metrics = metrics["compute_metrics"]
+        return trainer
+
+    def fixed(trial):
+        return {"max_steps": trial.suggest_int("max_steps", 3, 3)}
+
+    make_trials(monkeypatch, 3)
+    if at:
+        with pytest.raises(KeyboardInterrupt):
+            trainer_with([Interrupted(at)]).hyperparameter_search(fixed, falling([]), n_trials=3)
+    goes_on = time.time()
+    best = trainer_with(None).hyperparameter_search(fixed, falling([0.0] * 8 * at), n_trials=3)
+    assert best.objective == 2.0
+    out = tmp_path / "out"
+    times = {path.stat().st_mtime for path in [out, *out.rglob("*")]}
+    assert len(times) == 1
+    assert at == 0 or times.pop() < goes_on, "they have the time at which the search began"
+    return {
+        name.replace(best.run_id, "RUN"): masked((tmp_path / name).read_text("utf-8"), best.run_id)
+        if Path(name).suffix in (".json", ".md")
+        else ""
+        for name in files_below(tmp_path)
+    }
+
+
+@pytest.mark.parametrize("model_init", [tiny_bert, with_adapter], ids=["all weights", "LoRA"])
+def test_nothing_that_is_published_tells_of_the_interruption(tmp_path, monkeypatch, model_init):
     """Whoever knows when it was, and that the published trial was made before it, would know that there were more."""
     found = []
-    for place, at in (("interrupted", 2), ("whole", 0)):
-        folder = tmp_path / place
+    for at in (2, 0):
+        folder = tmp_path / str(at)
         monkeypatch.setenv("XDG_STATE_HOME", str(folder / "states"))
-        terms = dict(plot_training_curve=True, report_train_loss="private", eval_strategy="steps", eval_steps=1)
-        began = time.time()
-        if at:
-            interrupted(folder, monkeypatch, at=at, objective=falling([]), **terms)
-        make_trials(monkeypatch, 3)
-        time.sleep(0.1)
-        goes_on = time.time()
-        best = trainer_of_search(folder, **terms).hyperparameter_search(space, falling([0.0] * 8 * at), n_trials=3)
-        assert bool(best.objective == 2.0)
-        out = folder / "out"
-        times = {path.stat().st_mtime for path in [out, *out.rglob("*")]}
-        assert len(times) == 1
-        assert began <= (dated := times.pop())
-        assert at == 0 or dated < goes_on, "they have the time at which the search began"
-        entries = PrivacyLedger.load(out).entries
-        found.append([
-            [name.replace(best.run_id, "RUN") for name in files_below(folder)],
-            [(entry["event"], entry["time"], sorted(entry)) for entry in entries if entry["event"] != "steps"],
-            [line.split(":")[0].split("`")[0] for line in (out / "README.md").read_text("utf-8").splitlines()]
-            if (out / "README.md").exists() else None,
-        ])  # fmt: skip
-    assert found[0] == found[1]
+        found.append(published(folder, monkeypatch, at=at, model_init=lambda: model_init()))
+    interrupted_one, whole = found
+    assert interrupted_one.keys() == whole.keys()
+    for name in whole:
+        assert interrupted_one[name].splitlines() == whole[name].splitlines(), name
+
+
+def test_a_model_of_a_search_that_went_on_is_recognised(tmp_path, monkeypatch):
+    """Its ε is the start of what later runs cost, also without the saved model."""
+    interrupted(tmp_path, monkeypatch, at=2, objective=falling([]))
+    trainer = trainer_of_search(tmp_path)
+    trainer.hyperparameter_search(space, falling([0.0] * 8), n_trials=3)
+    assert not trainer.model.training
+    for name, model in (("object", trainer.model), ("copy", copy.deepcopy(trainer.model))):
+        further = DopplerTrainer(model, arguments(tmp_path / name, max_steps=2), pad, text_data(48), text_data(8, seed=1))
+        further.train()
+        assert further.privacy.ledger.earlier.epsilon == pytest.approx(3.0)
 
 
 def test_a_trial_that_has_ended_is_not_made_again(tmp_path, monkeypatch):
@@ -205,8 +246,16 @@ def test_a_search_goes_on_with_the_same_call_only(tmp_path, monkeypatch):
         call(trainer=trainer_of_search(tmp_path, learning_rate=1e-3))
     other = trainer_of_search(tmp_path)
     other.train_dataset = text_data(48, seed=2)
+    with refused("search-changed", match="seed was 42 and is 7"):
+        call(trainer=trainer_of_search(tmp_path, seed=7))
+    with refused("search-changed", match="untrained model's digest"):
+        call(trainer=trainer_of_search(tmp_path, model_init=lambda: tiny_bert(intermediate_size=8)))
+    with refused("search-changed", match="hp_space"):
+        call(lambda trial: space(trial) | {"weight_decay": 0.1})
     with refused("search-changed", match="train_dataset has other rows or another order. Use the arguments"):
         call(trainer=other)
+    with refused("search-changed", match="eval_dataset one has other rows"):
+        call(trainer=trainer_of_search(tmp_path, evaluated={"one": text_data(8, seed=1)}), compute_objective=lambda _: 0.0)
     with refused("search-changed", match="eval_dataset has other rows"):
         call(trainer=trainer_of_search(tmp_path, evaluated=text_data(8, seed=3)))
     assert (tmp_path / "out" / NOTE_NAME).read_text("utf-8") == before, "a refusal changes nothing"
@@ -236,8 +285,8 @@ def test_what_a_search_needs_may_be_missing(tmp_path, monkeypatch, states):
     assert not [*states.glob("doppler-hf-search-*")]
 
 
-def test_a_model_that_begins_otherwise_is_not_restored(tmp_path, monkeypatch):
-    """The parts that are not saved, such as the base of an adapter, have to be those of the trial."""
+def test_a_search_does_not_go_on_with_another_base_of_an_adapter(tmp_path, monkeypatch):
+    """It is not saved with the trial, so it has to be the same."""
     interrupted(tmp_path, monkeypatch, at=2, model_init=with_adapter)
 
     def other():
@@ -245,7 +294,7 @@ def test_a_model_that_begins_otherwise_is_not_restored(tmp_path, monkeypatch):
         model.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(1.0)
         return model
 
-    with refused("search-not-restored", match="If model_init has changed"):
+    with refused("search-changed", match="untrained model"):
         trainer_of_search(tmp_path, model_init=other).hyperparameter_search(space, n_trials=3)
 
 
@@ -313,12 +362,64 @@ def test_a_search_whose_trials_all_failed_does_not_go_on(tmp_path, monkeypatch, 
         trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
 
 
-def test_an_ordinary_run_in_the_folder_removes_what_is_kept(tmp_path, monkeypatch, states):
+def test_other_runs_in_the_folder_count_the_search_and_leave_it_as_it_is(tmp_path, monkeypatch, states):
     interrupted(tmp_path, monkeypatch, at=2)
+    with refused("batch-out-of-range"):
+        trainer_of_search(tmp_path, per_device_train_batch_size=49).train()
     trainer = trainer_of_search(tmp_path)
     trainer.train()
     assert trainer.privacy.ledger.spent.epsilon == pytest.approx(6.0, rel=1e-3)
-    assert not [*states.glob("doppler-hf-search-*")]
+    best = trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    assert PrivacyLedger.load(tmp_path / "out").run_id == best.run_id
+
+
+def test_a_search_goes_on_only_once(tmp_path, monkeypatch, states):
+    """Also if its folder was copied: two published models would cost the ε of two searches."""
+    interrupted(tmp_path, monkeypatch, at=2)
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    (folder,) = states.glob("doppler-hf-search-*")
+    with WriterLock(folder), refused("folder-in-use"):
+        trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    assert trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3).run_id
+    with refused("search-state-missing"):
+        trainer_of_search(tmp_path, output_dir=str(tmp_path / "copy")).hyperparameter_search(space, n_trials=3)
+
+
+def test_a_search_that_is_killed_once_its_model_is_saved_counts_once(tmp_path, monkeypatch):
+    make_trials(monkeypatch, 1)
+    trainer = trainer_of_search(tmp_path)
+    with monkeypatch.context() as patch:
+        # What a kill would leave: nothing is written any more once the model is saved.
+        patch.setattr(interrupted_searches, "_is_saved", lambda folder, run: interrupt() if run else False)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.hyperparameter_search(space, n_trials=3)
+    out = tmp_path / "out"
+    assert (out / NOTE_NAME).exists()
+    assert not interrupted_in(out)
+    again, _ = trainer_of_search(tmp_path), None
+    again.hyperparameter_search(space, n_trials=3)
+    assert again.privacy.ledger.spent.epsilon == pytest.approx(3.0)
+    assert not (out / NOTE_NAME).exists()
+
+
+def test_a_model_that_cannot_be_loaded_again_is_published_from_memory(tmp_path, monkeypatch):
+    make_trials(monkeypatch, 2)
+    trainer = trainer_of_search(tmp_path)
+    monkeypatch.setattr(trainer, "_load_from_checkpoint", lambda place: (_ for _ in ()).throw(ValueError("unknown format")))
+    trainer.hyperparameter_search(space, n_trials=3)
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+def test_a_base_with_random_weights_is_made_again(tmp_path, monkeypatch):
+    def random_base():
+        config = tiny_bert().config  # and whoever made the model before has moved the generator
+        return get_peft_model(
+            BertForSequenceClassification(config), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+        )
+
+    interrupted(tmp_path, monkeypatch, at=2, objective=falling([]), model_init=random_base)
+    best = trainer_of_search(tmp_path, model_init=random_base).hyperparameter_search(space, falling([0.0] * 8), n_trials=3)
+    assert best.objective == 2.0
 
 
 def test_what_nobody_goes_on_with_is_removed_after_half_a_year(tmp_path, monkeypatch, states):
@@ -343,7 +444,8 @@ class Fragile(Mechanism):
 def test_interruptions_do_not_change_what_is_published(tmp_path, monkeypatch):
     """If the trial that was interrupted were left out, or a coin tossed again, the scores would have other frequencies."""
     trials, number, random, found = NumberOfTrials(3.0), 800, np.random.default_rng(0), []
-    monkeypatch.setattr(search, "_write_best", lambda trainer, best, running: running.keep_best({"result": best[:4]}))
+    monkeypatch.setattr(search, "_write_trial", lambda trainer, running: None)
+    monkeypatch.setattr(search, "_in_words", lambda trainer, result: {"result": result[:4]})
     monkeypatch.setattr(
         search, "_loaded", lambda trainer, running, args: search._Result(*running.state.best["result"], {"_run": None})
     )

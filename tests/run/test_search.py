@@ -420,7 +420,7 @@ def test_times_that_cannot_be_changed_are_told(tmp_path, monkeypatch, capsys):
     assert f"does not let the search change the times of a, {tmp_path.name} in" in capsys.readouterr().out
 
 
-def test_what_a_kill_has_left_is_removed_and_an_ordinary_run_counts_it_too(tmp_path):
+def test_what_a_kill_has_left_is_counted_by_an_ordinary_run_and_removed_by_another_search(tmp_path):
     left, other = tmp_path / "doppler-hf-search-left", tmp_path / "mine"
     for each in (left, other):
         each.mkdir(parents=True)
@@ -434,13 +434,13 @@ def test_what_a_kill_has_left_is_removed_and_an_ordinary_run_counts_it_too(tmp_p
     trainer = trainer_of_search(tmp_path)
     trainer.train()
     assert trainer.privacy.ledger.earlier.epsilon == pytest.approx(4.0)
-    assert not left.exists()
-    assert other.exists(), "the note may have been edited, and names a folder that is no search's"
     with (
         pytest.raises(ZeroDivisionError),
         interrupted_searches.noted_search(out, NO_CALL, epsilon=1.0, delta=1e-3, resume=False),
     ):
         raise ZeroDivisionError
+    assert not left.exists()
+    assert other.exists(), "the note may have been edited, and names a folder that is no search's"
     assert interrupted_in(out).keys() == {"search-a", "search-b"}, "a search that spent nothing leaves no note"
     (out / NOTE_NAME).write_text("{")
     with refused("search-note-damaged"):

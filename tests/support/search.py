@@ -4,14 +4,13 @@ import types
 from pathlib import Path
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run import search
 from doppler_hf.run.interrupted_searches import SearchCall
 from doppler_hf.run.plan import Trial
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments
 
-NO_CALL = SearchCall({}, DataDigest("", {}), DataDigest("", {}))
+NO_CALL = SearchCall({}, {})
 
 
 def trainer_of_search(
@@ -52,13 +51,14 @@ class Mechanism:
         self.accelerator = types.SimpleNamespace(free_memory=lambda: None)
         for name in search._KEPT:
             setattr(self, name, None)
-        self.args = types.SimpleNamespace(check=lambda: None)
+        self.args, self.state = types.SimpleNamespace(check=lambda: None), types.SimpleNamespace(log_history=[])
 
     def train(self):
         self.model = types.SimpleNamespace(to=lambda device: None)
         self._run = types.SimpleNamespace(
             ledger=types.SimpleNamespace(runs=[types.SimpleNamespace(steps_reserved=1)], run_id="none"),
             forget_rounds=lambda: None,
+            words={},
         )
 
     def evaluate(self):

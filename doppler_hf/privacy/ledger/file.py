@@ -182,6 +182,14 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
             synchronize_names(each)
 
 
+def synchronize_files(folder: Path) -> None:
+    """Let the files in a folder survive a power failure."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    synchronize_names(folder)
+
+
 def synchronize_names(folder: Path) -> None:
     """Let the names of the files in a folder, which may be new or changed, survive a power failure."""
     if os.name != "posix":  # Elsewhere folders cannot be synchronized.
