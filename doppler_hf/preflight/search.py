@@ -83,7 +83,8 @@ def refuse_without_target(args: DopplerTrainingArguments) -> None:
     if args.noise_seed is not None:
         raise Refusal(
             "search-with-seed",
-            "With noise_seed the noise can be reproduced, but the number of trials is secret. Leave out noise_seed.",
+            "A search cannot use noise_seed: whoever knows it can reproduce the noise, and so find out the number of "
+            "trials, which has to stay secret. Leave out noise_seed.",
         )
 
 
@@ -106,8 +107,8 @@ def refuse_reports(trainer: Any) -> None:
         what, mend = (f"{found[0]}", 'Set report_to="none"') if found else (what, f"Leave out {what}")
         raise Refusal(
             "search-reports",
-            f"{what} would publish something of every trial, but ε covers only the best one, and the number of trials has "
-            f"to stay secret. {mend}. After the search you can publish the best model.",
+            f"{what} would publish something of every trial, but ε allows you to publish only the best one, and their "
+            f"number has to stay secret. {mend}. After the search you can publish the best model.",
         )
     try:
         copied_callbacks(trainer.callback_handler.callbacks)

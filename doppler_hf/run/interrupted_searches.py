@@ -207,10 +207,13 @@ def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> No
     # Without a result all trials have failed, which the error says.
     if search.run is None and not (state.is_complete and state.best is None):
         goes_on = "Call hyperparameter_search again with the same arguments, and it goes on at no further cost."
-        fails = "It cannot go on, because its trials could not be written to the disk."
+        fails = (
+            "It cannot go on, because its trials could not be written to the disk. You can begin another one with "
+            "resume_from_checkpoint=False."
+        )
         print(
-            f"The search has not ended, so nothing of it is published. {goes_on if search.is_kept else fails} Unless it has "
-            f"ended, other private runs in {folder} add its {cost} to theirs."
+            f"The search has not ended, so nothing of it is published. {goes_on if search.is_kept else fails} Other private "
+            f"runs in {folder}{' that begin before it has ended' if search.is_kept else ''} add its {cost} to theirs."
         )
     elif search.run is not None and not _is_saved(folder, search.run):
         again = ", or call hyperparameter_search again" if search.is_kept else ""
@@ -244,9 +247,9 @@ def _interrupted(
     if state is None:
         raise Refusal(
             "search-state-missing",
-            f"{what}, because its trials are not in {place.parent}: all of them failed, or it ran on another machine, or a "
-            "private run in this folder has removed them. Begin another one with resume_from_checkpoint=False: the ε of "
-            "both then add up.",
+            f"{what}, because its trials are not in {place.parent}: all of them failed, or it ran on another machine, or "
+            "another search in this folder or half a year without a call has removed them. Begin another one with "
+            "resume_from_checkpoint=False: the ε of both then add up.",
         )
     if changes := call.changes(state.call):
         raise Refusal(
