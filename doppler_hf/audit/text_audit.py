@@ -22,8 +22,8 @@ from doppler_hf.audit.text_canaries import Reading, TextCanary, new_canaries, re
 from doppler_hf.privacy import default_delta
 from doppler_hf.trainer import DopplerTrainer
 
-# Rows of a canary → the share of the number of canaries that are in so many rows.
-_MORE_INSERTIONS: Final = {10: 10, 100: 100}
+# Further canaries are in so many rows each, and so many times fewer.
+_MORE_INSERTIONS: Final = (10, 100)
 _FEWEST: Final = 10  # With fewer coins, all of them may fall on the same side.
 
 
@@ -91,7 +91,7 @@ def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float
     check_confidence(confidence)
     generator = np.random.default_rng()  # The operating system seeds it, so that coins and codes are secret.
     included = generator.integers(2, size=num_canaries).astype(bool)
-    more = [rows for rows, share in _MORE_INSERTIONS.items() for _ in range(max(1, num_canaries // share))]
+    more = [rows for rows in _MORE_INSERTIONS for _ in range(max(1, num_canaries // rows))]
     canaries = new_canaries(
         trainer.model,
         trainer.processing_class,

@@ -84,7 +84,8 @@ def new_canaries(
             "model, use --canaries, whose attack works for any model.",
         )
     size = base.get_input_embeddings().weight.shape[0]
-    special = {base.config.bos_token_id, base.config.eos_token_id, base.config.pad_token_id}
+    ends = base.config.bos_token_id, base.config.eos_token_id, base.config.pad_token_id
+    special = {token for each in ends if each is not None for token in np.atleast_1d(each).tolist()}  # there may be several
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         size, special = min(size, len(tokenizer)), special | {*tokenizer.all_special_ids}
     tokens = np.array([token for token in range(size) if token not in special])

@@ -47,7 +47,7 @@ def refuse_other_backends(others: dict[str, Any]) -> None:
         raise Refusal(
             "search-backend",
             f"hyperparameter_search got {', '.join(given)}, which a private run cannot use. The settings of a trial must "
-            "not depend on the results of others, and the trials themselves are not kept. Leave out "
+            "not depend on the results of others, and only the best trial is kept. Leave out "
             f"{', '.join(given)}: settings are then drawn at random, without Optuna or another library.",
         )
 
@@ -89,7 +89,7 @@ def refuse_without_target(args: DopplerTrainingArguments) -> None:
 
 
 def refuse_several_processes(args: DopplerTrainingArguments) -> None:
-    """Refuse several processes, which would each draw a number of trials."""
+    """Refuse several processes, which would each toss coins for further trials."""
     if args.world_size > 1:
         raise Refusal(
             "search-processes",

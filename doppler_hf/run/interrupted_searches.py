@@ -133,6 +133,13 @@ class RunningSearch:
         """Return the folder in which the trial that runs may be kept."""
         return self.folder / f"trial-{self.state.begun}"
 
+    def remove_others(self) -> None:
+        """Remove what a kill has left of trials that are not the best one."""
+        best = None if self.state.best is None else self.state.best["folder"]
+        for path in self.folder.iterdir():
+            if path.is_dir() and path.name != best:
+                shutil.rmtree(path, ignore_errors=True)
+
     def end_trial(self, best: dict[str, Any] | None) -> None:
         """Write that the trial has ended, and `best`, if it is the best one so far. Then remove the other one."""
         state, place = self.state, self.place_of_trial()
@@ -172,6 +179,7 @@ def noted_search(
         search = RunningSearch(secrets.token_hex(8), _new_folder(), SearchState(call))
     else:
         search, before = found, [each for each in before if each["name"] != found.name]
+        found.remove_others()
     own = {"name": search.name, "epsilon": epsilon, "delta": delta, "trials": str(search.folder)}
 
     def write_note() -> None:
@@ -216,10 +224,11 @@ def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> No
             f"runs in {folder}{' that begin before it has ended' if search.is_kept else ''} add its {cost} to theirs."
         )
     elif search.run is not None and not _is_saved(folder, search.run):
-        again = ", or call hyperparameter_search again" if search.is_kept else ""
+        # Privacy: only a search dates the files back that it writes.
+        again = "hyperparameter_search again" if search.is_kept else "trainer.save_model()"
         print(
             "The search has ended, but its best model could not be saved. The trainer has this model: remove the cause of "
-            f"the error, and call trainer.save_model(){again}. Until then, other private runs in {folder} add the {cost} of "
+            f"the error, and call {again}. Until then, other private runs in {folder} add the {cost} of "
             "the search to theirs."
         )
     if not search.is_kept or (state.is_complete and state.best is None):
@@ -286,8 +295,10 @@ def remove_leftovers(folder: str | Path) -> None:
     """Remove the trials of searches that were interrupted in this folder. The caller has the folder's lock."""
     for each in _notes(Path(folder)):
         trials = Path(each["trials"])
-        if trials.name.startswith(_PREFIX):  # the file may have been edited
-            shutil.rmtree(trials, ignore_errors=True)
+        if trials.name.startswith(_PREFIX) and trials.is_dir():  # the file may have been edited
+            # Another process may make its trials there, if the output folder was copied.
+            with suppress(Refusal), WriterLock(trials):
+                shutil.rmtree(trials, ignore_errors=True)
 
 
 def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:

@@ -6,6 +6,7 @@ losses with noise σ_L·L. Together they are one Gaussian mechanism with 1/σ₀
 """
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -62,6 +63,16 @@ class Trial(NamedTuple):
 def planned_batch_size(args: DopplerTrainingArguments) -> int:
     """Return the expected batch size B, over all micro-batches and processes."""
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def in_digits(terms: object) -> str:
+    """Return terms as text, with numbers to six digits: equal for terms that two processors have computed.
+
+    Example:
+        >>> in_digits({"sigma": 1.0000000001, "steps": 1000000})
+        "{'sigma': 1, 'steps': 1000000}"
+    """
+    return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", str(terms))
 
 
 def planned_steps(args: DopplerTrainingArguments, sampler: AllocationSampler, *, groups: int = 1) -> int:

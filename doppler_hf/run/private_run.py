@@ -50,7 +50,16 @@ from doppler_hf.run.digests import is_known
 from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.other_batches import OtherBatches
-from doppler_hf.run.plan import NOTHING, Previous, Trial, budget_spent, mechanisms_of, planned_batch_size, planned_statement
+from doppler_hf.run.plan import (
+    NOTHING,
+    Previous,
+    Trial,
+    budget_spent,
+    in_digits,
+    mechanisms_of,
+    planned_batch_size,
+    planned_statement,
+)  # fmt: skip
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
 from doppler_hf.run.rounds import Rounds
@@ -379,14 +388,14 @@ class PrivateRun:
     def take_up(self, ledger: PrivacyLedger, model: nn.Module, *, words: Mapping[str, str]) -> None:
         """Take up the ledger and the words of a run of the same plan that has ended, before its weights are loaded."""
         assert self.ledger is None, "a run begins once"
-        if ledger.statement != self.statement:
+        if in_digits(ledger.statement) != in_digits(self.statement):
             raise Refusal(
                 "other-plan",
                 "The ledger has another plan than a run with these arguments. Use the version of doppler_hf that began it.",
             )
         place = self._args.output_dir if self._trial is None else self._trial.output_dir
         lineage = Lineage(model, output_dir=place, continued=ledger)
-        self.ledger, self.words = ledger, dict(words)
+        self.ledger, self.statement, self.words = ledger, ledger.statement, dict(words)
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=None, step=0)
 
     def _opened(self, *, step: int, others: Trainings | None = None) -> tuple[PrivacyLedger, int]:

@@ -9,8 +9,8 @@ Privacy: `privacy.accounting.selection` bounds what such a search says about one
   it satisfies the two guarantees of the search (`calibration.noise_multiplier_of_trial`), whatever its settings are.
 - A trial is scored on evaluation data, which are other records than the training data. A trial that fails, or whose score is
   not a number, is worse than all others. Independent coins order trials with equal scores.
-- All files of all trials are in a folder outside `output_dir`, which only the user can read. It is removed when the search
-  ends.
+- All files of all trials are in a folder outside `output_dir`, which only the user can read. It is removed when the best
+  trial is published.
 - No published file tells how long the search took, which would tell something of the number of trials. The model is saved
   after the last trial, and its files get the time at which the search began. The ledger does not even say when it began,
   since people may see at once when it is published: all its entries have the same time, which means nothing. Logs lose their
@@ -61,7 +61,7 @@ from doppler_hf.run.interrupted_searches import (
 )
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
-from doppler_hf.run.plan import Trial
+from doppler_hf.run.plan import Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import CLOCKS
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -324,7 +324,7 @@ def _call_of(
         {
             "direction": direction,
             "hp_space": space_in_words(hp_space),
-            "the division of ε": str(selection),
+            "the division of ε": in_digits(selection),
             "the untrained model's digest": str(digests_of(trainer.model)),
             **arguments,
         },
@@ -361,9 +361,10 @@ def _best_of(
     try:
         if running.state.best is not None:
             best = _loaded(trainer, running, args)
+            trainer.model.to("cpu")
             _free_memory(trainer)
         while _another_follows(running, trial.selection.trials, hp_space):
-            handler.callbacks = copied_callbacks(callbacks)
+            handler.callbacks, trainer._run = copied_callbacks(callbacks), None
             result = None
             try:
                 settings = running.state.settings or {}
@@ -385,14 +386,17 @@ def _best_of(
             # Privacy: a failure is not shown, since it tells of a trial, and it is worse than any score.
             is_better = result is not None and (best is None or result[:2] > best[:2])
             running.end_trial(_in_words(trainer, result) if result is not None and is_better else None)
-            _forget(best.kept["_run"] if is_better and best is not None else None if is_better else trainer._run)
             if is_better:
+                _forget(None if best is None else best.kept["_run"])
                 best = result
                 # Privacy: a trial must not run out of memory because of the trials before it, so none stays there.
                 trainer.model.to("cpu")
+            else:
+                _forget(trainer._run)
             _free_memory(trainer)
         if best is not None and running.is_kept:
-            # Privacy: published files are those of a trial that was loaded, whether the search was interrupted or not.
+            # Privacy: published files are those of a trial that was loaded, whether the search was interrupted or not. A
+            # trial that could not be written, or cannot be loaded, is published from memory: such a search cannot go on.
             with suppress(Refusal):
                 best = _loaded(trainer, running, args)
         if best is None:

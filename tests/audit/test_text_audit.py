@@ -188,6 +188,13 @@ def test_formats_and_transforms_of_a_data_set_are_kept():
     assert found == {"input_ids": (2 * np.concatenate([canaries[0].start, canaries[0].codes[0]])).tolist()}
 
 
+def test_a_model_may_have_several_tokens_that_end_a_text():
+    model = tiny_gpt2()
+    model.config.eos_token_id, model.config.pad_token_id = [3, 4], None
+    (canary,) = new_canaries(model, None, insertions=[1], generator=np.random.default_rng(0))
+    assert not {3, 4} & {*canary.codes.flatten().tolist(), *canary.start.tolist()}
+
+
 def test_tokens_are_those_of_the_vocabulary_but_special_ones():
     canaries = canaries_of(*[1] * 20)
     tokens = np.concatenate([np.append(each.start, each.codes.ravel()) for each in canaries])

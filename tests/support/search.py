@@ -51,6 +51,7 @@ class Mechanism:
         self.accelerator = types.SimpleNamespace(free_memory=lambda: None)
         for name in search._KEPT:
             setattr(self, name, None)
+        self.model = types.SimpleNamespace(to=lambda device: None)
         self.args, self.state = types.SimpleNamespace(check=lambda: None), types.SimpleNamespace(log_history=[])
 
     def train(self):
