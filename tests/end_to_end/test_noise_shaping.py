@@ -28,7 +28,8 @@ def shaped_trainer(tmp_path, **options):
 
     def watched(*args):
         pieces, count = begin(*args)
-        taken.append([x for piece in pieces for micro_batch in piece for x in micro_batch.inputs["number"].tolist()])
+        if trainer.privacy.is_running:  # the checks before the first step try this method, too
+            taken.append([x for piece in pieces for micro_batch in piece for x in micro_batch.inputs["number"].tolist()])
         return pieces, count
 
     trainer.get_batch_samples = watched
