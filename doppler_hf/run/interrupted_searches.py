@@ -179,7 +179,6 @@ def noted_search(
         search = RunningSearch(secrets.token_hex(8), _new_folder(), SearchState(call))
     else:
         search, before = found, [each for each in before if each["name"] != found.name]
-        found.remove_others()
     own = {"name": search.name, "epsilon": epsilon, "delta": delta, "trials": str(search.folder)}
 
     def write_note() -> None:
@@ -187,6 +186,13 @@ def noted_search(
 
     search.write_note = write_note
     with WriterLock(search.folder):  # the output folder may have been copied: a search publishes only once
+        if found is not None:
+            # Another process may have ended this search since it was read.
+            state = SearchState.read(found.folder)
+            if state is None:
+                raise _state_is_missing(folder, own)
+            found.state = state
+            found.remove_others()
         try:
             write_note()
             if found is not None:
@@ -252,22 +258,27 @@ def _interrupted(
         return None
     assert last is not None
     assert place is not None
-    what = f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot go on"
     if state is None:
-        raise Refusal(
-            "search-state-missing",
-            f"{what}, because its trials are not in {place.parent}: all of them failed, or it ran on another machine, or "
-            "another search in this folder or half a year without a call has removed them. Begin another one with "
-            "resume_from_checkpoint=False: the ε of both then add up.",
-        )
+        raise _state_is_missing(folder, last)
     if changes := call.changes(state.call):
         raise Refusal(
             "search-changed",
-            f"{what} with other arguments, since all its trials need the same distribution: {'; '.join(changes)}. Use the "
+            f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot go on with other arguments, "
+            f"since all its trials need the same distribution: {'; '.join(changes)}. Use the "
             "arguments with which it began. Or begin another one with resume_from_checkpoint=False: the ε of both then add "
             "up.",
         )
     return RunningSearch(last["name"], place, state, is_spent=True)
+
+
+def _state_is_missing(folder: Path, note: Mapping[str, Any]) -> Refusal:
+    return Refusal(
+        "search-state-missing",
+        f"The search that was interrupted in {folder} (ε = {note['epsilon']:g}) cannot go on, because its trials are not in "
+        f"{Path(note['trials']).parent}. Perhaps all of them failed, it ran on another machine, another search in this "
+        "folder removed them, or nobody went on with it for half a year. Begin another one with "
+        "resume_from_checkpoint=False: the ε of both then add up.",
+    )
 
 
 def not_restored(folder: Path, error: BaseException | str) -> Refusal:

@@ -358,7 +358,7 @@ def test_a_search_whose_trials_all_failed_does_not_go_on(tmp_path, monkeypatch, 
     with pytest.raises(Failure, match="All trials of the search failed"):
         trainer_of_search(tmp_path).hyperparameter_search(space, lambda metrics: next(values), n_trials=3)
     assert not [*states.glob("doppler-hf-search-*")]
-    with refused("search-state-missing", match="all of them failed"):
+    with refused("search-state-missing", match="Perhaps all of them failed"):
         trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
 
 
@@ -378,14 +378,44 @@ def test_a_search_goes_on_only_once(tmp_path, monkeypatch, states):
     interrupted(tmp_path, monkeypatch, at=2)
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
     (folder,) = states.glob("doppler-hf-search-*")
+    (folder / "trial of the other process").mkdir()
     with WriterLock(folder), refused("folder-in-use"):
         trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    assert (folder / "trial of the other process").exists()
+
+    class AfterTheOther(WriterLock):
+        """Gets the lock when the other process has published its best trial, and removed the state."""
+
+        def __enter__(self):
+            shutil.rmtree(folder)
+            super().__enter__()
+
+    shutil.copytree(folder, tmp_path / "state")
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupted_searches, "WriterLock", AfterTheOther)
+        with refused("search-state-missing"):
+            trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3)
+    shutil.copytree(tmp_path / "state", folder, dirs_exist_ok=True)
     with WriterLock(folder):
         interrupted_searches.remove_leftovers(tmp_path / "copy")
     assert folder.exists(), "another process makes its trials there"
     assert trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3).run_id
     with refused("search-state-missing"):
         trainer_of_search(tmp_path, output_dir=str(tmp_path / "copy")).hyperparameter_search(space, n_trials=3)
+
+
+def test_an_adapter_of_another_name_is_kept_too(tmp_path, monkeypatch):
+    """PEFT saves it in a folder of its name."""
+
+    def named():
+        torch.manual_seed(0)
+        adapter = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+        return get_peft_model(tiny_bert(), adapter, adapter_name="mine")
+
+    state = interrupted(tmp_path, monkeypatch, at=2, model_init=named)
+    assert state is not None
+    assert trainer_of_search(tmp_path, model_init=named).hyperparameter_search(space, n_trials=3).run_id
+    assert PrivacyLedger.load(tmp_path / "out").spent.epsilon == pytest.approx(3.0)
 
 
 def test_a_search_that_is_killed_once_its_model_is_saved_counts_once(tmp_path, monkeypatch):

@@ -183,10 +183,13 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
 
 
 def synchronize_files(folder: Path) -> None:
-    """Let the files in a folder survive a power failure."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """Let a folder, with all files and folders in it, survive a power failure."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            synchronize_names(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     synchronize_names(folder)
 
 
