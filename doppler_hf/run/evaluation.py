@@ -22,15 +22,18 @@ from doppler_hf.run.beside_model import coverage_kept_when_converted
 from doppler_hf.run.metrics_per_user import mean_per_user, users_of
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import training_rows_in
+from doppler_hf.run.published_results import (
+    MAJORITY,
+    MEAN_LABEL,
+    MOST_FREQUENT_PREDICTED,
+    MOST_FREQUENT_RIGHT,
+    training_rows_in,
+)
 from doppler_hf.run.sharding import ShardedTrainer
 from doppler_hf.run.summary import print_if_not_learnt
 
 # Two losses of the same rows, in evaluation mode, that differ by less are the same.
 _SAME: Final = 1e-3
-# What an evaluation gets besides the user's metrics: what one answer for all rows reaches.
-_MAJORITY, _MEAN_LABEL, _MOST_FREQUENT = "majority_class_accuracy", "mean_label_loss", "most_frequent_{}_share"
-BASELINES: Final = (_MAJORITY, _MEAN_LABEL, _MOST_FREQUENT.format("predicted"), _MOST_FREQUENT.format("right"))
 
 
 class EvaluatingTrainer(ShardedTrainer):
@@ -231,10 +234,10 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> 
         return
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
         _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # labels may be of tokens, too
-        output.metrics[f"{prefix}_{_MAJORITY}"] = float(counts.max(initial=0) / max(1, counts.sum()))
+        output.metrics[f"{prefix}_{MAJORITY}"] = float(counts.max(initial=0) / max(1, counts.sum()))
     # One-dimensional labels are of a regression; with several classes each label is a row.
     if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:
-        output.metrics[f"{prefix}_{_MEAN_LABEL}"] = float(labels.astype(np.float64).var())
+        output.metrics[f"{prefix}_{MEAN_LABEL}"] = float(labels.astype(np.float64).var())
     if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
         found = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         if isinstance(found, np.ndarray) and found.shape == labels.shape:
@@ -250,9 +253,9 @@ def _add_shares(output: EvalLoopOutput, predicted: np.ndarray, right: np.ndarray
 
     An answer is a set of labels, a row of (rows, labels), or the first and the last token of a span, a row of (rows, 2).
     """
-    for name, answers in (("predicted", predicted), ("right", right)):
+    for name, answers in ((MOST_FREQUENT_PREDICTED, predicted), (MOST_FREQUENT_RIGHT, right)):
         _, counts = np.unique(answers, axis=0, return_counts=True)
-        output.metrics[f"{prefix}_{_MOST_FREQUENT.format(name)}"] = float(counts.max() / len(answers))
+        output.metrics[f"{prefix}_{name}"] = float(counts.max() / len(answers))
 
 
 def mean_and_outputs(

@@ -12,8 +12,13 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.batching.shared_rows import SharedRows, shared_rows
 
 CLOCKS: Final = ("_runtime", "_per_second", "_preparation_time")
-# These show how good a result is, and are no results of the model themselves.
-BASELINES: Final = ("majority_class_accuracy", "mean_label_loss")
+# What an evaluation gets besides the user's metrics: what one answer for all rows reaches. These show how good a result is,
+# and are no results themselves.
+MAJORITY: Final = "majority_class_accuracy"
+MEAN_LABEL: Final = "mean_label_loss"
+MOST_FREQUENT_PREDICTED: Final = "most_frequent_predicted_share"
+MOST_FREQUENT_RIGHT: Final = "most_frequent_right_share"
+BASELINES: Final = (MAJORITY, MEAN_LABEL, MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.plan import averaged_noise
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.published_results import MAJORITY, MEAN_LABEL, MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # With more noise of the average gradient than this, image classifiers learnt little: recipes/results/few-examples.md.
@@ -174,9 +175,9 @@ def print_if_not_learnt(metrics: Mapping[str, float]) -> bool:
     Returns:
         Whether it printed that.
     """
-    accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get("eval_majority_class_accuracy", -math.inf)
-    loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get("eval_mean_label_loss", math.inf)
-    predicted, right = (metrics.get(f"eval_most_frequent_{kind}_share", 0.0) for kind in ("predicted", "right"))
+    accuracy, majority = metrics.get("eval_accuracy", 1.0), metrics.get(f"eval_{MAJORITY}", -math.inf)
+    loss, of_mean = metrics.get("eval_loss", 0.0), metrics.get(f"eval_{MEAN_LABEL}", math.inf)
+    predicted, right = (metrics.get(f"eval_{name}", 0.0) for name in (MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT))
     if predicted >= _ONE_ANSWER and right < predicted:
         words = (
             f"most frequent answer is given to {100 * predicted:.3g} % of the rows, while no single answer is right for "

@@ -13,7 +13,8 @@ from typing import Any, Final
 from doppler_hf.extras import EXTRAS
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.published_results import (
-    BASELINES,
+    MAJORITY,
+    MEAN_LABEL,
     Evaluation,
     evaluations_of,
     losses,
@@ -64,10 +65,9 @@ def draw(evaluations: list[Evaluation], noisy: Mapping[int, float], path: Path, 
         for name in names:
             if name != "noisy":
                 axes.plot(*points(evaluations, name), marker="o", markersize=3, label=f"evaluation: {in_words(name)}")
-        for name in dict.fromkeys(name for each in evaluations for name in each.results if name.endswith(BASELINES)):
-            if name.endswith("accuracy") == (names is metrics):
-                words = "always the most frequent class" if name.endswith("accuracy") else "always the mean label"
-                axes.plot(*points(evaluations, name), "--", color="black", linewidth=0.8, label=words)
+        baseline, always = (MAJORITY, "the most frequent class") if names is metrics else (MEAN_LABEL, "the mean label")
+        for name in dict.fromkeys(name for each in evaluations for name in each.results if name.endswith(baseline)):
+            axes.plot(*points(evaluations, name), "--", color="black", linewidth=0.8, label=f"always {always}")
         axes.set_ylabel(
             in_words(names[0]) if names is metrics and len(names) == 1 else "loss" if names is not metrics else ""
         )

@@ -65,6 +65,13 @@ def test_only_a_private_training_loss_is_drawn(tmp_path, figures, train_loss):
     assert (width, height > width) == (750, True)
 
 
+def test_what_one_answer_for_all_rows_reaches_is_no_result(tmp_path, figures):
+    history = logs(eval_f1=0.7, eval_most_frequent_predicted_share=0.9, eval_most_frequent_right_share=0.3)
+    assert draw_training_curve(all_events(train_loss="none"), trainer_with(tmp_path, history), guarantee="ε = 3")
+    (figure,) = figures
+    assert lines_of(figure).keys() == {"evaluation: loss", "evaluation: f1"}
+
+
 def test_a_run_without_privacy_says_so_and_its_loss_is_not_drawn(tmp_path, figures):
     ledger = all_events(private=False, **PRIVATE)
     why = f"ε = ∞ (NOT PRIVATE: {ledger.why_not_private})"
