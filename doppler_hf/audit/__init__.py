@@ -4,7 +4,7 @@ A guarantee is an upper bound on ε, proven for the mechanism as it is specified
 Each canary is put into the training set or left out by a secret coin, and the attacker sees what the guarantee covers. An
 attacker who tells the two cases apart better than ε allows has found a defect. Finding none proves nothing.
 
-- audited_run: what the audits ask of a run, and its arguments
+- audited_run: what the audits ask of a run, and a run that leaves nothing behind
 - trainer: the trainer with canaries in its data, and the attacker
 - canaries: which rows are canaries
 - text_audit: the audit of a language model, and what the model repeats

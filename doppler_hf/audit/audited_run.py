@@ -1,15 +1,17 @@
-"""What the audits ask of a training run, and the arguments with which an audited run trains."""
+"""What the audits ask of a training run, and the trainer and arguments of a run that leaves nothing behind."""
 
 import copy
 from typing import Any, Final
 
+from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from doppler_hf.errors import Refusal
+from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # An audited model is discarded, so it is neither evaluated, saved nor reported.
-DISCARDED: Final[dict[str, Any]] = {
+_DISCARDED: Final[dict[str, Any]] = {
     "eval_strategy": IntervalStrategy.NO,
     "eval_on_start": False,
     "save_strategy": SaveStrategy.NO,
@@ -22,9 +24,31 @@ DISCARDED: Final[dict[str, Any]] = {
 def discarded_run(args: DopplerTrainingArguments, *, folder: str) -> DopplerTrainingArguments:
     """Return the arguments of the same training run, which leaves nothing behind outside of `folder`."""
     args = copy.copy(args)
-    for name, value in {**DISCARDED, "output_dir": folder}.items():
+    for name, value in {**_DISCARDED, "output_dir": folder}.items():
         setattr(args, name, value)
     return args
+
+
+def motionless_run(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
+    """Return the arguments of a discarded run that moves no weight."""
+    args = discarded_run(args, folder=folder)
+    changes = {
+        "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
+        "noise_shape": "white",  # under another shape a unit could not be in two consecutive batches
+        "logging_strategy": IntervalStrategy.NO, "disable_tqdm": True,
+    }  # fmt: skip
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+def copied(trainer: DopplerTrainer) -> DopplerTrainer:
+    """Return a trainer of the same model, without a ledger and with only the callbacks that training needs."""
+    tested, handler = copy.copy(trainer), copy.copy(trainer.callback_handler)
+    handler.callbacks = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
+    tested.callback_handler, tested.state = handler, copy.copy(trainer.state)
+    tested._run = tested.optimizer = tested.lr_scheduler = None
+    return tested
 
 
 def claims_privacy(args: DopplerTrainingArguments) -> bool:

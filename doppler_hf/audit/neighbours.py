@@ -18,7 +18,6 @@ batch, so they cannot be held fixed for one example. In a training run all of th
 """
 
 import contextlib
-import copy
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +32,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers.trainer_callback import DefaultFlowCallback
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from doppler_hf.audit.audited_run import copied, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from doppler_hf.preflight.autograd_check.trial import norm_of
@@ -157,7 +155,7 @@ def neighbour_distances(
     refuse_known_numbers_in_collator(loader.collator, rows)
     refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
     with tempfile.TemporaryDirectory() as folder, without_model_randomness(tested, loader), contextlib.ExitStack() as moving:
-        tested.args, make, witnesses = harmless(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
+        tested.args, make, witnesses = motionless_run(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
         trained_losses = tested._losses
 
         def scripted_run(**options: Any) -> PrivateRun:
@@ -323,21 +321,6 @@ def replace_mechanisms(run: PrivateRun) -> list[Witness]:
     return [of_gradient, of_loss]
 
 
-def harmless(args: DopplerTrainingArguments, *, steps: int, folder: str) -> DopplerTrainingArguments:
-    """Return the arguments for a training run that moves no weight and leaves no files behind."""
-    args = copy.copy(args)
-    # The noise is white, because under another shape a unit could not be in two consecutive batches.
-    changes = {
-        "output_dir": folder, "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
-        "noise_shape": "white",
-        "eval_strategy": IntervalStrategy.NO, "save_strategy": SaveStrategy.NO, "logging_strategy": IntervalStrategy.NO,
-        "load_best_model_at_end": False, "push_to_hub": False, "disable_tqdm": True, "eval_on_start": False,
-    }  # fmt: skip
-    for name, value in changes.items():
-        setattr(args, name, value)
-    return args
-
-
 @contextlib.contextmanager
 def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
     """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode."""
@@ -346,15 +329,6 @@ def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> 
         is_held = not is_random(losses_of(trainer), inputs)
     with without_dropout(model) if is_held else in_evaluation_mode(model):
         yield
-
-
-def copied(trainer: DopplerTrainer) -> DopplerTrainer:
-    """Return a trainer of the same model, without a ledger and with only the callbacks that training needs."""
-    tested, handler = copy.copy(trainer), copy.copy(trainer.callback_handler)
-    handler.callbacks = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
-    tested.callback_handler, tested.state = handler, copy.copy(trainer.state)
-    tested._run = tested.optimizer = tested.lr_scheduler = None
-    return tested
 
 
 def losses_of(trainer: DopplerTrainer) -> Callable[[Any], Tensor]:

@@ -14,9 +14,8 @@ from typing import Any, Final
 import numpy as np
 from transformers import PrinterCallback, ProgressCallback
 
-from doppler_hf.audit.audited_run import check_size, claims_privacy, discarded_run
+from doppler_hf.audit.audited_run import check_size, claims_privacy, copied, discarded_run
 from doppler_hf.audit.lower_bounds import check_confidence
-from doppler_hf.audit.neighbours import copied
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.audit.text_canaries import Reading, TextCanary, new_canaries, read_canary, with_canaries
 from doppler_hf.privacy import default_delta

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from doppler_hf.audit.neighbours import copied, harmless
+from doppler_hf.audit.audited_run import copied, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
@@ -163,7 +163,7 @@ def measured_run(trainer: DopplerTrainer) -> MeasuredRun:
 
     tested._new_run = watched_run  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        tested.args = harmless(trainer.args, steps=_LARGE[1], folder=folder)
+        tested.args = motionless_run(trainer.args, steps=_LARGE[1], folder=folder)
         tested.args.low_pass_filter = str(low_pass_filter)
         tested.args.dataloader_num_workers, tested.args.dataloader_prefetch_factor = 0, None
         tested.args.dataloader_persistent_workers = False
