@@ -121,8 +121,7 @@ def run(args: argparse.Namespace) -> int:
     check_model_flags(args)
     request = PlanRequest(**{field.name: vars(args)[field.name] for field in dataclasses.fields(PlanRequest)})
     terms = planned_terms(request, named)
-    # The alternatives have white noise, so this run is among them with white noise, too.
-    planned = terms.run if terms.shape.is_white else request.solve(selection=terms.selection)
+    planned = terms.white_run  # the alternatives have white noise, so this run is among them with white noise, too
     facts, best = describe(request, terms)
     if terms.selection is not None:
         facts["search"] = describe_search(request, terms)

@@ -241,6 +241,7 @@ class PlannedTerms(NamedTuple):
     shape: NoiseShape
     low_pass_filter: LowPassFilter
     run: PlannedRun
+    white_run: PlannedRun  # the same with white noise
     selection: Selection | None = None  # what each trial satisfies, if the run is a trial of a search
     single_run: "PlannedTerms | None" = None  # the run of the whole ε for which a search divides its ε
 
@@ -269,7 +270,7 @@ def planned_terms(request: PlanRequest, low_pass_filter: LowPassFilter | None) -
 
 def _terms_with(selection: Selection | None, request: PlanRequest, low_pass_filter: LowPassFilter | None) -> PlannedTerms:
     run = request.solve(selection=selection)
-    white = PlannedTerms(WHITE, low_pass_filter or PAPER_FILTERS["none"], run, selection)
+    white = PlannedTerms(WHITE, low_pass_filter or PAPER_FILTERS["none"], run, run, selection)
     # Shapes are compared at equal ε, so they need a target ε. Poisson sampling may draw a record in every step, which shaped
     # noise does not allow.
     if request.epsilon is None or run.sampling == "poisson":
@@ -293,4 +294,4 @@ def _terms_with(selection: Selection | None, request: PlanRequest, low_pass_filt
         steps = without_partial_round(steps, sample_rate=run.sample_rate, groups=shape.bands)
     chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
     shaped = replace(run, steps=steps, noise_multiplier=request.sigma(steps, strategy=shape.c, selection=selection))
-    return PlannedTerms(shape, chosen, shaped, selection)
+    return PlannedTerms(shape, chosen, shaped, run, selection)
