@@ -33,7 +33,8 @@ from doppler_hf.run.own_code import overrides
 from doppler_hf.run.plan import Trial, planned_batch_size, planned_steps
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import training_rows_in
-from doppler_hf.run.search import Draw, arguments_of_trial, copied_callbacks, drawn_settings
+from doppler_hf.run.search import copied_callbacks
+from doppler_hf.run.search_space import Draw, arguments_of_trial, drawn_settings
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _REHEARSED: Final = 100  # settings that are drawn and checked before the search

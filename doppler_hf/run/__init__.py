@@ -23,6 +23,7 @@
 - beside_model: the ledger next to a saved model
 - trained_model: the model that a run trains, as its ledger knows it
 - search: a hyperparameter search, of which only the best trial is published
+- search_space: from what the settings of its trials are drawn, and the arguments of a trial
 - interrupted_searches: what is kept of a search until it ends, so that it is counted and can go on
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights

@@ -3,8 +3,7 @@
 Privacy: `privacy.accounting.selection` bounds what such a search says about one record. Its assumptions hold as follows.
 
 - A coin after each trial decides whether another one follows, so that their number has the stated distribution. The coins,
-  and the settings of all trials, come from the operating system's entropy. So no result can influence them. `hp_space` gets
-  an object that draws, and nothing else.
+  and the settings of all trials (`search_space`), come from the operating system's entropy. So no result can influence them.
 - Every trial begins with a new model, a new run with secrets of its own, and copies of the callbacks. Its noise is such that
   it satisfies the two guarantees of the search (`calibration.noise_multiplier_of_trial`), whatever its settings are.
 - A trial is scored on evaluation data, which are other records than the training data. A trial that fails, or whose score is
@@ -26,23 +25,19 @@ made before, would know something of the number of trials.
 
 import copy
 import json
-import logging
 import math
 import os
-import secrets
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 from transformers import PreTrainedModel, TrainerControl, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import BestRun, SchedulerType
+from transformers.trainer_utils import BestRun
 from transformers.utils import CONFIG_NAME
 
 from doppler_hf.errors import Failure, Refusal
@@ -51,7 +46,6 @@ from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, d
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.ledger.file import synchronize_files
 from doppler_hf.run.digests import digests_of
-from doppler_hf.run.evaluation import BASELINES
 from doppler_hf.run.interrupted_searches import (
     RunningSearch,
     SearchCall,
@@ -63,167 +57,15 @@ from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
 from doppler_hf.run.plan import Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import CLOCKS
+from doppler_hf.run.published_results import BASELINES, CLOCKS
+from doppler_hf.run.search_space import RANDOM, arguments_of_trial, drawn_settings, space_in_words, unseen
 from doppler_hf.training_args import DopplerTrainingArguments
 
 NO_TIME: Final = (
     "1970-01-01T00:00:00+00:00"  # of all entries of a search's ledger, whose true times would tell of its length
 )
-# The arguments that may differ between trials. None of them changes what ε means or covers, and each run of a trial computes
-# its noise from them.
-SEARCHED: Final = frozenset({
-    "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "per_sample_max_grad_norm", "clipping", "clipping_granularity", "augmentation_multiplicity", "noise_shape",
-    "low_pass_filter", "base_optimizer", "adam_bc_floor", "weight_decay", "adam_beta2", "adam_epsilon",
-    "lr_scheduler_type", "warmup_steps", "seed",
-})  # fmt: skip
-# Methods of Optuna's trials that are out of use there, and what to call in their place.
-_OTHER_METHODS: Final = {
-    "suggest_uniform": "Call suggest_float(name, low, high)",
-    "suggest_loguniform": "Call suggest_float(name, low, high, log=True)",
-    "suggest_discrete_uniform": "Call suggest_float(name, low, high, step=step)",
-}
 # Callbacks of Transformers that do nothing but show something.
 _SHOWING: Final = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
-_RANDOM: Final = secrets.SystemRandom()
-
-
-class MissingMethodRefusal(Refusal, AttributeError):
-    """`hp_space` calls a method that a trial does not have; `hasattr` and `copy` expect an `AttributeError`."""
-
-
-class Draw:
-    """The settings of one trial, drawn at random. It has the methods that `hp_space` calls on a trial of Optuna.
-
-    Example:
-        >>> draw = Draw()
-        >>> 1e-4 <= draw.suggest_float("learning_rate", 1e-4, 1e-2, log=True) <= 1e-2
-        True
-        >>> draw.suggest_categorical("per_device_train_batch_size", [32, 64]) in (32, 64)
-        True
-    """
-
-    def __init__(self) -> None:
-        self.params: dict[str, Any] = {}
-
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        """Draw a number between `low` and `high` uniformly, or its logarithm uniformly, or one of the steps from `low`."""
-        _check_range(name, low, high, positive=log)
-        if step is not None:
-            steps = math.floor((high - low) / step + 1e-9)
-            return self._once(name, lambda: min(high, low + step * _RANDOM.randrange(steps + 1)), low, high, step=step)
-        if log:
-            ends = math.log(low), math.log(high)
-            return self._once(name, lambda: min(high, max(low, math.exp(_RANDOM.uniform(*ends)))), low, high, log=True)
-        return self._once(name, lambda: _RANDOM.uniform(low, high), low, high)
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """Draw a whole number from `low` to `high` uniformly, or its logarithm nearly uniformly."""
-        _check_range(name, low, high, positive=log)
-        if low != int(low) or high != int(high) or step != int(step):
-            raise Refusal(
-                "out-of-range",
-                f"hp_space draws {name} as a whole number between {low} and {high} in steps of {step}. Give whole "
-                "numbers, or draw it with suggest_float.",
-            )
-        low, high, step = int(low), int(high), int(step)
-        if log:
-            ends = math.log(low - 0.5), math.log(high + 0.5)
-            return self._once(
-                name, lambda: min(high, max(low, round(math.exp(_RANDOM.uniform(*ends))))), low, high, log=True
-            )
-        return self._once(name, lambda: _RANDOM.randrange(low, high + 1, step), low, high, step=step)
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Draw one of the choices uniformly."""
-        if not len(choices):
-            raise Refusal("out-of-range", f"hp_space has no choices for {name}. Give suggest_categorical at least one.")
-        return self._once(name, lambda: _RANDOM.choice([*choices]), *choices)
-
-    def __getattr__(self, name: str) -> Any:
-        mend = _OTHER_METHODS.get(name, "Draw the settings with suggest_float, suggest_int and suggest_categorical")
-        raise MissingMethodRefusal(
-            "search-space",
-            f"hp_space uses trial.{name}, which a trial of a private search does not have: its settings are drawn at "
-            f"random, and must not depend on its number or on other trials. {mend}.",
-        )
-
-    def _once(self, name: str, draw: Callable[[], Any], *values: Any, **how: Any) -> Any:
-        """Return what was drawn under this name, or draw it from `values`."""
-        if name not in self.params:
-            self.params[name] = draw()
-        return self.params[name]
-
-
-class _Extreme(Draw):
-    """Takes the first value everywhere, or the last one, and writes down what it was asked for."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self._place, self.asked = place, ""
-
-    def _once(self, name: str, draw: Callable[[], Any], *values: Any, **how: Any) -> Any:
-        self.asked += f"{name} from {values} {how or ''}; "
-        return self.params.setdefault(name, values[self._place])
-
-
-def space_in_words(hp_space: Callable[[Any], Any]) -> str:
-    """Return what `hp_space` draws from, by which another space is recognised."""
-    said = []
-    for place in (0, -1):
-        draw = _Extreme(place)
-        try:
-            with _unseen():
-                returned = hp_space(draw)
-            draw.asked += f"returned {returned}"
-        except Exception as error:
-            draw.asked += type(error).__name__
-        said.append(draw.asked)
-    return " | ".join(dict.fromkeys(said))
-
-
-def _check_range(name: str, low: float, high: float, *, positive: bool) -> None:
-    if not -math.inf < low <= high < math.inf or (positive and low <= 0):
-        raise Refusal(
-            "out-of-range",
-            f"hp_space draws {name} between {low} and {high}{' on a logarithmic scale' if positive else ''}. The first "
-            f"number has to be {'positive and ' if positive else ''}at most the second one, and both have to be finite.",
-        )
-
-
-def drawn_settings(hp_space: Callable[[Any], Any], draw: Draw | None = None) -> dict[str, Any]:
-    """Return the settings of a trial, which `hp_space` draws; the same `draw` gives the same numbers again."""
-    settings = hp_space(Draw() if draw is None else draw)
-    if not isinstance(settings, Mapping):
-        raise Refusal(
-            "search-space",
-            f"hp_space returned {type(settings).__name__}. Return a dictionary of the arguments that a trial gets, such as "
-            '{"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True)}.',
-        )
-    # JSON, which ledgers are written in, has no numbers of NumPy.
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()}
-
-
-def arguments_of_trial(args: DopplerTrainingArguments, settings: Mapping[str, Any]) -> DopplerTrainingArguments:
-    """Return the arguments of a trial with these settings, after the checks of ordinary arguments."""
-    for name in settings:
-        if name not in SEARCHED:
-            is_known = hasattr(args, name)
-            mend = "To warm up for a share of the steps, set warmup_steps=0.1. " if name == "warmup_ratio" else ""
-            raise Refusal(
-                "search-setting",
-                f"hp_space sets {name}, which {'may not differ between trials' if is_known else 'is no argument'}. {mend}A "
-                "search can choose: " + ", ".join(sorted(SEARCHED)) + ".",
-            )
-    of_trial = copy.copy(args)
-    try:
-        for name, value in settings.items():
-            # Transformers reads a schedule by its kind, and only its own `__post_init__` makes one of a name.
-            setattr(of_trial, name, SchedulerType(value) if name == "lr_scheduler_type" else value)
-        of_trial.check()
-    except ValueError as error:
-        raise Refusal("search-setting", f"hp_space drew settings that are refused ({dict(settings)}): {error}") from error
-    return of_trial
 
 
 def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
@@ -250,7 +92,7 @@ def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
 def another_trial(trials: NumberOfTrials, begun: int) -> bool:
     """Toss the coin that decides, after so many trials, whether another one follows."""
     # Privacy: the coins come from the operating system, and nothing that is published depends on the number of trials.
-    return _RANDOM.random() < trials.another_after(begun)
+    return RANDOM.random() < trials.another_after(begun)
 
 
 class _Result(NamedTuple):
@@ -368,7 +210,7 @@ def _best_of(
             result = None
             try:
                 settings = running.state.settings or {}
-                with _unseen(), tempfile.TemporaryDirectory(dir=running.folder) as place:
+                with unseen(), tempfile.TemporaryDirectory(dir=running.folder) as place:
                     of_trial = arguments_of_trial(args, settings)
                     of_trial.output_dir = place
                     objective = _objective_of_trial(trainer, of_trial, compute_objective, running=running)
@@ -376,7 +218,7 @@ def _best_of(
                     score = -objective if direction == "minimize" else objective
                     trainer.state.best_model_checkpoint = None
                     _forget_clocks(trainer.state)
-                    result = _Result(score, _RANDOM.random(), objective, settings, _kept(trainer))
+                    result = _Result(score, RANDOM.random(), objective, settings, _kept(trainer))
                     # Privacy: before it is compared, so that an interruption meets better and worse trials alike.
                     _write_trial(trainer, running)
             except Exception as error:
@@ -424,7 +266,7 @@ def _another_follows(running: RunningSearch, trials: NumberOfTrials, hp_space: C
         if not state.is_complete:
             state.begun += 1
             try:
-                with _unseen():  # `hp_space` may print
+                with unseen():  # `hp_space` may print
                     state.settings = drawn_settings(hp_space)
             except Exception as error:
                 if not running.is_spent:
@@ -438,7 +280,7 @@ def _write_trial(trainer: Any, running: RunningSearch) -> None:
     """Write the trial that the trainer has made, with which the search can go on after an interruption."""
     place = running.place_of_trial()
     try:
-        with _unseen():
+        with unseen():
             trainer._save(str(place))
             trainer._run.ledger.save(place)
             with writable_state(trainer):
@@ -463,7 +305,7 @@ def _loaded(trainer: Any, running: RunningSearch, args: DopplerTrainingArguments
     assert kept is not None
     place = running.folder / kept["folder"]
     try:
-        with _unseen():
+        with unseen():
             trainer.args, trainer._run = arguments_of_trial(args, kept["settings"]), None
             set_seed(trainer.args.seed)  # as `train` does before it makes the model
             model = trainer.model = trainer.model_wrapped = trainer.call_model_init()
@@ -502,27 +344,6 @@ def _objective_of_trial(
 def copied_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     """Return copies of callbacks for a trial, without those that only show it."""
     return [copy.deepcopy(each) for each in callbacks if _SHOWING.isdisjoint(kind.__name__ for kind in type(each).__mro__)]
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Show nothing of what the block prints, warns of or logs.
-
-    # Privacy: it would tell the number of trials, and their settings and results, to whoever reads the screen or a log file.
-    """
-    was_disabled = logging.root.manager.disable
-    with (
-        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(was_disabled)
 
 
 # Arguments that say where a run is, and not what it is.

@@ -30,7 +30,7 @@ from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.attack import percent
-from doppler_hf.run import search
+from doppler_hf.run import search, search_space
 from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from scripts.synthesize import SynthesisArguments
@@ -133,7 +133,7 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
     if "hyperparameter_search" in snippet:  # with two trials, each of one epoch
         names |= {"make_model": lambda: tiny_bert(), "dev": text_data(8, seed=1)}  # other rows than in train
         monkeypatch.setattr(search, "another_trial", lambda trials, begun: begun < 2)
-        monkeypatch.setattr(search.Draw, "suggest_int", lambda draw, name, low, high: low)
+        monkeypatch.setattr(search_space.Draw, "suggest_int", lambda draw, name, low, high: low)
     if "BitsAndBytesConfig" in snippet:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
         tiny_llama().save_pretrained("base")

@@ -34,7 +34,8 @@ from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run import interrupted_searches, lineage, search
 from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
 from doppler_hf.run.learning_rate import automatic_learning_rate
-from doppler_hf.run.search import SEARCHED, Draw, another_trial, arguments_of_trial
+from doppler_hf.run.search import another_trial
+from doppler_hf.run.search_space import SEARCHED, Draw, arguments_of_trial
 from tests.support.power import Disk
 from tests.support.refusals import refused
 from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
