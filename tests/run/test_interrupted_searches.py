@@ -474,6 +474,18 @@ def test_what_nobody_goes_on_with_is_removed_after_half_a_year(tmp_path, monkeyp
     assert young.exists()
 
 
+def test_worse_trials_are_written_like_better_ones(tmp_path, monkeypatch):
+    """If only better trials were written, they alone would be interrupted while they are, and made again."""
+    make_trials(monkeypatch, 20)
+    written = []
+    monkeypatch.setattr(search, "_write_trial", lambda trainer, running: written.append(running.state.begun))
+    monkeypatch.setattr(search, "_in_words", lambda trainer, result: {})
+    monkeypatch.setattr(search, "_loaded", lambda trainer, running, args: search._Result(1.0, 0.0, 1.0, {}, {"_run": None}))
+    running = RunningSearch("", tmp_path, SearchState(NO_CALL), is_spent=True)
+    best_of(Mechanism(np.random.default_rng(0)), running, NumberOfTrials(20.0))
+    assert written == [*range(1, 21)]
+
+
 class Fragile(Mechanism):
     """Is interrupted in some trials. What it writes and loads of a trial is its score alone."""
 
