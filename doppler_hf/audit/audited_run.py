@@ -1,6 +1,9 @@
 """What the audits ask of a training run, and the trainer and arguments of a run that leaves nothing behind."""
 
 import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, Final
 
 from transformers.trainer_callback import DefaultFlowCallback
@@ -40,6 +43,16 @@ def motionless_run(args: DopplerTrainingArguments, *, steps: int, folder: str) -
     for name, value in changes.items():
         setattr(args, name, value)
     return args
+
+
+@contextmanager
+def hidden_prints() -> Iterator[None]:
+    """Show nothing of what the block prints: about a discarded run it is wrong, as its folder and its canaries are removed.
+
+    Progress bars and warnings go to the standard error, and are shown.
+    """
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def copied(trainer: DopplerTrainer) -> DopplerTrainer:

@@ -18,7 +18,6 @@ batch, so they cannot be held fixed for one example. In a training run all of th
 """
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from doppler_hf.audit.audited_run import copied, motionless_run
+from doppler_hf.audit.audited_run import copied, hidden_prints, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from doppler_hf.preflight.autograd_check.trial import norm_of
@@ -173,7 +172,7 @@ def neighbour_distances(
         tested._losses = lambda inputs: trained_losses(inputs)._replace(is_cross_entropy=False)  # type: ignore[method-assign]
         # Transformers and the training step would switch the model back to training mode.
         as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
-        with as_it_is, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with as_it_is, hidden_prints():
             tested.train()
     distances, couplings = np.max([witness.moved for witness in witnesses], axis=0).T
     return NeighbourResult(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from transformers import PrinterCallback, ProgressCallback
+from transformers import ProgressCallback
+from transformers.utils.logging import tqdm
 
-from doppler_hf.audit.audited_run import check_size, claims_privacy, copied, discarded_run
+from doppler_hf.audit.audited_run import check_size, claims_privacy, copied, discarded_run, hidden_prints
 from doppler_hf.audit.lower_bounds import check_confidence
 from doppler_hf.audit.result import AuditResult
 from doppler_hf.audit.text_canaries import Reading, TextCanary, new_canaries, read_canary, with_canaries
@@ -101,12 +102,18 @@ def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float
     audited.train_dataset = with_canaries(
         trainer.train_dataset, canaries, unit_column=trainer.args.privacy_unit_column, generator=generator
     )
-    before = [read_canary(audited.model, canary) for canary in canaries[:num_canaries]]
-    with tempfile.TemporaryDirectory() as folder:
+
+    def read(some: Sequence[TextCanary], what: str) -> list[Reading]:
+        shown = tqdm(some, desc=f"canaries {what} training", disable=trainer.args.disable_tqdm)
+        return [read_canary(audited.model, canary) for canary in shown]
+
+    before = read(canaries[:num_canaries], "before")
+    with tempfile.TemporaryDirectory() as folder, hidden_prints():
         audited.args = discarded_run(trainer.args, folder=folder)
-        audited.add_callback(PrinterCallback if audited.args.disable_tqdm else ProgressCallback)
+        if not audited.args.disable_tqdm:
+            audited.add_callback(ProgressCallback)
         audited.train()
-    after = [read_canary(audited.model, canary) for canary in canaries]
+    after = read(canaries, "after")
     epsilon, delta = _claim(audited)
     return TextAuditResult(
         AuditResult(

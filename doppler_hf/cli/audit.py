@@ -22,16 +22,22 @@ import argparse
 import math
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.audit import AuditResult, AuditTrainer, TextAuditResult, audit_texts
-from doppler_hf.audit.audited_run import discarded_run
+from doppler_hf.audit.audited_run import discarded_run, hidden_prints
 from doppler_hf.cli import script
 from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
+
+_BEGINS: Final = (
+    "Audit: trains once with {:,} canaries, in a temporary folder. What the run prints is not shown. An audit that is "
+    "interrupted cannot go on: start it again."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +60,13 @@ def run(args: argparse.Namespace) -> int:
         # A temporary folder is used, so that nobody takes the model with canaries, or its ledger, for the real ones.
         with tempfile.TemporaryDirectory() as folder:
             auditor = auditor_of(trainer, num_canaries=args.canaries, folder=folder)
-            result = auditor.audit(confidence=args.confidence)
+            print(_BEGINS.format(args.canaries))
+            with hidden_prints():
+                result = auditor.audit(confidence=args.confidence)
         return result, result.save(Path(str(trainer.args.output_dir)))
 
     def look_for_texts(trainer: DopplerTrainer) -> tuple[TextAuditResult, Path]:
+        print(_BEGINS.format(args.text_canaries))
         found = audit_texts(trainer, num_canaries=args.text_canaries, confidence=args.confidence)
         return found, found.save(Path(str(trainer.args.output_dir)))
 

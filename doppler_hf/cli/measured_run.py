@@ -7,8 +7,6 @@ whole batches take too long, the time of a batch follows from the two sizes.
 Privacy: the figures depend on the data. They are printed, and written to no file.
 """
 
-import contextlib
-import os
 import statistics
 import tempfile
 import time
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from doppler_hf.audit.audited_run import copied, motionless_run
+from doppler_hf.audit.audited_run import copied, hidden_prints, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
@@ -162,7 +160,7 @@ def measured_run(trainer: DopplerTrainer) -> MeasuredRun:
         return run
 
     tested._new_run = watched_run  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with tempfile.TemporaryDirectory() as folder, hidden_prints():
         tested.args = motionless_run(trainer.args, steps=_LARGE[1], folder=folder)
         tested.args.low_pass_filter = str(low_pass_filter)
         tested.args.dataloader_num_workers, tested.args.dataloader_prefetch_factor = 0, None

@@ -22,6 +22,7 @@ from doppler_hf.trainer import DopplerTrainer
 PACKAGE: Final = Path(__file__).resolve().parents[1]
 CHOOSES_THE_SCRIPT: Final = Path("scripts/training/recipe.py")
 T = TypeVar("T")
+_TRUE: Final = frozenset({"true", "yes", "t", "y", "1"})  # as `HfArgumentParser` has them
 ERROR_PREFIX: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
 
 
@@ -72,10 +73,14 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
 
     With `is_baseline_run`, training runs without privacy are carried out, and `use` gets the first private trainer.
     """
-    train = DopplerTrainer.train
+    train, left_out = DopplerTrainer.train, list[DopplerTrainer]()
+    if is_baseline_run and _turns_privacy_off(words):
+        raise _without_privacy(words[0])
 
     def use_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if is_baseline_run and trainer.args.disable_dp:
+            print("This training has no privacy, so it is carried out. The command waits for the first one with privacy.")
+            left_out.append(trainer)
             return train(trainer, *args, **options)
         with mock.patch.object(DopplerTrainer, "train", train):  # `use` may train.
             try:
@@ -96,10 +101,29 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
             if isinstance(ended.code, str) and ended.code.startswith(ERROR_PREFIX):
                 raise Refusal("script-failed", ended.code.removeprefix(ERROR_PREFIX)) from ended
             raise
+    if left_out:
+        raise _without_privacy(words[0])
     raise Refusal(
         "script-without-training",
         f"{words[0]} ended without calling DopplerTrainer.train(). Check that its arguments make it train.",
     )
+
+
+def _without_privacy(path: str) -> Refusal:
+    return Refusal(
+        "script-without-privacy",
+        f"{path} trains without privacy only, because disable_dp is set, and this command needs a training with privacy. "
+        "Leave disable_dp out. What a language model repeats without privacy is shown by doppler-hf audit --text-canaries.",
+    )
+
+
+def _turns_privacy_off(words: Sequence[str]) -> bool:
+    """Return whether a script gets `--disable_dp`, as `HfArgumentParser` reads it."""
+    for word, following in zip(words, (*words[1:], "--"), strict=True):
+        name, _, value = word.partition("=")
+        if name.replace("-", "_") == "__disable_dp":
+            return (value or ("true" if following.startswith("--") else following)).lower() in _TRUE
+    return False
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
-from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledgers_in
 from doppler_hf.privacy.ledger.terms import (
     HOW_COMPUTED,
     attacks_in_words,
@@ -84,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
         )
     given = args.path if args.adapter is None else args.adapter
     path = given / LEDGER_NAME if given.is_dir() else given
+    if not path.exists() and (path.parent / SEARCH_NOTE_NAME).exists():
+        raise Refusal(
+            "search-not-ended",
+            f"{given} has no {LEDGER_NAME}: a hyperparameter search was begun there and has not ended. Its ε counts all the "
+            "same. To go on with it, make the same call of hyperparameter_search again.",
+        )
     if not path.exists():
         raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):

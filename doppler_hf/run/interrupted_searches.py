@@ -30,11 +30,10 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent, Trainings
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.ledger.file import WriterLock, make_folder, write_whole
-from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledgers_in
 from doppler_hf.run.json_state import as_json
 from doppler_hf.run.states_folder import states_folder
 
-NOTE_NAME: Final = "privacy_search_running.json"
 _STATE_NAME: Final = "search.json"
 _PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
 _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called again
@@ -328,7 +327,7 @@ def _is_saved(folder: Path, run: str | None) -> bool:
 
 
 def _notes(folder: Path) -> list[dict[str, Any]]:
-    path = folder / NOTE_NAME
+    path = folder / SEARCH_NOTE_NAME
     if not path.exists():
         return []
     try:
@@ -345,7 +344,7 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def _write_notes(folder: Path, notes: Sequence[Mapping[str, Any]]) -> None:
-    path = folder / NOTE_NAME
+    path = folder / SEARCH_NOTE_NAME
     if not notes:
         with suppress(FileNotFoundError):
             path.unlink()

@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import ClassLabel, Dataset
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.audit import AuditTrainer, text_canaries
 from doppler_hf.cli import main
 from doppler_hf.privacy import GaussianMechanism
@@ -13,13 +14,15 @@ from tests.support.folders import WORDS, write_gpt2
 from tests.support.printed import flat
 
 
-def test_honest_run_ends_with_0_and_writes_one_file(recipe, tmp_path, capsys):
+def test_honest_run_ends_with_0_and_writes_one_file(recipe, tmp_path, monkeypatch, capsys):
     """Its options stand before the recipe and behind it, and fields of the recipe behind it."""
+    audited, audit = [], AuditTrainer.audit
+    monkeypatch.setattr(AuditTrainer, "audit", lambda self, **options: audited.append(self.args) or audit(self, **options))
     words = ["audit", "--canaries", "200", str(recipe), "--confidence", "0.999999"]  # wrong once in a million
     assert main([*words, "--per_device_train_batch_size=8", "--noise_multiplier", "3"]) == 0
     shown = flat(capsys.readouterr().out)
     assert "No defect found" in shown
-    assert "noise multiplier 2.985; " in shown  # √0.99 times what was given: of gradient and loss together
+    assert [(args.noise_multiplier, args.per_device_train_batch_size) for args in audited] == [(3.0, 8)]
     assert "canaries │ 200, " in shown
     written = json.loads((tmp_path / "out" / "privacy_audit.json").read_text())
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "privacy_audit.json"]
@@ -76,13 +79,61 @@ def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch,
     )  # fmt: skip
     words = ["audit", "--canaries=100", "--confidence=0.999999", "--script", str(path), str(tmp_path / "mine")]
     assert main([*words, "Half"]) == 0
-    assert "canaries │ 100, " in flat(capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert "canaries │ 100, " in flat(shown)
+    assert shown.startswith("Audit: trains once with 100 canaries, in a temporary folder.")
+    # The run would warn of its canaries, and name a folder that is gone.
+    assert "warning" not in shown
+    assert "privacy_ledger.json" not in shown
     assert set(losses) == {"Half"}
     assert [each.name for each in (tmp_path / "mine" / "out").iterdir()] == ["privacy_audit.json"]
     assert main([*words, "Mine"]) == 2
     error = capsys.readouterr().err
     assert "error: Mine has its own __init__" in error
     assert "define class Audited(AuditTrainer, Mine)" in error  # which tests/audit does
+
+
+@pytest.mark.parametrize("flag", ["--canaries", "--text-canaries"])
+def test_an_audit_that_is_interrupted_does_not_advise_to_go_on_with_it(flag, text_recipe, monkeypatch, capsys):
+    step = DopplerTrainer.training_step
+
+    def interrupted(trainer, *args, **options):
+        if trainer.state.global_step:
+            raise KeyboardInterrupt
+        return step(trainer, *args, **options)
+
+    monkeypatch.setattr(DopplerTrainer, "training_step", interrupted)
+    assert main(["audit", flag, "20", str(text_recipe), "--target_epsilon=2"]) == 130
+    shown = capsys.readouterr().out
+    assert "An audit that is interrupted cannot go on: start it again." in flat(shown)
+    assert "resume_from_checkpoint" not in shown
+
+
+BASELINE = """
+import sys
+from pathlib import Path
+from tests.support.trainers import trainer_of
+
+out = Path(sys.argv[1])
+trainer_of(out / "baseline", disable_dp=True, noise_multiplier=None, max_steps=2).train()
+if "--private" in sys.argv:
+    trainer_of(out / "private", max_steps=2).train()
+"""
+
+
+def test_a_script_that_trains_without_privacy_only_is_told_so(tmp_path, capsys):
+    path = tmp_path / "my_train.py"
+    path.write_text(BASELINE)
+    words = ["audit", "--canaries=20", "--script", str(path), str(tmp_path)]
+    for flag in (["--disable_dp"], ["--disable_dp", "True"], ["--disable-dp=yes", "--other"]):
+        assert main([*words, *flag]) == 2
+        assert f"error: {path} trains without privacy only" in capsys.readouterr().err
+        assert [each.name for each in tmp_path.iterdir()] == ["my_train.py"]  # before anything was trained
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "This training has no privacy, so it is carried out." in said.out
+    assert f"error: {path} trains without privacy only" in said.err
+    assert main([*words, "--private", "--disable_dp", "false"]) == 0
 
 
 @pytest.fixture

@@ -286,7 +286,9 @@ def test_the_table_of_a_search_says_what_it_costs(capsys):
 @pytest.mark.parametrize("given", ["1", "0.5", "nan", "1e9"])
 def test_a_search_of_one_trial_or_none_is_refused(given, capsys):
     assert main([*WORDS, f"--trials={given}"]) == 2
-    assert "expected trials" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected trials; got " in error
+    assert "For a single run, call train(), or leave --trials out of the plan." in error
 
 
 def test_the_picture_has_the_table_and_marks_the_plan(tmp_path, capsys, monkeypatch):

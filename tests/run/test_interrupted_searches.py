@@ -25,8 +25,9 @@ from doppler_hf.errors import Failure
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.selection import NumberOfTrials
 from doppler_hf.privacy.ledger.file import WriterLock
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME
 from doppler_hf.run import interrupted_searches, search
-from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
+from doppler_hf.run.interrupted_searches import RunningSearch, SearchState, interrupted_in
 from tests.support.refusals import refused
 from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -110,7 +111,7 @@ def test_an_interrupted_search_goes_on_and_publishes_its_best_trial(tmp_path, mo
     assert ledger.run_id == best.run_id
     assert ledger.steps_run == best.hyperparameters["max_steps"]
     assert main(["verify", str(out)]) == 0
-    assert not (out / NOTE_NAME).exists()
+    assert not (out / SEARCH_NOTE_NAME).exists()
     assert not interrupted_in(out)
     assert not [*(tmp_path / "states" / "doppler_hf").glob("doppler-hf-search-*")], "what was kept is removed"
     with refused("search-continued"):
@@ -228,7 +229,7 @@ def test_the_coin_that_ends_a_search_is_not_tossed_again(tmp_path, monkeypatch, 
 
 def test_a_search_goes_on_with_the_same_call_only(tmp_path, monkeypatch):
     interrupted(tmp_path, monkeypatch, at=2)
-    before = (tmp_path / "out" / NOTE_NAME).read_text("utf-8")
+    before = (tmp_path / "out" / SEARCH_NOTE_NAME).read_text("utf-8")
 
     def call(hp_space=space, trainer=None, n_trials=3, **terms):
         return (trainer or trainer_of_search(tmp_path)).hyperparameter_search(hp_space, n_trials=n_trials, **terms)
@@ -258,7 +259,7 @@ def test_a_search_goes_on_with_the_same_call_only(tmp_path, monkeypatch):
         call(trainer=trainer_of_search(tmp_path, evaluated={"one": text_data(8, seed=1)}), compute_objective=lambda _: 0.0)
     with refused("search-changed", match="eval_dataset has other rows"):
         call(trainer=trainer_of_search(tmp_path, evaluated=text_data(8, seed=3)))
-    assert (tmp_path / "out" / NOTE_NAME).read_text("utf-8") == before, "a refusal changes nothing"
+    assert (tmp_path / "out" / SEARCH_NOTE_NAME).read_text("utf-8") == before, "a refusal changes nothing"
     assert call().run_id
 
 
@@ -266,7 +267,7 @@ def test_what_a_search_needs_may_be_missing(tmp_path, monkeypatch, states):
     make_trials(monkeypatch, 3)
     with refused("no-search-to-resume"):
         trainer_of_search(tmp_path).hyperparameter_search(space, n_trials=3, resume_from_checkpoint=True)
-    assert not (tmp_path / "out" / NOTE_NAME).exists()
+    assert not (tmp_path / "out" / SEARCH_NOTE_NAME).exists()
     interrupted(tmp_path, monkeypatch, at=2)
     (folder,) = states.glob("doppler-hf-search-*")
     folder.rename(states / "away")
@@ -303,7 +304,7 @@ def test_only_the_user_can_read_what_is_kept(tmp_path, monkeypatch, states):
     (folder,) = states.glob("doppler-hf-search-*")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not [*(tmp_path / "out").glob("trial*")]
-    assert json.loads((tmp_path / "out" / NOTE_NAME).read_text("utf-8"))["searches"][0].keys() == {
+    assert json.loads((tmp_path / "out" / SEARCH_NOTE_NAME).read_text("utf-8"))["searches"][0].keys() == {
         "name", "epsilon", "delta", "trials",
     }  # fmt: skip
 
@@ -427,12 +428,12 @@ def test_a_search_that_is_killed_once_its_model_is_saved_counts_once(tmp_path, m
         with pytest.raises(KeyboardInterrupt):
             trainer.hyperparameter_search(space, n_trials=3)
     out = tmp_path / "out"
-    assert (out / NOTE_NAME).exists()
+    assert (out / SEARCH_NOTE_NAME).exists()
     assert not interrupted_in(out)
     again = trainer_of_search(tmp_path)
     again.hyperparameter_search(space, n_trials=3)
     assert again.privacy.ledger.spent.epsilon == pytest.approx(3.0)
-    assert not (out / NOTE_NAME).exists()
+    assert not (out / SEARCH_NOTE_NAME).exists()
 
 
 def test_a_model_that_cannot_be_loaded_again_is_published_from_memory(tmp_path, monkeypatch):

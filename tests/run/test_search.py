@@ -30,9 +30,10 @@ from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
 from doppler_hf.privacy.ledger.file import WriterLock
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME
 from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run import interrupted_searches, lineage, search
-from doppler_hf.run.interrupted_searches import NOTE_NAME, RunningSearch, SearchState, interrupted_in
+from doppler_hf.run.interrupted_searches import RunningSearch, SearchState, interrupted_in
 from doppler_hf.run.learning_rate import automatic_learning_rate
 from doppler_hf.run.search import another_trial
 from doppler_hf.run.search_space import SEARCHED, Draw, arguments_of_trial
@@ -245,7 +246,7 @@ def test_nothing_that_is_left_or_shown_depends_on_the_number_of_trials(tmp_path,
     assert found[1] == found[4]
     names, _, _, counts, _ = found[1]
     assert counts[:2] == [1, 1], "the untrained model's evaluation is shown, and no other"
-    assert NOTE_NAME not in {Path(name).name for name in names}
+    assert SEARCH_NOTE_NAME not in {Path(name).name for name in names}
     assert [name for name in names if name.startswith("out/checkpoint")] == []
 
 
@@ -300,9 +301,11 @@ def test_an_interrupted_search_counts_in_another_one_of_its_folder(tmp_path, mon
     assert "Other private runs in" in said
     assert "add its ε = 3 at δ = 0.0141 to theirs" in said
     out = tmp_path / "out"
-    (note,) = json.loads((out / NOTE_NAME).read_text("utf-8"))["searches"]
+    (note,) = json.loads((out / SEARCH_NOTE_NAME).read_text("utf-8"))["searches"]
     assert note["epsilon"] == 3.0
-    assert [path.name for path in out.iterdir()] == [NOTE_NAME]
+    assert [path.name for path in out.iterdir()] == [SEARCH_NOTE_NAME]
+    assert main(["verify", str(out)]) == 2
+    assert "a hyperparameter search was begun there and has not ended. Its ε counts all the same" in capsys.readouterr().err
     trainer, _ = searched(tmp_path, monkeypatch, trials=1, resume=False)
     ledger = PrivacyLedger.load(out)
     assert ledger.spent.epsilon == pytest.approx(6.0)
@@ -311,7 +314,7 @@ def test_an_interrupted_search_counts_in_another_one_of_its_folder(tmp_path, mon
     assert "the sum of this run (ε = 3) and an interrupted search (ε = 3)" in words
     assert "The ε of an interrupted search in the same folder is included. It published nothing" in words
     assert "trained these weights" not in words
-    assert not (out / NOTE_NAME).exists()
+    assert not (out / SEARCH_NOTE_NAME).exists()
     assert main(["verify", str(out)]) == 0
     # A model that is trained further counts the whole search, and the ledger of a search has no continuation.
     further = DopplerTrainer(
@@ -329,7 +332,7 @@ def test_the_note_of_a_running_search_is_on_the_disk_before_its_first_trial(tmp_
     disk, seen = Disk(monkeypatch), []
 
     def look(**_):
-        seen.extend(path for _, path in disk.lost if path.name == NOTE_NAME or path == tmp_path / "out")
+        seen.extend(path for _, path in disk.lost if path.name == SEARCH_NOTE_NAME or path == tmp_path / "out")
 
     callback = On(train_begin=look)
     searched(tmp_path, monkeypatch, trials=1, callbacks=[callback])
@@ -371,7 +374,7 @@ def test_a_search_whose_model_cannot_be_saved_counts_until_it_is_saved(tmp_path,
     assert ("could not be saved. The trainer has this model" in said) is not is_saved
     assert len(interrupted_in(out)) == (1 if is_saved else 2), "the search counts, and the one before it"
     # Nothing tells when the search ended, although it failed.
-    assert len({path.stat().st_mtime for path in [out, *out.rglob("*")] if path.name != NOTE_NAME}) == 1
+    assert len({path.stat().st_mtime for path in [out, *out.rglob("*")] if path.name != SEARCH_NOTE_NAME}) == 1
     trainer.save_model()
     ledger = PrivacyLedger.load(out)
     assert ledger.spent.epsilon == pytest.approx(6.0)
@@ -380,7 +383,7 @@ def test_a_search_whose_model_cannot_be_saved_counts_until_it_is_saved(tmp_path,
     # The next one counts the interrupted search alone, and leaves no note.
     again, _ = searched(tmp_path, monkeypatch, trials=1, resume=False)
     assert again.privacy.ledger.spent.epsilon == pytest.approx(6.0)
-    assert not (out / NOTE_NAME).exists()
+    assert not (out / SEARCH_NOTE_NAME).exists()
 
 
 def test_a_search_whose_ledger_is_in_another_folder_keeps_its_note(tmp_path, monkeypatch, capsys):
@@ -443,7 +446,7 @@ def test_what_a_kill_has_left_is_counted_by_an_ordinary_run_and_removed_by_anoth
     assert not left.exists()
     assert other.exists(), "the note may have been edited, and names a folder that is no search's"
     assert interrupted_in(out).keys() == {"search-a", "search-b"}, "a search that spent nothing leaves no note"
-    (out / NOTE_NAME).write_text("{")
+    (out / SEARCH_NOTE_NAME).write_text("{")
     with refused("search-note-damaged"):
         interrupted_in(out)
 
@@ -698,7 +701,7 @@ def test_a_search_that_would_break_its_guarantee_is_refused_before_anything_is_s
     trainer = trainer_of_search(tmp_path, **options)
     with refused(code):
         trainer.hyperparameter_search(**dict(hp_space=space, n_trials=3) | call)
-    assert not (tmp_path / "out" / NOTE_NAME).exists()
+    assert not (tmp_path / "out" / SEARCH_NOTE_NAME).exists()
     assert not (tmp_path / "out" / "privacy_ledger.json").exists()
 
 

@@ -96,11 +96,11 @@ class NumberOfTrials(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _parameter(mean: float, shape: float) -> float:
-    if not (1.0 < mean <= MOST_TRIALS and shape > -1.0):
+    if not 1.0 < mean <= MOST_TRIALS:
         raise Refusal(
             "out-of-range",
-            f"A hyperparameter search needs more than 1 and at most {MOST_TRIALS:,} expected trials; got {mean:g} (shape "
-            f"{shape:g}). For a single run, leave the number of trials out.",
+            f"A hyperparameter search needs more than 1 and at most {MOST_TRIALS:,} expected trials; got {mean:g}. Give "
+            "another number. For a single run, call train(), or leave --trials out of the plan.",
         )
     if shape == math.inf:
         return float(brentq(lambda rate: -rate / math.expm1(-rate) - mean, 1e-9, 2.0 * mean + 1.0, xtol=1e-13))
