@@ -14,7 +14,7 @@ Privacy: `privacy.accounting.selection` bounds what such a search says about one
   after the last trial, and its files get the time at which the search began. The ledger does not even say when it began,
   since people may see at once when it is published: all its entries have the same time, which means nothing. Logs lose their
   clocks, because the first trial in a process is slower than the others. So, given the published trial, its files do not
-  depend on the number of trials. What is left is the moment of publication, which the user chooses: docs/guides/choosing.md.
+  depend on the number of trials. What is left is the moment of publication, which the user chooses: docs/guides/search.md.
 - Nothing of a trial is shown while the search runs, not even of the first one: if its settings were known, and another trial
   were published, there would be at least two trials, and the theorem does not hold for a number of which this is known.
 
@@ -180,7 +180,7 @@ def _say_what_begins(folder: Path, selection: Selection) -> None:
         f"Search: ε = {selection.epsilon:.4g} at δ = {selection.delta:.3g} for all trials together, of which "
         f"{selection.trials.mean:g} are expected. Their number is secret, so nothing is shown until the search has ended. "
         "On the two tasks that we measured, a search was no better than a single run with the automatic values "
-        f"({page('guides/choosing')})."
+        f"({page('guides/search')})."
     )
     if (folder / LEDGER_NAME).exists():
         print(
