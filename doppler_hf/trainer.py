@@ -428,7 +428,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         `suggest_float`, `suggest_int` and `suggest_categorical`, which draw at random, and returns the arguments that a
         trial gets. Trials are compared by their metrics on `eval_dataset`, which has to be other people's data.
 
-        A search that was interrupted in this `output_dir` goes on, if it was called with the same arguments. With
+        A search that was interrupted in this `output_dir` continues, if it was called with the same arguments. With
         `resume_from_checkpoint=False` another search begins, and the ε of both add up; with True there has to be one.
 
         Returns:

@@ -38,7 +38,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("study", metavar="NAME", choices=STUDIES, help=f"the study: {', '.join(STUDIES)}")
     add("--scale", choices=[*TASKS], default="small", help="tasks for two cores, or the paper's from scratch, for a GPU")
-    add("--resume", action="store_true", help="go on with the runs that OUT/NAME holds")
+    add("--resume", action="store_true", help="continue the runs that OUT/NAME holds")
     add("--tasks", nargs="+", metavar="TASK", help="some of the study's tasks")
     add("--methods", nargs="+", metavar="METHOD", help="some of its methods; the first is compared with")
     add("--epsilons", nargs="+", type=float, metavar="ε", help="other budgets than the study's")
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
                 )
     out = args.out / args.study
     if (out / "runs.jsonl").exists() and not args.resume:
-        raise Refusal("results-exist", f"{out} holds runs already. Add --resume to go on with them, or give another --out.")
+        raise Refusal("results-exist", f"{out} holds runs already. Add --resume to continue them, or give another --out.")
     out.mkdir(parents=True, exist_ok=True)
     seeds = Seeds(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + args.tune_seeds), range(args.seeds))
     try:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             for table in run_study(study, out / "runs.jsonl", tasks, Sources(args.data_dir, args.encoder, args.out), seeds):
                 print(table, flush=True)
     except KeyboardInterrupt:
-        print(f"interrupted; --resume goes on with the runs that {out} holds", file=sys.stderr)
+        print(f"interrupted; --resume continues the runs that {out} holds", file=sys.stderr)
         return 130
     except Timeout:
         raise Refusal(

@@ -36,7 +36,7 @@ from doppler_hf.trainer import DopplerTrainer
 
 _BEGINS: Final = (
     "Audit: trains once with {:,} canaries, in a temporary folder. What the run prints is not shown. An audit that is "
-    "interrupted cannot go on: start it again."
+    "interrupted cannot be continued: start it again."
 )
 
 

@@ -24,7 +24,7 @@
 - trained_model: the model that a run trains, as its ledger knows it
 - search: a hyperparameter search, of which only the best trial is published
 - search_space: from what the settings of its trials are drawn, and the arguments of a trial
-- interrupted_searches: what is kept of a search until it ends, so that it is counted and can go on
+- interrupted_searches: what is kept of a search until it ends, so that it is counted and can continue
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights
 - merges: how to recognise weights into which an adapter was merged

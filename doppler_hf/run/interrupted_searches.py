@@ -1,10 +1,10 @@
-"""What is kept of a search until it ends: a note of its ε in its output folder, and what it needs to go on.
+"""What is kept of a search until it ends: a note of its ε in its output folder, and what it needs to continue.
 
 The note is written before the first trial. Whatever ends the search, each later private run in this folder adds the ε of the
-note to its own, until the same search has gone on and ended.
+note to its own, until the same search has been continued and has ended.
 
-What a search needs to go on is its state and its best trial so far. Privacy: both are as secret as the number of trials, so
-they are in the user's own folder of states (XDG_STATE_HOME), readable by the user alone, and are removed when the search
+To continue, a search needs its state and its best trial so far. Privacy: both are as secret as the number of trials, so they
+are in the user's own folder of states (XDG_STATE_HOME), readable by the user alone, and are removed when the search
 ends. They do not tell what is left to do, because that is not drawn yet: a coin after each trial decides whether another one
 follows (`search.another_trial`). A coin that says no is written down before anything else happens, or an interruption while
 the best model is saved would toss it again, and the number of trials would have another distribution.
@@ -41,7 +41,7 @@ _KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called 
 
 @dataclass(frozen=True)
 class SearchCall:
-    """What has to be the same when a search goes on, since its trials have one distribution."""
+    """What has to be the same when a search continues, since its trials have one distribution."""
 
     values: Mapping[str, str]  # name of an argument, or of something else → its value in words
     rows: Mapping[str, DataDigest]  # name of a data set → digest
@@ -66,7 +66,7 @@ class SearchState:
     """How far a search is.
 
     Attributes:
-        call: What has to be the same when it goes on.
+        call: What has to be the same when it continues.
         began: When it began, in seconds since 1970.
         begun: The number of trials that have begun.
         settings: Those of the trial that runs.
@@ -123,7 +123,7 @@ class RunningSearch:
             self.give_up_resuming()
 
     def give_up_resuming(self) -> None:
-        """Remove the state, which does not have all that the search would need to go on."""
+        """Remove the state, which does not have all that the search would need to continue."""
         self.is_kept = False
         with suppress(OSError):
             (self.folder / _STATE_NAME).unlink()
@@ -165,10 +165,10 @@ def noted_search(
         call: With what it was called.
         epsilon: Of the whole search.
         delta: Of the whole search.
-        resume: Whether an interrupted search in this folder goes on; None if it goes on wherever there is one.
+        resume: Whether an interrupted search in this folder continues; None if it does wherever there is one.
 
     Raises:
-        ValueError: If an interrupted search was to go on, and cannot.
+        ValueError: If an interrupted search was to continue, and cannot.
     """
     make_folder(folder)
     before = _notes(folder)
@@ -195,7 +195,7 @@ def noted_search(
         try:
             write_note()
             if found is not None:
-                print(f"The search that was interrupted in {folder} goes on. Its ε is spent only once.")
+                print(f"The search that was interrupted in {folder} continues. Its ε is spent only once.")
             yield search
             if _is_saved(folder, search.run):
                 _write_notes(folder, [])  # the ledger in this folder has the ε of earlier searches, too
@@ -219,9 +219,9 @@ def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> No
     state = search.state
     # Without a result all trials have failed, which the error says.
     if search.run is None and not (state.is_complete and state.best is None):
-        goes_on = "Call hyperparameter_search again with the same arguments, and it goes on at no further cost."
+        goes_on = "Call hyperparameter_search again with the same arguments, and it continues at no further cost."
         fails = (
-            "It cannot go on, because its trials could not be written to the disk. You can begin another one with "
+            "It cannot continue, because its trials could not be written to the disk. You can begin another one with "
             "resume_from_checkpoint=False."
         )
         print(
@@ -243,7 +243,7 @@ def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> No
 def _interrupted(
     folder: Path, notes: Sequence[Mapping[str, Any]], call: SearchCall, *, resume: bool | None
 ) -> RunningSearch | None:
-    """Return the search of this folder that goes on, or None if another one begins."""
+    """Return the search of this folder that continues, or None if another one begins."""
     last = next((each for each in reversed(notes) if not _is_saved(folder, each.get("run"))), None)
     place = None if last is None else Path(last["trials"])
     state = SearchState.read(place) if place is not None and place.name.startswith(_PREFIX) else None
@@ -262,7 +262,7 @@ def _interrupted(
     if changes := call.changes(state.call):
         raise Refusal(
             "search-changed",
-            f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot go on with other arguments, "
+            f"The search that was interrupted in {folder} (ε = {last['epsilon']:g}) cannot continue with other arguments, "
             f"since all its trials need the same distribution: {'; '.join(changes)}. Use the "
             "arguments with which it began. Or begin another one with resume_from_checkpoint=False: the ε of both then add "
             "up.",
@@ -273,9 +273,9 @@ def _interrupted(
 def _state_is_missing(folder: Path, note: Mapping[str, Any]) -> Refusal:
     return Refusal(
         "search-state-missing",
-        f"The search that was interrupted in {folder} (ε = {note['epsilon']:g}) cannot go on, because its trials are not in "
+        f"The search that was interrupted in {folder} (ε = {note['epsilon']:g}) cannot continue: its trials are not in "
         f"{Path(note['trials']).parent}. Perhaps all of them failed, it ran on another machine, another search in this "
-        "folder removed them, or nobody went on with it for half a year. Begin another one with "
+        "folder removed them, or nobody continued it for half a year. Begin another one with "
         "resume_from_checkpoint=False: the ε of both then add up.",
     )
 

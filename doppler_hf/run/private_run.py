@@ -114,7 +114,7 @@ class FixedTerms:
     def keep(self, args: DopplerTrainingArguments) -> None:
         """Undo changes of arguments that a step reads, and warn once of every changed argument that it has no effect.
 
-        Noise and ε were computed from the values at the start. The run goes on with these, since its ε is spent.
+        Noise and ε were computed from the values at the start. The run continues with these, since its ε is spent.
         """
         if args is not self._args:
             return  # `PrivacyCallback.refuse_changed_code` stops a run whose arguments were replaced as a whole

@@ -18,7 +18,7 @@ Privacy: `privacy.accounting.selection` bounds what such a search says about one
 - Nothing of a trial is shown while the search runs, not even of the first one: if its settings were known, and another trial
   were published, there would be at least two trials, and the theorem does not hold for a number of which this is known.
 
-A search that does not reach its end publishes nothing. It still counts with its whole ε, and the same call goes on with it:
+A search that does not reach its end publishes nothing. It still counts with its whole ε, and the same call continues it:
 `interrupted_searches`. That it was interrupted is told by no published file, since whoever knows when, and which trial was
 made before, would know something of the number of trials.
 """
@@ -128,7 +128,7 @@ def search(
 ) -> BestRun:
     """Run a search, save its best trial into `output_dir`, and leave the trainer with that model.
 
-    `plan` is a run with the trainer's own arguments. With `resume`, an interrupted search goes on; see `noted_search`.
+    `plan` is a run with the trainer's own arguments. With `resume`, an interrupted search continues; see `noted_search`.
     """
     args, folder, selection = trainer.args, trial.output_dir, trial.selection
     call = _call_of(trainer, plan, selection, hp_space=hp_space, direction=direction)
@@ -240,7 +240,7 @@ def _best_of(
             _free_memory(trainer)
         if best is not None and running.is_kept:
             # Privacy: published files are those of a trial that was loaded, whether the search was interrupted or not. A
-            # trial that could not be written, or cannot be loaded, is published from memory: such a search cannot go on.
+            # trial that could not be written, or cannot be loaded, is published from memory: such a search cannot continue.
             with suppress(Refusal):
                 best = _loaded(trainer, running, args)
         if best is None:
@@ -279,7 +279,7 @@ def _another_follows(running: RunningSearch, trials: NumberOfTrials, hp_space: C
 
 
 def _write_trial(trainer: Any, running: RunningSearch) -> None:
-    """Write the trial that the trainer has made, with which the search can go on after an interruption."""
+    """Write the trial that the trainer has made, with which the search can continue after an interruption."""
     place = running.place_of_trial()
     try:
         with unseen():

@@ -8,7 +8,7 @@ It needs the packages of pyproject.toml, in whatever Python it is called with; n
 and data are random. First come the tests that need a device, and trainings of other tests there. Then private passes against
 plain ones, the release of a step, the optimizer's step, and whole runs against Transformers' `Trainer`; `peer` (passes of
 Opacus) is left out unless named. Each row is measured in a process of its own, with a limit of time, so that one that
-hangs, crashes or runs out of memory leaves the others as they are. An interrupted run goes on with the rows that are
+hangs, crashes or runs out of memory leaves the others as they are. An interrupted run continues with the rows that are
 missing or have failed; rows of another device, commit, version or setting do not count. The exit status is 1 if a test or
 a row has failed; being out of memory is a result, as is a model that Opacus does not support.
 """

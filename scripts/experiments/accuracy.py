@@ -3,7 +3,7 @@
     python -m scripts.experiments.accuracy --data-dir DATA --encoder MODEL [--out out/accuracy] [--picture FILE]
 
 Private runs have the learning rate that is chosen without a trial. Runs without privacy have AdamW, batches of 32, as many
-examples in all, and the best of some rates by seeds and examples that are not reported. Started again, it goes on.
+examples in all, and the best of some rates by seeds and examples that are not reported. Started again, it continues.
 """
 
 import argparse

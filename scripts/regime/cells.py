@@ -4,8 +4,8 @@ A run's noise and draws follow its seed, so that methods are paired. Nothing her
 public, and ε is what the same training would cost. Settings are compared on training images that are held out. Only a cell
 with `tests_once` is evaluated on the test set, at its end.
 
-A cell saves itself at every point of its curve, and goes on from the last one when it is trained again. Its draws and noise
-follow from its seed, so that the result is the same as without the interruption.
+A cell saves itself at every point of its curve, and continues from the last one when it is trained again. Its draws and
+noise follow from its seed, so that the result is the same as without the interruption.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ class Follower(TrainerCallback):
         self.is_stopped = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
-        """Begin the average, or go on with that of a checkpoint."""
+        """Begin the average, or continue that of a checkpoint."""
         self._average = [parameter.detach().clone() for parameter in model.parameters()]
         if state.global_step:
             self._take_up(torch.load(saved_at(Path(args.output_dir), state.global_step), weights_only=False))
@@ -194,7 +194,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
     Args:
         cell: What is trained.
         data: The task's.
-        folder: Where it is saved while it runs; a run that is there goes on.
+        folder: Where it is saved while it runs; a run that is there continues.
         hopeless: When it is stopped early.
     """
     task, method = TASKS[cell.task], METHODS[cell.method]

@@ -1,6 +1,6 @@
 """Fill the table of the paper's own regime, one cell after another, for as long as there is time.
 
-Every cell that ends is a line of the results file. A cell that was interrupted goes on
+Every cell that ends is a line of the results file. A cell that was interrupted continues
 from its last tenth. Two processes may not fill the
 same file at once.
 
@@ -115,5 +115,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with the next cell", file=sys.stderr)
+        print("interrupted; the same command continues with the next cell", file=sys.stderr)
         return 130

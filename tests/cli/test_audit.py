@@ -105,7 +105,7 @@ def test_an_audit_that_is_interrupted_does_not_advise_to_go_on_with_it(flag, tex
     monkeypatch.setattr(DopplerTrainer, "training_step", interrupted)
     assert main(["audit", flag, "20", str(text_recipe), "--target_epsilon=2"]) == 130
     shown = capsys.readouterr().out
-    assert "An audit that is interrupted cannot go on: start it again." in flat(shown)
+    assert "An audit that is interrupted cannot be continued: start it again." in flat(shown)
     assert "resume_from_checkpoint" not in shown
 
 

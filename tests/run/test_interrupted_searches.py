@@ -98,7 +98,7 @@ def test_an_interrupted_search_goes_on_and_publishes_its_best_trial(tmp_path, mo
     later = Interrupted(0)
     trainer = trainer_of_search(tmp_path, callbacks=[later], model_init=lambda: model_init())
     best = trainer.hyperparameter_search(space, falling([0.0] * 8), n_trials=3)
-    assert "goes on. Its ε is spent only once" in capsys.readouterr().out
+    assert "continues. Its ε is spent only once" in capsys.readouterr().out
     assert len(later.steps) == 2, "the second of three trials is made again"
     assert later.seen[0] == {name: state.settings[name] for name in later.seen[0]}, "with the settings drawn for it"
     # The first trial, which another trainer made, is published: its settings, weights, logs and ledger.
@@ -332,7 +332,7 @@ def test_a_full_disk_ends_no_search_but_it_cannot_go_on_then(tmp_path, monkeypat
     monkeypatch.setattr(trainer, "_save", lambda *_: full(None, None))
     with pytest.raises(KeyboardInterrupt):
         trainer.hyperparameter_search(space, n_trials=3)
-    assert "It cannot go on, because its trials could not be written" in capsys.readouterr().out
+    assert "It cannot continue, because its trials could not be written" in capsys.readouterr().out
     assert not [*states.glob("doppler-hf-search-*")]
     assert interrupted_in(out)
 

@@ -235,7 +235,7 @@ class LedgerRecord:
             _refuse(entry, "the ledger is open")
         earlier, counted = self.runs[-1].statement, self.runs[-1].steps_counted
         if earlier.search is not None or statement.search is not None:
-            # Privacy: a trial that goes on would release more than its two guarantees allow.
+            # Privacy: a trial that continues would release more than its two guarantees allow.
             raise search_continued()
         for name, there, here in (
             (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
@@ -263,9 +263,9 @@ class LedgerRecord:
         allowed = self.steps_allowed(statement, from_step=from_step, keeps_rounds=keeps_rounds)
         stated = entry.get("continues_plan")
         if stated not in (None, allowed is not None):
-            _refuse(entry, f"by what came before it {'begins a new plan' if stated else 'goes on with the plan'}")
+            _refuse(entry, f"by what came before it {'begins a new plan' if stated else 'continues the plan'}")
         if keeps_rounds and not (went_on if stated is None else stated):
-            _refuse(entry, "rounds go on under the same terms only")
+            _refuse(entry, "rounds continue under the same terms only")
         is_taken_up = allowed is None or self._has_ended_cleanly(self._last_made())
         run = Run(
             name=entry["run_id"],

@@ -147,7 +147,7 @@ class PrivacyStatement:
     def continues(self, earlier: "PrivacyStatement", *, from_step: int) -> bool:
         """Return whether the terms of a run from this step on are those of an earlier run.
 
-        Whether the run then goes on with the earlier one's plan also depends on how that one ended: see `record`. Without a
+        Whether the run then continues the earlier one's plan also depends on how that one ended: see `record`. Without a
         target and from step 0 it does not: all steps are made once more, and not just those that were lost.
         """
         is_of_one_length = self.steps_planned == earlier.steps_planned and (from_step > 0 or self.target_epsilon is not None)
