@@ -49,7 +49,7 @@ def motionless_run(args: DopplerTrainingArguments, *, steps: int, folder: str) -
 def hidden_prints() -> Iterator[None]:
     """Show nothing of what the block prints: about a discarded run it is wrong, as its folder and its canaries are removed.
 
-    Progress bars and warnings go to the standard error, and are shown.
+    So the run's warnings are not shown either. Each training shows them. Progress bars go to the standard error.
     """
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         yield

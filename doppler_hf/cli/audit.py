@@ -35,8 +35,8 @@ from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
 
 _BEGINS: Final = (
-    "Audit: trains once with {:,} canaries, in a temporary folder. What the run prints is not shown. An audit that is "
-    "interrupted cannot be continued: start it again."
+    "Audit: trains once with {:,} canaries, in a temporary folder. What the run prints is not shown, and neither are its "
+    "warnings, which each training shows. An audit that is interrupted cannot be continued: start it again."
 )
 
 

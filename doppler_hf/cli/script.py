@@ -100,7 +100,8 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
         except SystemExit as ended:
             if isinstance(ended.code, str) and ended.code.startswith(ERROR_PREFIX):
                 raise Refusal("script-failed", ended.code.removeprefix(ERROR_PREFIX)) from ended
-            raise
+            if ended.code:  # A script that ends well, as by sys.exit(0), has trained nothing that was tested.
+                raise
     if left_out:
         raise _without_privacy(words[0])
     raise Refusal(

@@ -83,7 +83,7 @@ def test_the_training_of_a_script_is_audited_in_its_place(tmp_path, monkeypatch,
     assert "canaries │ 100, " in flat(shown)
     assert shown.startswith("Audit: trains once with 100 canaries, in a temporary folder.")
     # The run would warn of its canaries, and name a folder that is gone.
-    assert "warning" not in shown
+    assert "warning  " not in shown
     assert "privacy_ledger.json" not in shown
     assert set(losses) == {"Half"}
     assert [each.name for each in (tmp_path / "mine" / "out").iterdir()] == ["privacy_audit.json"]
@@ -134,6 +134,28 @@ def test_a_script_that_trains_without_privacy_only_is_told_so(tmp_path, capsys):
     assert "This training has no privacy, so it is carried out." in said.out
     assert f"error: {path} trains without privacy only" in said.err
     assert main([*words, "--private", "--disable_dp", "false"]) == 0
+
+
+@pytest.mark.parametrize("command", ["audit", "check"])
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        (BASELINE + "sys.exit(0)", 2, "trains without privacy only"),
+        ("import sys\nsys.exit()", 2, "ended without calling DopplerTrainer.train()"),
+        ("import sys\nsys.exit(3)", 3, ""),
+    ],
+)
+def test_a_script_that_ends_well_without_a_private_training_has_passed_nothing(
+    command, script, code, said, tmp_path, capsys
+):
+    path = tmp_path / "my_train.py"
+    path.write_text(script)
+    try:
+        ended = main([command, "--script", str(path), str(tmp_path)])
+    except SystemExit as error:
+        ended = error.code
+    assert ended == code
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture
