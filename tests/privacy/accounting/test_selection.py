@@ -11,6 +11,7 @@ import scipy.optimize
 import scipy.stats
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
+from scipy.special import gammaln, logsumexp
 from scipy.stats import norm
 
 from doppler_hf.privacy.accounting import Releases, get_noise_multiplier, get_total_epsilon
@@ -144,6 +145,39 @@ def test_no_finite_search_exceeds_the_bound(shape, mean):
         assert found <= selection.delta * (1 + 1e-7)
         closest = max(closest, epsilon_of(kept, without, selection.delta) / max(selection.epsilon, 1e-9))
     assert closest > 0.5  # The cases come near enough to the bound to tell a wrong one.
+
+
+def log_probability(trials, k):
+    """Return ln P(K = k) of a logarithmic or a geometric distribution."""
+    gamma = trials.parameter
+    weight = -np.log(k) - math.log(-math.log(gamma)) if trials.shape == 0.0 else math.log(gamma / (1.0 - gamma))
+    return k * math.log1p(-gamma) + weight
+
+
+def log_slope(trials, t, *, is_published):
+    """Return ln G(1 − t) for each row of t, as in docs/method/accounting.md. Three in ten trials take 8 units, others 1."""
+    counts = np.mgrid[:120, :120].reshape(2, -1)  # of the trials that are not published
+    counts = counts[:, is_published(np.array([1, 8]) @ counts)]
+    others = counts.sum(axis=0)
+    weights = log_probability(trials, others + 1) + gammaln(others + 2) - gammaln(counts + 1).sum(axis=0)
+    return logsumexp(weights + np.log([0.7, 0.3]) @ counts + np.log1p(-t) @ counts, axis=1)
+
+
+@pytest.mark.parametrize("shape", [0.0, 1.0])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.3, 0.1), (1.0, 0.01)])
+def test_publishing_nothing_after_a_date_does_not_raise_the_growth(shape, epsilon, delta):
+    """Publishing only searches that end after it raises the growth, so this test can fail."""
+    trials, random = NumberOfTrials(5.0, shape), np.random.default_rng(0)
+    before = random.random((100, 2)) ** random.choice([1, 4], size=(100, 1))
+    after = np.minimum(1.0 - 1e-12, (math.exp(epsilon) * before + delta) * random.choice([0.5, 1.0], size=(100, 2)))
+    growth = trials.growth(np.array([epsilon]), np.array([delta])).item()
+    for is_published, holds in (
+        (lambda time: time <= 20, True),
+        (lambda time: time <= 60, True),
+        (lambda time: time > 20, False),
+    ):
+        slopes = [log_slope(trials, t, is_published=is_published) for t in (before, after)]
+        assert ((slopes[0] - slopes[1]).max() <= growth + 1e-9) == holds
 
 
 def test_every_pair_of_guarantees_gives_a_bound():
