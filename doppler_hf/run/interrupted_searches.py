@@ -220,8 +220,8 @@ def _say_how_it_goes_on(folder: Path, search: RunningSearch, *, cost: str) -> No
     # Without a result all trials have failed, which the error says.
     if search.run is None and not (state.is_complete and state.best is None):
         goes_on = (
-            "Call hyperparameter_search again with the same arguments, and it continues at no further cost. Do not continue it "
-            "after the date that you have fixed for publication."
+            "Call hyperparameter_search again with the same arguments, and it continues at no further cost. Do not continue "
+            "it after the date that you have fixed for publication."
         )
         fails = (
             "It cannot continue, because its trials could not be written to the disk. You can begin another one with "

@@ -35,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from transformers import PreTrainedModel, TrainerControl, TrainerState, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedModel, TrainerControl, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import BestRun
 from transformers.utils import CONFIG_NAME
@@ -138,7 +138,7 @@ def search(
         after.callback(lambda: _date_back(folder, to=began))
         noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=selection.delta, resume=resume)
         with noted as running:
-            _say_what_begins(folder, selection)
+            _say_what_begins(trainer, folder, selection)
             began = running.state.began
             trial = trial._replace(interrupted=interrupted_in(folder, but=running.name))
             best = _best_of(
@@ -175,13 +175,18 @@ def _call_of(
     )
 
 
-def _say_what_begins(folder: Path, selection: Selection) -> None:
+def _say_what_begins(trainer: Any, folder: Path, selection: Selection) -> None:
     print(
         f"Search: ε = {selection.epsilon:.4g} at δ = {selection.delta:.3g} for all trials together, of which "
         f"{selection.trials.mean:g} are expected. Their number is secret, so nothing is shown until the search has ended. "
         "On the two tasks that we measured, a search was no better than a single run with the automatic values "
         f"({page('guides/search')})."
     )
+    if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
+        print(
+            "With EarlyStoppingCallback, the time that the search takes depends on the training records, and ε does not "
+            "cover this. Remove the callback if anybody can see when you publish the model."
+        )
     if (folder / LEDGER_NAME).exists():
         print(
             f"{folder} has the ledger of an earlier run, which will be renamed when the best model is saved there. If that "

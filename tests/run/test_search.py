@@ -641,7 +641,7 @@ def test_settings_that_a_trial_would_refuse_when_it_begins_are_refused_before_th
     assert "Search:" not in capsys.readouterr().out
 
 
-def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_path):
+def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_path, capsys):
     trainer = trainer_of_search(tmp_path, callbacks=[EarlyStoppingCallback(1)])
     with pytest.raises(AssertionError, match="requires metric_for_best_model"):
         trainer.hyperparameter_search(space, n_trials=3)
@@ -652,6 +652,8 @@ def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_p
         greater_is_better=True, rehearse=False, **best,
     )  # fmt: skip
     found = trainer.hyperparameter_search(lambda trial: {"max_steps": 9}, n_trials=1.01)
+    said = "With EarlyStoppingCallback, the time that the search takes depends on the training records"
+    assert said in capsys.readouterr().out
     assert PrivacyLedger.load(tmp_path / "out").steps_run < 9
     assert trainer.evaluate()["eval_loss"] == pytest.approx(found.objective)
 
