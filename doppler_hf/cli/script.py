@@ -89,7 +89,22 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
                 outcome, error = None, raised
         raise _Used(outcome, error)
 
-    with script_environment(words), mock.patch.object(DopplerTrainer, "train", use_instead):
+    search = DopplerTrainer.hyperparameter_search
+
+    def refuse_search(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
+        if is_baseline_run and trainer.args.disable_dp:
+            return search(trainer, *args, **options)
+        raise Refusal(
+            "script-searches",
+            f"{words[0]} calls hyperparameter_search, whose trials have random settings. Give this command a script that "
+            "calls train() with one setting.",
+        )
+
+    with (
+        script_environment(words),
+        mock.patch.object(DopplerTrainer, "train", use_instead),
+        mock.patch.object(DopplerTrainer, "hyperparameter_search", refuse_search),
+    ):
         try:
             runpy.run_path(words[0], run_name="__main__")
         except _Used as used:

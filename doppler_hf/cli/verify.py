@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise Refusal(
             "search-not-ended",
             f"{given} has no {LEDGER_NAME}: a hyperparameter search was begun there and has not ended. Its ε counts all the "
-            "same. To continue it, make the same call of hyperparameter_search again.",
+            "same. To continue it before the date on which you publish, make the same call of hyperparameter_search again.",
         )
     if not path.exists():
         raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")

@@ -136,6 +136,24 @@ def test_a_script_that_trains_without_privacy_only_is_told_so(tmp_path, capsys):
     assert main([*words, "--private", "--disable_dp", "false"]) == 0
 
 
+SEARCH = """
+import sys
+from pathlib import Path
+from tests.support.search import space, trainer_of_search
+
+trainer_of_search(Path(sys.argv[1])).hyperparameter_search(space, n_trials=3)
+"""
+
+
+@pytest.mark.parametrize("command", ["audit", "check", "estimate"])
+def test_a_script_that_searches_is_refused_and_leaves_nothing(command, tmp_path, capsys):
+    path = tmp_path / "my_train.py"
+    path.write_text(SEARCH)
+    assert main([command, "--script", str(path), str(tmp_path / "mine")]) == 2
+    assert f"error: {path} calls hyperparameter_search" in capsys.readouterr().err
+    assert not [*(tmp_path / "mine" / "out").iterdir()]
+
+
 @pytest.mark.parametrize("command", ["audit", "check"])
 @pytest.mark.parametrize(
     ("script", "code", "said"),
