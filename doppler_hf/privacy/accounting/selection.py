@@ -105,7 +105,8 @@ def _parameter(mean: float, shape: float) -> float:
     if not shape > -1.0:
         raise Refusal(
             "out-of-range",
-            f"The shape of a number of trials must be above -1; got {shape:g}. Leave it out for the logarithmic distribution.",
+            f"The shape of a number of trials must be above -1; got {shape:g}. Leave it out for the logarithmic "
+            "distribution.",
         )
     if shape == math.inf:
         return float(brentq(lambda rate: -rate / math.expm1(-rate) - mean, 1e-9, 2.0 * mean + 1.0, xtol=1e-13))
