@@ -73,14 +73,15 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
 
     With `is_baseline_run`, training runs without privacy are carried out, and `use` gets the first private trainer.
     """
-    train, left_out = DopplerTrainer.train, list[DopplerTrainer]()
+    train, has_baseline = DopplerTrainer.train, False
     if is_baseline_run and _turns_privacy_off(words):
         raise _without_privacy(words[0])
 
     def use_instead(trainer: DopplerTrainer, *args: Any, **options: Any) -> Any:
         if is_baseline_run and trainer.args.disable_dp:
             print("This training has no privacy, so it is carried out. The command waits for the first one with privacy.")
-            left_out.append(trainer)
+            nonlocal has_baseline
+            has_baseline = True
             return train(trainer, *args, **options)
         with mock.patch.object(DopplerTrainer, "train", train):  # `use` may train.
             try:
@@ -117,7 +118,7 @@ def use_first_trainer(words: Sequence[str], use: Callable[[DopplerTrainer], T], 
                 raise Refusal("script-failed", ended.code.removeprefix(ERROR_PREFIX)) from ended
             if ended.code:  # A script that ends well, as by sys.exit(0), has trained nothing that was tested.
                 raise
-    if left_out:
+    if has_baseline:
         raise _without_privacy(words[0])
     raise Refusal(
         "script-without-training",
