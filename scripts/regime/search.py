@@ -150,12 +150,11 @@ def next_cell(task: str, groups: Sequence[Sequence[Line]], results: Results) -> 
 
 def _cells(task: str, groups: Sequence[Sequence[Line]], results: Results) -> Iterator[tuple[Cell, HopelessRun | None]]:
     """Yield cells that can be run now, the first one first."""
-    # At C = 1 first, so that there is an answer for the deciding methods before C is chosen.
-    for search in (Search(line, results, clip_norm=1.0) for line in groups[0]):
-        if best_clip_norm(task, results) is None and (place := search.next_place()) is not None:
-            yield search.cell(place), search.hopeless(place)
-            return
+    # C is chosen before the other methods are trained: with another C each of them would need a search of its own again.
     first = Search(Line(task, SGD_LINES[0]), results, clip_norm=1.0)
+    if (place := first.next_place()) is not None:
+        yield first.cell(place), first.hopeless(place)
+        return
     assert first.best is not None
     others = [Search(first.line, results, clip_norm=norm).cell(first.best) for norm in CLIP_NORMS]
     if missing := [cell for cell in others if results.get(cell) is None]:
