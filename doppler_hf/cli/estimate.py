@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if vars(args)[name] is None:
             flag = f"--{name.replace('_', '-')}"
             raise Refusal("nothing-to-estimate", f"{flag} is missing. Give it, or your own script with --script.")
+    _check_flags(args)
     setting = Setting(
         batch_size=args.batch_size,
         micro_batch=args.micro_batch,
@@ -164,6 +165,27 @@ def in_hours(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.2g} s"
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags that nothing would read, and several processes without the speed of their connection."""
+    if args.memory is not None:
+        for name, reason in (("micro_batch", "which proposes a micro-batch"), ("bandwidth", "with which nothing is timed")):
+            if vars(args)[name] != args.defaults[name]:
+                raise Refusal(
+                    "no-effect", f"--{name.replace('_', '-')} has no effect beside --memory, {reason}. Leave it out."
+                )
+    elif args.processes > 1 and not (args.bandwidth is not None and args.bandwidth > 0):
+        raise Refusal(
+            "no-bandwidth",
+            f"--bandwidth must be a positive number for {args.processes} processes; got {args.bandwidth}. The transfer "
+            "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
+        )
+    elif args.processes == 1 and args.bandwidth is not None:
+        raise Refusal(
+            "no-effect",
+            "--bandwidth has no effect with one process, which exchanges nothing. Leave it out, or give --processes.",
+        )
 
 
 def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:

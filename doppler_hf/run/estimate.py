@@ -57,12 +57,6 @@ class Setting:
                 "out-of-range",
                 f"Batch size, micro-batch and processes must be at least 1; got {numbers}. Use larger numbers.",
             )
-        if self.processes > 1 and not (self.bandwidth is not None and self.bandwidth > 0):
-            raise Refusal(
-                "no-bandwidth",
-                f"--bandwidth must be a positive number for {self.processes} processes; got {self.bandwidth}. The transfer "
-                "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
-            )
 
     @property
     def most_rows(self) -> int:
@@ -115,7 +109,8 @@ def seconds_of_step(
     a_pass = max(of_more - per_example * more, 0.0)
     noise, step = _seconds_of_a_weight(setting, device=device, sampled=min(number, _SAMPLED))
     between = 0.0
-    if setting.bandwidth is not None:
+    if setting.processes > 1:
+        assert setting.bandwidth is not None
         between = _FLOAT * number * 2 * (setting.processes - 1) / setting.processes / setting.bandwidth
     return {
         "passes": setting.passes * a_pass + setting.batch_size / setting.processes * per_example,

@@ -32,11 +32,10 @@ from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.ledger.file import WriterLock, make_folder, write_whole
 from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledgers_in
 from doppler_hf.run.json_state import as_json
-from doppler_hf.run.states_folder import states_folder
+from doppler_hf.run.states_folder import KEPT_FOR, make_states_folder
 
 _STATE_NAME: Final = "search.json"
 _PREFIX: Final = "doppler-hf-search-"  # of the names of folders for trials
-_KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds, of a search that is not called again
 
 
 @dataclass(frozen=True)
@@ -295,11 +294,11 @@ def not_restored(folder: Path, error: BaseException | str) -> Refusal:
 def _new_folder() -> Path:
     """Return a new folder that only the user can read: among the user's states, or else a temporary one."""
     try:
-        make_folder(states_folder(), mode=0o700)
-        for path in states_folder().glob(f"{_PREFIX}*"):
-            if path.stat().st_mtime < time.time() - _KEPT_FOR:
+        states = make_states_folder()
+        for path in states.glob(f"{_PREFIX}*"):
+            if path.stat().st_mtime < time.time() - KEPT_FOR:  # a search that was not called again
                 shutil.rmtree(path, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=states_folder()))
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=states))
     except OSError:
         return Path(tempfile.mkdtemp(prefix=_PREFIX))
 

@@ -34,7 +34,7 @@ from doppler_hf.privacy.ledger.ledger import ledger_files, marks_in
 from doppler_hf.privacy.ledger.record import MARK_LENGTH, split_marks
 from doppler_hf.run.merges import MOST_MERGES, AdaptersAtStart, Merge, MergedWeight, has_trained_adapter, merged_in, sketched
 from doppler_hf.run.processes import on_process_0
-from doppler_hf.run.states_folder import states_folder
+from doppler_hf.run.states_folder import make_states_folder, states_folder
 
 # A mark of fewer values could belong to another tensor by chance.
 _FEWEST_VALUES: Final = 32
@@ -270,7 +270,8 @@ def _write(run: str, record: Record) -> None:
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
         register = _register()
-        make_folder(register, mode=0o700)
+        make_states_folder()
+        make_folder(register)
         write_whole(register / f"{run}.json", json.dumps(said))
         by_age = sorted(register.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for path in by_age[:-_MOST_TRAININGS]:

@@ -27,10 +27,9 @@ from typing import Any, Final, NamedTuple, Self
 
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.privacy.ledger.ledger import ledger_files
-from doppler_hf.run.states_folder import states_folder
+from doppler_hf.run.states_folder import KEPT_FOR, make_states_folder, states_folder
 
 _LENGTH: Final = 32
-_KEPT_FOR: Final = 182 * 24 * 3600.0  # seconds
 _KEPT_WITHOUT_LEDGER: Final = 30 * 24 * 3600.0  # seconds
 _NAME: Final = re.compile(
     r"[0-9a-f]{16}-(?P<rank>\d+)-of-(?P<world_size>\d+)(?P<digest>-[0-9a-f]{8})?"
@@ -58,7 +57,7 @@ class RoundSecret(NamedTuple):
             output_dir: The folder of the run's ledger.
         """
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_states_folder()
             with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 place = {"machine": platform.node(), "output_dir": str(Path(output_dir).resolve())}
                 json.dump({"secret": secret.hex(), "data": self.data.to_json(), **place}, file)
@@ -108,7 +107,7 @@ class RoundSecret(NamedTuple):
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):
                 age = time.time() - path.stat().st_mtime if _NAME.fullmatch(path.name) else 0.0
-                if age > _KEPT_FOR or (age > _KEPT_WITHOUT_LEDGER and _lacks_ledger(path)):
+                if age > KEPT_FOR or (age > _KEPT_WITHOUT_LEDGER and _lacks_ledger(path)):
                     path.unlink()
 
 

@@ -28,12 +28,12 @@ CONFIGS = {
 def words(folder, task, *more):
     CONFIGS[task].save_pretrained(folder)
     length = [] if task == "image-classification" else ["--length", "8"]
-    return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", "--micro-batch", "2", *length, *more]
+    return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", *length, *more]
 
 
 @pytest.mark.parametrize("task", further([*CONFIGS], quick=["causal-lm"]))
 def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
-    assert main(words(tmp_path, task, "--json")) == 0
+    assert main(words(tmp_path, task, "--micro-batch=2", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passes"] == 4
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
@@ -48,7 +48,7 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
         assert main(words(tmp_path, "causal-lm", "--json", f"--memory={gib}")) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert [each["proposed"] for each in found] == [8, 4]  # of a batch of 8
-    assert main(words(tmp_path, "causal-lm", "--json", "--memory=1", "--processes=4", "--bandwidth=1e9")) == 0
+    assert main(words(tmp_path, "causal-lm", "--json", "--memory=1", "--processes=4")) == 0
     assert json.loads(capsys.readouterr().out)["proposed"] == 2  # of which each process has two
     assert found[1]["peak_bytes"] <= 0.9 * 5e-4 * 2**30 < found[0]["peak_bytes"]
     assert found[0]["seconds"] == {}
@@ -60,6 +60,10 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
     ("more", "message"),
     [
         (["--processes", "2"], "--bandwidth must be a positive number for 2 processes; got None"),
+        (["--processes", "2", "--bandwidth", "0"], "--bandwidth must be a positive number for 2 processes; got 0"),
+        (["--bandwidth", "0"], "--bandwidth has no effect with one process"),
+        (["--memory", "1", "--micro-batch", "2"], "--micro-batch has no effect beside --memory"),
+        (["--memory", "1", "--processes", "2", "--bandwidth", "1e9"], "--bandwidth has no effect beside --memory"),
         (["--micro-batch", "0"], "must be at least 1; got 8, 0 and 1"),
         (["--task", "image-classification"], "--length 8 has no effect on images"),
         (["--length", "17"], "--length must be at most the 16 positions of this model; got 17. Use --length 16."),

@@ -56,9 +56,12 @@ def test_a_secret_of_the_same_run_under_another_number_of_processes_is_found(sta
 
 @pytest.mark.skipif(os.name != "posix", reason="other systems have no such permissions")
 @pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_nobody_else_can_read_it_or_see_its_name(states, umask):
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "made for all to see"])
+def test_nobody_else_can_read_it_or_see_its_name(states, umask, is_there):
     before = os.umask(umask)
     try:
+        if is_there:
+            states.mkdir(parents=True)
         secret().keep(SECRET, output_dir="nowhere")
     finally:
         os.umask(before)
