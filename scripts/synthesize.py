@@ -31,8 +31,8 @@ from doppler_hf.run.processes import on_process_0
 from scripts.causal_lm import CausalLMArguments
 from scripts.training.arguments import one_line_errors, parse_args, refuse_without_effect
 from scripts.training.data_sources import selected
-from scripts.training.finished_model import finished_labels, training_settings, write_record
-from scripts.training.label_histogram import check_epsilon, noisy_histogram, spent_epsilon
+from scripts.training.finished_model import finished_labels, noted_histogram, training_settings, write_record
+from scripts.training.label_histogram import check_epsilon, noisy_histogram
 from scripts.training.labelled_texts import (
     checked_text,
     label_names,
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 else args.model_name_or_path,
                 sampling=sampling,
                 # Privacy: also without the flag, since --proportions may be numbers that somebody read in the histogram.
-                histogram_epsilon=spent_epsilon(out),
+                histogram_epsilon=noted_histogram(out),
             )
         print(f"{len(samples.texts):,} synthetic texts are in {folder}. Its README.md says what ε covers.")
 

@@ -130,7 +130,16 @@ def run(args: argparse.Namespace) -> int:
         if args.adapter is not None:
             said = f"The model in {args.path} is {args.base} with this adapter merged into it, except for rounding."
             console.print(said, markup=False, soft_wrap=True)
-    notes = filter(None, (earlier_rule_in_words(ledger), early_stop_in_words(ledger), earlier_in_words(ledger)))
+    notes = filter(
+        None,
+        (
+            earlier_rule_in_words(ledger),
+            early_stop_in_words(ledger),
+            earlier_in_words(ledger),
+            # Their steps are in other ledgers, or in none if a search was interrupted.
+            "The ε of the others is as this ledger states it. Verify their ledgers, too." if ledger.earlier else "",
+        ),
+    )
     for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_runs(ledger, path.parent)):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]

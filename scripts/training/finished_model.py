@@ -6,7 +6,6 @@ resumed.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from doppler_hf.cli.verify import mismatches_in
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.ledger.file import write_whole
 from doppler_hf.privacy.ledger.terms import why_not_private
 from doppler_hf.privacy.ledger.weights import weight_files
 
@@ -82,15 +82,18 @@ def finished_labels(folder: Path, settings: Mapping[str, Any]) -> list[str] | No
 
 def write_record(folder: Path, settings: Mapping[str, Any], *, labels: list[str] | None) -> None:
     """Write what the model is trained with. `labels` is None until it is finished."""
-    write_atomically(folder / RECORD, json.dumps({"labels": labels, "settings": settings}, indent=1))
+    write_whole(folder / RECORD, json.dumps({"labels": labels, "settings": settings}, indent=1))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that an interruption leaves it whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+def note_histogram(folder: Path, epsilon: float) -> None:
+    """Note in the record of a finished model that a histogram of its labels costs `epsilon`."""
+    record = json.loads((folder / RECORD).read_text("utf-8"))
+    write_whole(folder / RECORD, json.dumps(record | {"histogram_epsilon": epsilon}, indent=1))
+
+
+def noted_histogram(folder: Path) -> float | None:
+    """Return ε of the histogram that was begun for the model in this folder, or None if there is none."""
+    return json.loads((folder / RECORD).read_text("utf-8")).get("histogram_epsilon")
 
 
 def _check_weights(folder: Path, *, is_private: bool) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from doppler_hf.errors import Failure, Refusal
-from scripts.training.finished_model import write_atomically
+from doppler_hf.privacy.ledger.file import write_whole
+from scripts.training.finished_model import note_histogram, noted_histogram
 
 # All synthetic folders of a model share one histogram, so it is in the model's folder. Privacy: the model's card and ledger
 # do not count its ε, so the name begins with "_": Trainer.push_to_hub leaves such files out.
@@ -48,12 +49,21 @@ def noisy_histogram(
     """
     path = folder / HISTOGRAM
     if not path.is_file():
-        # Privacy: noise is drawn once. A mean over several histograms would have less noise, and each of them costs ε.
+        # Privacy: noise is drawn once. A mean over several histograms would have less noise, and each of them costs ε. The
+        # file may stay behind when the model moves, so the model's record says that there is one.
+        if (noted := noted_histogram(folder)) is not None:
+            raise Refusal(
+                "histogram-missing",
+                f"A histogram with ε = {noted:g} was drawn for the model in {folder}, and its file {HISTOGRAM} is no longer "
+                "there. Another one would cost further ε. Copy the file back, or leave --histogram_epsilon out and choose "
+                "the numbers with --proportions.",
+            )
         labels, users = read()
         exact = exact_counts(labels, users, names)
         # Sensitivity: a record (or a user) that joins or leaves changes one count by 1, and no other.
         noisy = {name: exact[name] + two_sided_geometric(epsilon) for name in names}
-        write_atomically(path, json.dumps({"epsilon": epsilon, "counts": noisy}, indent=1))
+        note_histogram(folder, epsilon)
+        write_whole(path, json.dumps({"epsilon": epsilon, "counts": noisy}, indent=1))
     kept = json.loads(path.read_text("utf-8"))
     if kept["epsilon"] != epsilon:
         raise Refusal(
@@ -69,12 +79,6 @@ def noisy_histogram(
             "--histogram_epsilon out, and choose the numbers with --proportions.",
         )
     return counts
-
-
-def spent_epsilon(folder: Path) -> float | None:
-    """Return ε of the histogram that was drawn for the model in this folder, or None if there is none."""
-    path = folder / HISTOGRAM
-    return float(json.loads(path.read_text("utf-8"))["epsilon"]) if path.is_file() else None
 
 
 def exact_counts(labels: Iterable[str], users: Iterable[Any] | None, names: Sequence[str]) -> Counter[str]:

@@ -17,8 +17,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, GenerationConfig, set_seed
 
 from doppler_hf.errors import Failure, Refusal
+from doppler_hf.privacy.ledger.file import write_whole
 from doppler_hf.privacy.ledger.weights import hashes
-from scripts.training.finished_model import write_atomically
 from scripts.training.labelled_texts import prompt_of
 from scripts.training.models import load_tokenizer
 
@@ -87,7 +87,7 @@ def sample(
     # The numbers are not among them: whoever asks for more texts gets those that are there, and further ones.
     settings = {**asdict(sampling), "model": hashes(model_folder)}
     if not (parts / _SETTINGS).exists():
-        write_atomically(parts / _SETTINGS, json.dumps(settings))
+        write_whole(parts / _SETTINGS, json.dumps(settings))
     elif json.loads((parts / _SETTINGS).read_text("utf-8")) != settings:
         raise Refusal(
             "other-samples",
@@ -106,7 +106,7 @@ def sample(
                 else:
                     writer = writer or _Writer(model_folder, sampling, device=device, dtype=dtype)
                     texts = writer.write(label, seed=_seed(sampling.seed, place, batch))
-                    write_atomically(path, json.dumps(texts, ensure_ascii=False))
+                    write_whole(path, json.dumps(texts, ensure_ascii=False))
                 new = samples.add(label, texts, at_most=number - kept, min_words=sampling.min_words)
                 kept, batch, fruitless = kept + new, batch + 1, 0 if new else fruitless + 1
                 progress.update(new)

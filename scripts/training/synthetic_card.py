@@ -2,14 +2,13 @@
 
 import os
 import random
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.file import write_whole
 from doppler_hf.privacy.ledger.terms import claim_in_words, total_of, unit_in_words, why_not_private
-from scripts.training.finished_model import write_atomically
 from scripts.training.labelled_texts import prompt_text
 from scripts.training.samples import Samples, Sampling
 
@@ -46,11 +45,9 @@ def write_dataset(
     os.replace(temporary, folder / "train.parquet")
     ledger = model / LEDGER_NAME
     if ledger.is_file():
-        temporary = folder / f"{LEDGER_NAME}.tmp"
-        shutil.copyfile(ledger, temporary)
-        os.replace(temporary, folder / LEDGER_NAME)
+        write_whole(folder / LEDGER_NAME, ledger.read_text("utf-8"))
     text = card(samples, names, ledger=ledger, base=base, sampling=sampling, histogram_epsilon=histogram_epsilon)
-    write_atomically(folder / "README.md", text)
+    write_whole(folder / "README.md", text)
 
 
 def card(

@@ -50,6 +50,7 @@ def test_a_ledger_as_it_was_written_is_verified(written, capsys):
     epsilon = get_total_epsilon([Releases(1.0, 0.05, 7), Releases(1.0, 0.05, 4)], delta=1e-5)
     assert output.startswith(f"LEDGER ONLY: ({epsilon:.4g}, 1e-05)-differential privacy for one record after 10 steps.")
     assert "NOT VERIFIED" not in output
+    assert "as this ledger states it" not in output, "all of this ledger was recomputed"
     for shown in (
         head, "an attack on the model with 1 % false positives", "at step 6", "add or remove one record",
         "1,000 (public, not protected)", "a test", "10 (the run ended)",

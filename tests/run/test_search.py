@@ -38,6 +38,7 @@ from doppler_hf.run.learning_rate import automatic_learning_rate
 from doppler_hf.run.search import another_trial
 from doppler_hf.run.search_space import SEARCHED, Draw, arguments_of_trial
 from tests.support.power import Disk
+from tests.support.printed import flat
 from tests.support.refusals import refused
 from tests.support.search import NO_CALL, Mechanism, best_of, files_below, make_trials, space, trainer_of_search
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -315,7 +316,9 @@ def test_an_interrupted_search_counts_in_another_one_of_its_folder(tmp_path, mon
     assert "The ε of an interrupted search in the same folder is included. It published nothing" in words
     assert "trained these weights" not in words
     assert not (out / SEARCH_NOTE_NAME).exists()
+    capsys.readouterr()
     assert main(["verify", str(out)]) == 0
+    assert "The ε of the others is as this ledger states it. Verify their ledgers, too." in flat(capsys.readouterr().out)
     # A model that is trained further counts the whole search, and the ledger of a search has no continuation.
     further = DopplerTrainer(
         trainer.model, arguments(tmp_path / "further", max_steps=2), pad, text_data(48), text_data(8, seed=1)

@@ -1,6 +1,8 @@
 """Synthetic texts from end to end: a folder with card and ledger, labels as asked for, and nothing lost or written twice."""
 
+import functools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -18,7 +20,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main as doppler_hf
 from doppler_hf.privacy import PrivacyLedger
 from scripts import synthesize
-from scripts.training import label_histogram, samples
+from scripts.training import finished_model, label_histogram, samples
 from scripts.training.labelled_texts import label_names, label_reader, numbers_of_samples, parse_proportions
 from scripts.training.samples import Samples
 from tests.support import processes
@@ -27,6 +29,10 @@ from tests.support.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 LABELS = ["bad", "good"]
+
+
+def unfinished_files(folder):
+    return [path for path in folder.rglob("*") if re.search(r"\.(tmp|[0-9a-f]{8})$", path.name)]
 
 
 def write_labelled(folder, *, label=None, rows=24):
@@ -83,22 +89,22 @@ def test_a_folder_with_card_and_ledger(flags, tmp_path, capsys):
     assert "| good | 9 |" in card
     capsys.readouterr()
     assert doppler_hf(["verify", str(folder)]) == 0
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not unfinished_files(tmp_path / "out")
 
 
 def test_an_interrupted_sampling_continues_where_it_was(flags, tmp_path):
     folder, whole = tmp_path / "out" / "synthetic", tmp_path / "whole"
-    write, written = samples.write_atomically, []
+    write, written = samples.write_whole, []
 
     def interrupted(path, text):
         if path.parent.name == "batches" and path.name != "settings.json":
             if len(written) == 2:
-                path.with_name(path.name + ".tmp").write_text(text[: len(text) // 2])  # killed while it writes
+                path.with_name(path.name + ".0123abcd").write_text(text[: len(text) // 2])  # killed while it writes
                 raise KeyboardInterrupt
             written.append(path)
         write(path, text)
 
-    with mock.patch.object(samples, "write_atomically", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(samples, "write_whole", interrupted), pytest.raises(KeyboardInterrupt):
         synthesize.main(flags)
     assert not (folder / "train.parquet").exists()
     before = {path: path.stat().st_mtime_ns for path in written}
@@ -339,6 +345,24 @@ def test_texts_follow_a_noisy_histogram_whose_epsilon_is_added(flags, tmp_path, 
         assert f"ε = {ledger.epsilon() + 30:.4g}, δ = {ledger.statement.target_delta:.3g} for one" in card
         assert "counted with noise" in card
         assert "not counted in the private data" not in card
+    # A copy of the folder, such as from the hub, lacks the counts but not their ε.
+    (out / label_histogram.HISTOGRAM).unlink()
+    with pytest.raises(SystemExit, match="ε = 30 was drawn for the model"):
+        synthesize.main(asked)
+    synthesize.main([*without, f"--synthetic_dir={tmp_path / 'moved'}"])
+    assert f"ε = {ledger.epsilon() + 30:.4g}, " in (tmp_path / "moved" / "README.md").read_text()
+
+
+def test_a_histogram_whose_drawing_is_interrupted_counts(tmp_path):
+    finished_model.write_record(tmp_path, {}, labels=LABELS)
+    draw = functools.partial(
+        label_histogram.noisy_histogram, tmp_path, LABELS, epsilon=0.1, read=lambda: (["bad"] * 500, None)
+    )
+    with mock.patch.object(label_histogram, "write_whole", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        draw()
+    assert finished_model.noted_histogram(tmp_path) == 0.1
+    with refused("histogram-missing"):
+        draw()
 
 
 def test_the_hub_does_not_get_the_histogram(monkeypatch):
@@ -347,7 +371,7 @@ def test_the_hub_does_not_get_the_histogram(monkeypatch):
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     Trainer.push_to_hub(trainer)
     left_out = hub.upload_folder.call_args.kwargs["ignore_patterns"]
-    files = ["config.json", label_histogram.HISTOGRAM, f"{label_histogram.HISTOGRAM}.tmp"]
+    files = ["config.json", label_histogram.HISTOGRAM, f"{label_histogram.HISTOGRAM}.0123abcd"]
     assert [*filter_repo_objects(files, ignore_patterns=left_out)] == ["config.json"]
 
 
@@ -358,6 +382,7 @@ def write_rows(folder, rows):
 
 
 def test_a_histogram_of_noise_is_told(tmp_path):
+    finished_model.write_record(tmp_path, {}, labels=LABELS)
     with mock.patch.object(label_histogram, "two_sided_geometric", return_value=-9), refused("histogram-of-noise"):
         label_histogram.noisy_histogram(tmp_path, LABELS, epsilon=0.1, read=lambda: (["bad"] * 5, None))
 
@@ -411,7 +436,7 @@ def test_two_processes_train_one_model_and_write_each_text_once(tmp_path):
     batches = len([*(tmp_path / "out" / "synthetic" / "batches").glob("0*.json")])
     synthesize.main([*flags_for(tmp_path), "--num_samples=20"])  # one process later uses the model of two
     assert len([*(tmp_path / "out" / "synthetic" / "batches").glob("0*.json")]) == batches
-    assert not list(tmp_path.rglob("*.tmp"))
+    assert not unfinished_files(tmp_path / "out")
 
 
 if __name__ == "__main__":

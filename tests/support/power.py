@@ -1,6 +1,7 @@
 """What a power failure would take away: contents, names and folders that were not synchronized since they changed."""
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -14,7 +15,7 @@ class Disk:
 
         def replaced(source, target):
             found = os.stat(source)
-            if Path(source).name.startswith(".") and (found.st_dev, found.st_ino) not in self._synchronized:
+            if re.search(r"\.[0-9a-f]{8}$", str(source)) and (found.st_dev, found.st_ino) not in self._synchronized:
                 self.lost.append(("content", Path(target)))
             replace(source, target)
             self.lost.append(("name", Path(target)))

@@ -157,9 +157,9 @@ def write_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file such that after a crash, a power failure or with a full disk, the old or the new file is there."""
-    temporary = path.with_name(
-        f".{path.name}.{secrets.token_hex(4)}"
-    )  # The name is random, because two runs may write at the same time.
+    # The name is random, because two runs may write at the same time. It begins like that of the file, since a kill may
+    # leave it behind, and `push_to_hub` leaves out names that begin with "_".
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     if not path.parent.exists():
         make_folder(path.parent)
     try:
