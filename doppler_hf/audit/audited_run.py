@@ -22,6 +22,8 @@ _DISCARDED: Final[dict[str, Any]] = {
     "push_to_hub": False,
     "report_to": [],
 }
+# An audit needs coins of both sides. Twenty coins all fall on the same side in one of half a million audits.
+_FEWEST: Final = 20
 
 
 def discarded_run(args: DopplerTrainingArguments, *, folder: str) -> DopplerTrainingArguments:
@@ -69,15 +71,16 @@ def claims_privacy(args: DopplerTrainingArguments) -> bool:
     return not args.disable_dp and args.noise_multiplier != 0.0 and args.noise_seed is None
 
 
-def check_size(args: DopplerTrainingArguments, *, num_canaries: int, fewest: int) -> None:
+def check_size(args: DopplerTrainingArguments, *, num_canaries: int) -> None:
     """Refuse several processes, and too few canaries."""
     if args.world_size > 1:
         raise Refusal(
             "audit-in-processes",
             f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
         )
-    if num_canaries < fewest:
+    if num_canaries < _FEWEST:
         raise Refusal(
             "out-of-range",
-            f"num_canaries, the number of records that the audit attacks, must be at least {fewest}; got {num_canaries}.",
+            f"num_canaries, the number of records that the audit attacks, must be at least {_FEWEST}; got {num_canaries}. "
+            "Use some hundreds: the more there are, the higher the bound on ε can be.",
         )

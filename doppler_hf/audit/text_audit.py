@@ -24,7 +24,6 @@ from doppler_hf.trainer import DopplerTrainer
 
 # Further canaries are in so many rows each, and so many times fewer.
 _MORE_INSERTIONS: Final = (10, 100)
-_FEWEST: Final = 10  # With fewer coins, all of them may fall on the same side.
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float
     Args:
         trainer: A trainer before its training. Its training set is a `datasets.Dataset` with a column `input_ids`. Its model
             is trained on the canaries, so it is useless afterwards.
-        num_canaries: How many canaries are in one row or in none, at least 10. A tenth as many are in 10 rows, and a
+        num_canaries: How many canaries are in one row or in none, at least 20. A tenth as many are in 10 rows, and a
             hundredth as many, at least one, in 100.
         confidence: The probability with which the lower bound on ε holds.
 
@@ -87,7 +86,7 @@ def audit_texts(trainer: DopplerTrainer, *, num_canaries: int, confidence: float
         >>> [canary.rank for canary in result.canaries if canary.insertions == 100]
         [1]
     """
-    check_size(trainer.args, num_canaries=num_canaries, fewest=_FEWEST)
+    check_size(trainer.args, num_canaries=num_canaries)
     check_confidence(confidence)
     generator = np.random.default_rng()  # The operating system seeds it, so that coins and codes are secret.
     included = generator.integers(2, size=num_canaries).astype(bool)

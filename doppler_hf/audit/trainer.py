@@ -84,7 +84,7 @@ class AuditTrainer(DopplerTrainer):
                 "This run claims no privacy, because disable_dp, noise_multiplier=0 or noise_seed is set, so the audit has "
                 "no claim to test. Remove that argument and set target_epsilon.",
             )
-        check_size(args, num_canaries=num_canaries, fewest=1)
+        check_size(args, num_canaries=num_canaries)
         coins = np.random.default_rng()  # The operating system seeds it.
         self.included = coins.integers(2, size=num_canaries).astype(bool)
         # Only the number of a canary matters, so that any row may carry it.

@@ -232,13 +232,13 @@ def test_runs_that_claim_nothing_are_refused(name, value, tmp_path):
     args = arguments(tmp_path)
     setattr(args, name, value)
     with refused("no-privacy-to-test"):
-        AuditOfLine(model=Line(), args=args, train_dataset=points(), num_canaries=5)
+        AuditOfLine(model=Line(), args=args, train_dataset=points(), num_canaries=20)
 
 
 def test_other_bad_input_is_refused(tmp_path):
-    good = dict(model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=5, data_collator=stack)
+    good = dict(model=Line(), args=arguments(tmp_path), train_dataset=points(), num_canaries=20, data_collator=stack)
     with refused("out-of-range", match="num_canaries"):
-        AuditOfLine(**(good | {"num_canaries": 0}))
+        AuditOfLine(**(good | {"num_canaries": 19}))
     with refused("not-our-arguments", match="NoneType"):
         AuditOfLine(**(good | {"args": None}))
     with refused("not-a-dataset"):

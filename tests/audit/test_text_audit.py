@@ -279,7 +279,7 @@ def test_adapters_and_trls_trainer_are_audited(tmp_path, monkeypatch):
         train_dataset=chat.prompts(),
         processing_class=chat_tokenizer(),
     )
-    result = audit_texts(trainer, num_canaries=10)
+    result = audit_texts(trainer, num_canaries=20)
     assert result.membership.claimed_epsilon < 10
     assert not result.membership.contradicts_claim
     assert not [*(tmp_path / "out").iterdir()]
@@ -288,13 +288,13 @@ def test_adapters_and_trls_trainer_are_audited(tmp_path, monkeypatch):
 def test_bad_input_is_refused_before_training(tmp_path, monkeypatch):
     good = dict(model=tiny_gpt2(), data=texts(), collator=pad)
 
-    def refusal(code, *, match=None, num_canaries=10, confidence=0.95, **options):
+    def refusal(code, *, match=None, num_canaries=20, confidence=0.95, **options):
         trainer = trainer_of(tmp_path, **(good | options))
         monkeypatch.setattr(type(trainer), "train", pytest.fail)
         with refused(code, match=match):
             audit_texts(trainer, num_canaries=num_canaries, confidence=confidence)
 
-    refusal("out-of-range", match="num_canaries.* 9", num_canaries=9)
+    refusal("out-of-range", match="num_canaries.* 19", num_canaries=19)
     refusal("out-of-range", match="confidence", confidence=1.0)
     refusal("no-language-model", match="BertForSequenceClassification", model=tiny_bert(), data=text_data())
     refusal("no-tokens-column", match="'tokens'", data=texts().rename_column("input_ids", "tokens"))

@@ -87,7 +87,7 @@ def test_canaries_of_an_audit_have_the_weight_1(tmp_path):
     class Audited(AuditTrainer, Weighted):
         pass
 
-    options = dict(args=arguments(tmp_path, max_steps=2), train_dataset=text_data(), data_collator=pad, num_canaries=8)
+    options = dict(args=arguments(tmp_path, max_steps=2), train_dataset=text_data(), data_collator=pad, num_canaries=20)
     trainer = Audited(model=tiny_bert(), **options)
     inputs = trainer.data_collator([dict(trainer.train_dataset[row]) for row in (0, 1, len(trainer.train_dataset) - 1)])
     _, weights = trainer.compute_per_sample_loss(trainer.model, dict(inputs))
