@@ -85,7 +85,17 @@ class NeighbourResult:
     @property
     def moves_others(self) -> bool:
         """Whether one record moved what the others contribute by more than rounding, which the proof rules out."""
-        return bool(self.couplings.max() > self.rounding * self.draw_size**0.5)
+        return bool(self.couplings.max() > self.allowed_coupling)
+
+    @property
+    def allowed_coupling(self) -> float:
+        """How far rounding alone may move what the others contribute together, in units of C."""
+        return self.rounding * self.draw_size**0.5
+
+    @property
+    def rounds_coarsely(self) -> bool:
+        """Whether rounding is so coarse, as in bfloat16 and in 8 bits, that the test can miss what moves others."""
+        return self.rounding >= ROUNDING_BF16
 
     @property
     def extrapolated(self) -> Float[np.ndarray, " pairs"]:
@@ -93,7 +103,7 @@ class NeighbourResult:
 
         In units of C, shape (pairs,).
         """
-        beyond_rounding = np.where(self.couplings > self.rounding * self.draw_size**0.5, self.couplings, 0.0)
+        beyond_rounding = np.where(self.couplings > self.allowed_coupling, self.couplings, 0.0)
         return self.distances + beyond_rounding * max(self.expected_batch_size / self.draw_size - 1.0, 0.0)
 
 

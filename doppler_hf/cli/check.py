@@ -62,7 +62,10 @@ def table_of(result: NeighbourResult) -> Table:
         ("pairs of batches", f"{len(result.distances):,}"),
         ("records in a batch", f"{result.draw_size:,} and one more (a batch of the run: {result.expected_batch_size:,})"),
         ("one record moves the sum by", f"at most {result.distances.max():.6f} C (allowed: 1 C)"),
-        ("it moves the other records by", f"at most {result.couplings.max():.2g} C (allowed: rounding)"),
+        (
+            "it moves the other records by",
+            f"at most {result.couplings.max():.2g} C (allowed: {result.allowed_coupling:.2g} C)",
+        ),
     ):
         table.add_row(*row)
     return table
@@ -71,7 +74,9 @@ def table_of(result: NeighbourResult) -> Table:
 def verdict(result: NeighbourResult) -> str:
     """Return the outcome in a sentence or two."""
     if not result.contradicts_claim:
-        return "No defect found: no tested record moved the sum by more than C. Records that were not tested may do so."
+        found = "No defect found: no tested record moved the sum by more than C. Records that were not tested may do so."
+        coarse = "The model rounds coarsely, so this test can miss records that move others. Repeat it in float32."
+        return f"{found} {coarse}" if result.rounds_coarsely else found
     if result.distances.max() <= 1.0 + result.tolerance and result.extrapolated.max() <= 1.0 + result.tolerance:
         return (
             f"THE CLAIM IS WRONG: one record changes the contributions of other records by up to "

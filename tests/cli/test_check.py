@@ -53,6 +53,15 @@ def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):
     assert not list((tmp_path / "out").glob("*"))
 
 
+@pytest.mark.parametrize(("precision", "allowed", "is_coarse"), [([], "0.00032", False), (["--bf16"], "0.32", True)])
+def test_what_rounding_may_hide_is_said(recipe, capsys, precision, allowed, is_coarse):
+    words = ["--pairs=2", "--draw-size=10", "--no_grad_sample_self_check", "--per_device_train_batch_size=20"]
+    assert main(["check", str(recipe), *words, *precision]) == 0
+    shown = flat(capsys.readouterr().out)
+    assert f"(allowed: {allowed} C)" in shown
+    assert ("this test can miss records that move others. Repeat it in float32." in shown) == is_coarse
+
+
 def test_a_defect_ends_with_1(recipe, monkeypatch, capsys):
     right = clipping.clip_factors
     monkeypatch.setattr(clipping, "clip_factors", lambda norms, **options: 1.5 * right(norms, **options))
