@@ -37,7 +37,6 @@ from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
 from doppler_hf.run.interrupted_searches import interrupted_in
-from doppler_hf.run.interruptions import raised_if_terminated
 from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
 from doppler_hf.run.own_code import overrides
@@ -186,7 +185,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             running.enter_context(explain_removed_columns(self.args, self.train_dataset))
             running.enter_context(explain_gradients_in_a_loss())
             running.push(functools.partial(self._ended, run))
-            running.enter_context(raised_if_terminated())
             running.enter_context(self.saved_if_interrupted())
             output = super()._inner_training_loop(batch_size, **kwargs)
         if self.is_world_process_zero():

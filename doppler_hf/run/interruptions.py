@@ -14,13 +14,30 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)  # the exit status that a shell reports
 
 
+class Termination:
+    """Whether SIGTERM has arrived, for processes that can end together only.
+
+    Attributes:
+        is_asked_for: Whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked_for = False
+
+
 @contextlib.contextmanager
-def raised_if_terminated() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` in the block, unless something else handles it, such as `enable_jit_checkpoint`."""
+def raised_if_terminated(later: Termination | None = None) -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` in the block, unless something else handles it.
+
+    Args:
+        later: If it is given, the signal is only noted there, and the block raises.
+    """
 
     def end(_signal: int, _frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt saving
-        raise Terminated
+        if later is None:
+            raise Terminated
+        later.is_asked_for = True
 
     # Only the main thread may set a handler.
     is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -18,6 +18,7 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
 from doppler_hf.run.digests import note_shards
+from doppler_hf.run.interruptions import Terminated, raised_if_terminated
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
 from doppler_hf.run.model_card import CARD_NAME
@@ -165,21 +166,32 @@ class SavingTrainer(ShardedTrainer):
     @contextlib.contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
         """Save a checkpoint if an error, Ctrl-C or SIGTERM ends the run, since its steps cost ε."""
-        try:
-            yield
-        except (Exception, KeyboardInterrupt, SystemExit):
-            run = self._run
-            # If there are several processes, only one may fail, and the others do not come here to save. Replicas are equal,
-            # so process 0 saves alone. It cannot save sharded weights alone.
-            if run is not None and run.ledger is not None and self.args.should_save and not self._sharding.is_cut:
-                done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
-                # In the middle of an update, weights and states belong to two different steps. And a checkpoint that no
-                # ledger covers, such as after a callback has frozen or replaced a layer, would only hide an earlier one.
-                if 0 < done == self.state.global_step - run.previous.step and run.covers_weights_of(self.model):
-                    with contextlib.suppress(Exception):
-                        run.engine.refuse_other_parameters()
-                        self._save_checkpoint(self.model, None)
-            raise
+        sharding = self._sharding
+        sharding.termination.is_asked_for = False
+        with raised_if_terminated(sharding.termination if sharding.is_cut else None):
+            try:
+                yield
+                if sharding.is_cut:
+                    sharding.most_passes(0)  # SIGTERM may have arrived since the last step began
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                # If there are several processes, only one may fail, and the others do not come here to save. Replicas are
+                # equal, so process 0 saves alone. It cannot save sharded weights alone, but after SIGTERM all come here.
+                if isinstance(error, Terminated) if sharding.is_cut else self.args.should_save:
+                    self._save_what_is_done()
+                raise
+
+    def _save_what_is_done(self) -> None:
+        """Save a checkpoint of the steps of this run, unless it was interrupted in the middle of an update."""
+        run = self._run
+        if run is None or run.ledger is None:
+            return
+        done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
+        # In the middle of an update, weights and states belong to two different steps. And a checkpoint that no ledger
+        # covers, such as after a callback has frozen or replaced a layer, would only hide an earlier one.
+        if 0 < done == self.state.global_step - run.previous.step and run.covers_weights_of(self.model):
+            with contextlib.suppress(Exception):
+                run.engine.refuse_other_parameters()
+                self._save_checkpoint(self.model, None)
 
     def store_flos(self) -> None:
         """Add up operations without privacy only: a private run counts none, so process 0 can save a checkpoint alone."""

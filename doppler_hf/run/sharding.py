@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, Trainer
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
+from doppler_hf.run.interruptions import Terminated, Termination
 from doppler_hf.run.processes import broadcast_weights
 from doppler_hf.run.sharded_states import embeddings_of, shard_loaded_state
 from doppler_hf.shards import remember_keeper
@@ -112,6 +113,7 @@ class Sharding:
 
     def __init__(self, plugin: FullyShardedDataParallelPlugin | None, *, device: torch.device) -> None:
         self._plugin, self._device, self.is_asked_for = plugin, device, plugin is not None
+        self.termination = Termination()
         self._group: dist.ProcessGroup | None = None
         self._trained: set[str] = set()
 
@@ -176,10 +178,17 @@ class Sharding:
                 module._is_fsdp_managed_module = True
 
     def most_passes(self, number: int) -> int:
-        """Return the largest number of passes of any process in a batch; every process must call this with its number."""
-        most = torch.tensor(number, device="cpu")
+        """Return the largest number of passes of any process in a batch; every process must call this with its number.
+
+        Raises:
+            Terminated: If one of the processes was asked to end. It is raised in all of them, since they can save only together.
+        """
+        most = torch.tensor([number, self.termination.is_asked_for], device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
-        return int(most)
+        number, is_asked_for = most.tolist()
+        if is_asked_for:
+            raise Terminated
+        return int(number)
 
     def _as_accelerator(self) -> Any:
         """Return the attributes that `fsdp2_prepare_model` reads, since an accelerator on a CPU has no FSDP."""

@@ -297,6 +297,7 @@ class DopplerTrainingArguments(TrainingArguments):
             checks.check_ranges(self)
             checks.refuse_without_effect(self)
             checks.refuse_optim(self)
+            checks.refuse_jit_checkpoint(self)
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
             checks.refuse_what_breaks_privacy(self)

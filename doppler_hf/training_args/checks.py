@@ -311,6 +311,17 @@ def refuse_optim(args: TrainingArguments) -> None:
         )
 
 
+def refuse_jit_checkpoint(args: TrainingArguments) -> None:
+    """Refuse Transformers' checkpoint after SIGTERM, since a private run saves one itself."""
+    if args.enable_jit_checkpoint:
+        raise Refusal(
+            "jit-checkpoint",
+            "enable_jit_checkpoint=True is not needed, because DopplerTrainer itself saves a checkpoint when SIGTERM "
+            "arrives. The one of Transformers can lack the last step, and repeating that step would cost further ε. Leave "
+            "enable_jit_checkpoint out.",
+        )
+
+
 def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
     """Refuse Transformers' arguments that would break the guarantee, with the reason."""
     if args.n_gpu > 1:

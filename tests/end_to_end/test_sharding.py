@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.checkpoints import is_whole
+from doppler_hf.run.interruptions import Terminated
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -220,6 +223,31 @@ def message_of(folder, world, *, act, step=1, **options):
     return "trained", time.monotonic() - begin
 
 
+def terminated(folder, world, *, name, **options):
+    """Return at which step a training ends whose process 1 gets SIGTERM, and what a resumed one then has."""
+    own = dict(max_steps=6, noise_multiplier=None, target_epsilon=8.0, noise_seed=None) | options
+
+    def end(**_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = trainer_of(folder, world, name=name, **own)
+    if trainer.args.process_index == 1:
+        trainer.add_callback(On(step_end=at(3, end)))
+    try:
+        trainer.train()
+    except Terminated:
+        ended = trainer.state.global_step
+    else:
+        ended = "trained"
+    before = trainer.privacy.ledger.epsilon()
+    again = trainer_of(folder, world, name=name, **own)
+    again.train(resume_from_checkpoint=True)
+    return {
+        "ended": ended, "steps": again.state.global_step, "epsilons": (before, again.privacy.ledger.epsilon()),
+        "plans": len(again.privacy.ledger.plans), "handler": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+    }  # fmt: skip
+
+
 def fail_in_loss(trainer):
     def fail(model, inputs):
         raise ZeroDivisionError("in a loss of one's own")
@@ -259,6 +287,7 @@ CUT = {
     "weight": (message_of, dict(act=move_a_weight, **LONG)),
     "shard": (message_of, dict(act=move_a_shard, **LONG)),
 }
+CUT |= {f"terminated-{kind}": (terminated, options) for kind, options in KINDS.items()}
 CUT |= {f"{name}-cut": WHOLE[name] for name in ALL_TRAINED}
 CUT |= {f"saved-{kind}": (saved, options) for kind, options in KINDS.items()}
 CUT |= {f"resumed-{kind}": (resumed, dict(source=f"saved-{kind}-2", **options)) for kind, options in KINDS.items()}
@@ -477,6 +506,18 @@ def test_a_run_is_resumed_on_another_number_of_processes(kind, saving, folder):
         torch.testing.assert_close(found["gradients"], uninterrupted, atol=1e-9, rtol=0)
     plain = resumed(folder, 1, name=f"resumed-{kind}", source=f"saved-{kind}-2", **KINDS[kind])
     torch.testing.assert_close(plain["gradients"], uninterrupted, atol=1e-9, rtol=0)
+
+
+def test_processes_save_together_when_one_of_them_is_terminated(folder):
+    found = processes.launch(__file__, folder, 2, *(f"terminated-{kind}" for kind in KINDS))
+    for kind in KINDS:
+        checkpoint = folder / f"terminated-{kind}-2" / "checkpoint-3"
+        assert is_whole(checkpoint)
+        assert not PrivacyLedger.load(checkpoint).unknown_weights(checkpoint)
+        for each in found[f"terminated-{kind}"]:
+            before, after = each.pop("epsilons")
+            assert before == after <= 8.0
+            assert each == {"ended": 3, "steps": 6, "plans": 1, "handler": True}
 
 
 # --- the end of all -------------------------------------------------------------------------------------------------------

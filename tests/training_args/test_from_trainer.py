@@ -38,6 +38,7 @@ ARGUMENTS = {
     "skip_memory_metrics": (False, "memory-is-logged"),
     "max_grad_norm": (1.0, "gradient-rescaled"),
     "optim": ("sgd", "no-effect"),
+    "enable_jit_checkpoint": (True, "jit-checkpoint"),
     "adam_beta1": (0.8, "no-effect"),
     "data_seed": (1, "no-effect"),
     "full_determinism": (True, "no-effect"),
