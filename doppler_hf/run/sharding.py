@@ -181,7 +181,7 @@ class Sharding:
         """Return the largest number of passes of any process in a batch; every process must call this with its number.
 
         Raises:
-            Terminated: If one of the processes was asked to end. It is raised in all of them, since they can save only together.
+            Terminated: If one process was asked to end. It is raised in all of them, since they can save only together.
         """
         most = torch.tensor([number, self.termination.is_asked_for], device="cpu")
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)

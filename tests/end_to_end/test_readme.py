@@ -202,7 +202,7 @@ def test_flags_fit_the_recipe_that_they_follow(page, tmp_path, monkeypatch):
     for command in commands(page):
         if found := re.search(r"scripts/\w+\.py (recipes/(image|glue|causal_lm)/\S+\.yaml[^#]*)", command):
             words = [PLACEHOLDERS.get(word, word) for word in shlex.split(found[1])]
-            _, arguments = KINDS["images" if found[2] == "image" else found[2]]
+            _, arguments = KINDS["image_classification" if found[2] == "image" else found[2]]
             fixed = ["--use_cpu=true", f"--output_dir={tmp_path}"]
             assert parse_args(arguments, LoraArguments, DopplerTrainingArguments, argv=[*words, *fixed]), command
 
