@@ -64,7 +64,7 @@ class PrivacyCallback(TrainerCallback):
         _refuse_another_control(control)
         # Transformers has wrapped the optimizer by now (accelerate's AcceleratedOptimizer).
         optimizer = kwargs["optimizer"].optimizer
-        ledger = run.begin(model, step=step, output_dir=args.output_dir)
+        ledger = run.begin(model, step=step)
         chosen = " (auto)" if args.low_pass_filter == "auto" else ""
         run.words = {
             "rate": learning_rate_in_words(args, optimizer),

@@ -373,13 +373,16 @@ class PrivateRun:
         """Let parts of the model be called outside a training step, as some adapters do when they are saved."""
         return contextlib.nullcontext() if self._engine is None else self._engine.unwatched()
 
-    def begin(self, model: nn.Module, *, step: int, output_dir: str | Path) -> PrivacyLedger:
+    @property
+    def _home(self) -> str | Path:
+        """The folder beside which the ledgers of earlier runs are: for a trial that of its search, not its own."""
+        return self._args.output_dir if self._trial is None else self._trial.output_dir
+
+    def begin(self, model: nn.Module, *, step: int) -> PrivacyLedger:
         """Open the ledger, or continue the earlier ledger from this step on. After a refusal the run has no ledger."""
         assert self.ledger is None, "a run begins once"
         # Every process must do this, since they may have to join the parts of a weight.
-        # A trial has a folder of its own, but ledgers of earlier runs are beside the folder of its search.
-        place = output_dir if self._trial is None else self._trial.output_dir
-        lineage = Lineage(model, output_dir=place, continued=self.previous.ledger)
+        lineage = Lineage(model, output_dir=self._home, continued=self.previous.ledger)
         ledger, affordable = self._opened(step=step, others=lineage.earlier)
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=self.previous.model, step=step)
         self.ledger, self.affordable, self.is_running = ledger, affordable, True
@@ -393,18 +396,17 @@ class PrivateRun:
                 "other-plan",
                 "The ledger has another plan than a run with these arguments. Use the version of doppler_hf that began it.",
             )
-        place = self._args.output_dir if self._trial is None else self._trial.output_dir
-        lineage = Lineage(model, output_dir=place, continued=ledger)
+        lineage = Lineage(model, output_dir=self._home, continued=ledger)
         self.ledger, self.statement, self.words = ledger, ledger.statement, dict(words)
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=None, step=0)
 
-    def _opened(self, *, step: int, others: Trainings | None = None) -> tuple[PrivacyLedger, int]:
+    def _opened(self, *, step: int, others: Trainings) -> tuple[PrivacyLedger, int]:
         """Return the ledger, and the number of steps that its budget allows.
 
         The ledger also records what `others`, runs with other ledgers, have spent on the weights.
         """
         statement, earlier = self.statement, self.previous.ledger
-        others = {**(others or {}), **self._interrupted}
+        others = {**others, **self._interrupted}
         # The statement, and so the account, must describe what sampler and mechanisms do.
         sampler, mechanism, loss = self.sampler, self.mechanism, self.private_loss
         assert (sampler.sample_rate, sampler.sampling) == (statement.sample_rate, statement.sampling)

@@ -90,7 +90,7 @@ def test_an_interrupted_run_of_the_same_trainer_counts_what_it_had_reserved(tmp_
 def test_only_process_0_writes(tmp_path):
     args, model = arguments(tmp_path), tiny_bert()
     run = PrivateRun(args, text_data(), num_trained=1)
-    run.begin(model, step=0, output_dir=tmp_path)
+    run.begin(model, step=0)
     trainer = trainer_of(tmp_path / "trainer")
     callback = PrivacyCallback(run, trainer=trainer, check_begun=lambda: None, check_callbacks=lambda: None)
     trainer.add_callback(callback)

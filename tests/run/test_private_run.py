@@ -68,7 +68,7 @@ def test_what_is_accounted_is_what_sampler_and_mechanisms_do(part, tmp_path):
     run = PrivateRun(arguments(tmp_path), text_data(), num_trained=1)
     vars(run).update(part)
     with pytest.raises(AssertionError) if part else contextlib.nullcontext():
-        run.begin(tiny_bert(), step=0, output_dir=tmp_path)
+        run.begin(tiny_bert(), step=0)
 
 
 @pytest.mark.parametrize(("clean", "allowed"), [(True, 7), (False, 8)])
@@ -86,7 +86,7 @@ def test_a_run_makes_no_more_steps_than_its_plan_has_left_whatever_its_target_wo
     if clean:
         ledger.close()
     run = PrivateRun(args, text_data(240), num_trained=1, previous=Previous("checkpoint-2", 2, ledger))
-    assert run.begin(tiny_bert(), step=2, output_dir=tmp_path).runs[-1].continues_rounds
+    assert run.begin(tiny_bert(), step=2).runs[-1].continues_rounds
     assert run.affordable == allowed
 
 
