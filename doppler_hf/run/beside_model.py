@@ -1,14 +1,13 @@
 """Save the ledger next to a model: it covers the weights in its folder, and no other weights."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
 from doppler_hf.run.card_sections import metadata_of, written_part
@@ -19,22 +18,16 @@ from doppler_hf.training_args import DopplerTrainingArguments
 
 
 @contextlib.contextmanager
-def ledger_saved_with_model(
-    folder: Path,
-    args: DopplerTrainingArguments,
-    *,
-    run: PrivateRun | None,
-    trainer: Any,
-    checkpoint_step: int | None,
-    lock: Callable[[Path], WriterLock],
-) -> Iterator[None]:
-    """Bind a run's ledger to the weights that the block saves, and save it next to them, if it covers the model.
+def ledger_saved_with_model(folder: Path, trainer: Any, *, checkpoint_step: int | None) -> Iterator[None]:
+    """Bind the ledger of a trainer's run to the weights that the block saves, and save it there, if it covers the model.
 
     If the folder has a ledger of other weights, that ledger is renamed.
     """
+    args: DopplerTrainingArguments = trainer.args
+    run: PrivateRun | None = trainer._run
     model: nn.Module = trainer.model
     home = folder if checkpoint_step is None else folder.parent
-    with lock(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
+    with trainer._lock_of(home) if (home / LEDGER_NAME).exists() else contextlib.nullcontext():
         speaks, before, card = run is not None and run.covers_weights_of(model), stamps(folder), folder / CARD_NAME
         yield
         ledger, weights = None if run is None else run.ledger, hashes(folder, unless_as=before)

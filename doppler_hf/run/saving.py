@@ -103,8 +103,7 @@ class SavingTrainer(ShardedTrainer):
             if self._run is not None:
                 saving.enter_context(self._run.unwatched())
             if is_first:
-                terms: dict[str, Any] = {"trainer": self, "checkpoint_step": step, "lock": self._lock_of}
-                saving.enter_context(ledger_saved_with_model(folder, self.args, run=self._run, **terms))
+                saving.enter_context(ledger_saved_with_model(folder, self, checkpoint_step=step))
             note_shards(self.model.parameters())  # all processes do this together
             if step is not None and is_first:  # an old checkpoint there must not count until it is replaced completely
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
