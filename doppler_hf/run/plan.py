@@ -51,11 +51,14 @@ class Previous(NamedTuple):
 NOTHING: Final = Previous()
 
 
+# The time of all entries of a trial's ledger: the true times would tell how long its search took.
+NO_TIME: Final = "1970-01-01T00:00:00+00:00"
+
+
 class Trial(NamedTuple):
     """What a run must know as a trial of a search: the guarantees, and what the ledger of the best trial says."""
 
     selection: Selection
-    time: str  # of all entries of the ledger
     interrupted: Trainings  # what earlier searches had spent when they were interrupted
     output_dir: Path  # of the search, in which the best trial is saved
 

@@ -51,6 +51,7 @@ from doppler_hf.run.filter_and_noise import chosen_noise_shape
 from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.other_batches import OtherBatches
 from doppler_hf.run.plan import (
+    NO_TIME,
     NOTHING,
     Previous,
     Trial,
@@ -420,7 +421,7 @@ class PrivateRun:
         # Process 0 saves the ledger. From the name of its run, each process finds its own secret again.
         run_id = on_process_0(lambda: secrets.token_hex(8))
         if earlier is None:
-            time = None if self._trial is None else self._trial.time
+            time = None if self._trial is None else NO_TIME
             ledger = PrivacyLedger.open(statement, earlier=others, run_id=run_id, time=time)
         else:
             ledger = earlier.resume(

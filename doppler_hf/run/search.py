@@ -55,15 +55,12 @@ from doppler_hf.run.interrupted_searches import (
 )
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
-from doppler_hf.run.plan import Trial, in_digits
+from doppler_hf.run.plan import NO_TIME, Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import BASELINES, CLOCKS
 from doppler_hf.run.search_space import RANDOM, arguments_of_trial, drawn_settings, space_in_words, unseen
 from doppler_hf.training_args import DopplerTrainingArguments
 
-NO_TIME: Final = (
-    "1970-01-01T00:00:00+00:00"  # of all entries of a search's ledger, whose true times would tell of its length
-)
 # Callbacks of Transformers that do nothing but show something.
 _SHOWING: Final = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 
@@ -113,7 +110,7 @@ def trial_of(trainer: Any, plan: PrivacyStatement, *, n_trials: float) -> Trial:
         target_delta=plan.target_delta,
         single_run=plan.releases(plan.steps_planned),
     )
-    return Trial(selection, NO_TIME, {}, Path(trainer.args.output_dir))
+    return Trial(selection, {}, Path(trainer.args.output_dir))
 
 
 def search(

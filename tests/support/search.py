@@ -68,7 +68,7 @@ class Mechanism:
 
 def best_of(trainer, running, trials):
     """Return the best trial of a `Mechanism`."""
-    trial = Trial(types.SimpleNamespace(trials=trials), "", {}, Path("."))
+    trial = Trial(types.SimpleNamespace(trials=trials), {}, Path("."))
     return search._best_of(
         trainer, lambda trial: {}, trial, compute_objective=lambda metrics: metrics["score"], direction="maximize",
         running=running,
