@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import TrainerState
 from transformers.integrations import (
     ClearMLCallback,
     CometCallback,
@@ -30,8 +30,10 @@ from transformers.trainer_callback import CallbackHandler
 from doppler_hf.privacy import PrivacyStatement
 
 LOSSES: Final = ("loss", "train_loss")
-# Further callbacks that show logs on the console, from modules that need a notebook or TRL.
+# Callbacks that only show something on the console; two are from modules that need a notebook or TRL.
 _CONSOLES: Final = (
+    ("transformers", "PrinterCallback"),
+    ("transformers", "ProgressCallback"),
     ("transformers.utils.notebook", "NotebookProgressCallback"),
     ("trl.trainer.callbacks", "RichProgressCallback"),
 )
@@ -56,15 +58,20 @@ def copies_of_console(callbacks: Sequence[object]) -> list[str]:
     return [type(each).__name__.removesuffix("Callback") for each in callbacks if isinstance(each, _COPY_THE_CONSOLE)]
 
 
+def is_console(callback: object) -> bool:
+    """Return whether a callback only shows something on the console."""
+    # A module that nobody has imported has no callback here.
+    found = [(sys.modules.get(module), name) for module, name in _CONSOLES]
+    return isinstance(callback, tuple(getattr(module, name) for module, name in found if module is not None))
+
+
 def local_callbacks(callbacks: Sequence[Any], *, output_dir: str) -> list[Any]:
     """Return the callbacks that may get a raw loss: for the console, unless a tracker copies it, and for TensorBoard."""
-    found = [(sys.modules.get(module), name) for module, name in _CONSOLES]
-    consoles = (ProgressCallback, PrinterCallback, *(getattr(module, name) for module, name in found if module is not None))
     is_copied = bool(copies_of_console(callbacks))
     return [
         each
         for each in callbacks
-        if (isinstance(each, consoles) and not is_copied)
+        if (is_console(each) and not is_copied)
         or (isinstance(each, TensorBoardCallback) and _is_outside(folder_of(each), output_dir))
     ]
 

@@ -55,14 +55,12 @@ from doppler_hf.run.interrupted_searches import (
 )
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.lineage import forget
+from doppler_hf.run.logged_loss import is_console
 from doppler_hf.run.plan import NO_TIME, Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import BASELINES, CLOCKS
 from doppler_hf.run.search_space import RANDOM, arguments_of_trial, drawn_settings, space_in_words, unseen
 from doppler_hf.training_args import DopplerTrainingArguments
-
-# Callbacks of Transformers that do nothing but show something.
-_SHOWING: Final = {"PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 
 
 def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
@@ -347,7 +345,7 @@ def _objective_of_trial(
 
 def copied_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     """Return copies of callbacks for a trial, without those that only show it."""
-    return [copy.deepcopy(each) for each in callbacks if _SHOWING.isdisjoint(kind.__name__ for kind in type(each).__mro__)]
+    return [copy.deepcopy(each) for each in callbacks if not is_console(each)]
 
 
 # Arguments that say where a run is, and not what it is.

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import itertools
 import json
 import logging
@@ -12,6 +13,7 @@ import re
 import sys
 import tempfile
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -159,6 +161,25 @@ def test_what_the_space_prints_is_not_shown_for_the_trials(tmp_path, monkeypatch
 
     trainer_of_search(tmp_path).hyperparameter_search(loud, n_trials=3)
     assert capsys.readouterr().out.count("drawn") == 300  # by the checks before the search
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("transformers", "PrinterCallback"),
+        ("transformers", "ProgressCallback"),
+        ("transformers.utils.notebook", "NotebookProgressCallback"),
+        ("trl.trainer.callbacks", "RichProgressCallback"),
+    ],
+)
+def test_a_trial_has_no_callback_that_only_shows_something(module, name, monkeypatch):
+    if module.startswith("trl"):
+        pytest.importorskip("trl", reason="the extra trl is not installed")
+    display = types.SimpleNamespace(HTML=str, display=print)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    shown, own = object.__new__(getattr(importlib.import_module(module), name)), On(log=lambda **_: None)
+    assert [type(each) for each in search.copied_callbacks([shown, own])] == [On]
 
 
 def test_a_search_finds_the_ledgers_of_folders_beside_its_own(tmp_path, monkeypatch):
