@@ -2,6 +2,7 @@
 
 - MODULES: modules that have moved
 - NAMES: names in public packages
+- ATTRIBUTES, PARAMETERS: names of attributes of public classes, and of parameters of their constructors
 - ARGUMENTS: arguments of `DopplerTrainingArguments`, with the only value that is still allowed: the present behaviour
 - OPTIONS, WORDS: options and words of the command `doppler-hf`, with the same rule
 
@@ -31,6 +32,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 """Package → old name → new place. Functions in `filters.earlier_names` will go; their docstrings name the replacement."""
+
+ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = {"DopplerTrainer": {"private_run": "privacy"}}
+"""Class → old attribute → new name."""
+
+PARAMETERS: Final[Mapping[str, Mapping[str, str]]] = {"AllocationSampler": {"micro_batches": "pieces"}}
+"""Class → old parameter → new name."""
 
 ARGUMENTS: Final[Mapping[str, tuple[Any, str]]] = {
     "accountant": ("prv", "Each sampling has one accountant."),
@@ -96,6 +103,37 @@ def _moved(old: str, new: str, name: str) -> Any:
     found = getattr(import_module(new), name)
     warnings.warn(in_words(old, f"Import {name} from {new}."), FutureWarning, stacklevel=2)
     return found
+
+
+def with_earlier_attributes(cls: C) -> C:
+    """Let the attributes of a class be read by their old names in `ATTRIBUTES` too."""
+    for old, new in ATTRIBUTES[cls.__name__].items():
+        setattr(cls, old, _earlier_attribute(f"{cls.__name__}.{old}", new))
+    return cls
+
+
+def _earlier_attribute(old: str, new: str) -> property:
+    def read(self: Any) -> Any:
+        warnings.warn(in_words(old, f"Use {new}, its new name."), FutureWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(read)
+
+
+def with_earlier_parameters(cls: C) -> C:
+    """Make the constructor of a class accept the old names in `PARAMETERS` too."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for old, new in PARAMETERS[cls.__name__].items():
+            if old in options:
+                options[new] = options.pop(old)
+                warnings.warn(in_words(f"{cls.__name__}({old}=…)", f"Use {new}, its new name."), FutureWarning, stacklevel=2)
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def with_earlier_arguments(cls: C) -> C:

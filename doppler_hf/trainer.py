@@ -12,7 +12,6 @@ The trainer holds the run (`run.private_run`), which owns everything private: sa
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import DefaultDataCollator, Trainer, default_data_collator
 
+from doppler_hf.deprecated import with_earlier_attributes
 from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import explain_gradients_in_a_loss, explain_removed_columns
@@ -49,6 +49,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
 
+@with_earlier_attributes
 class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     """`Trainer` with differential privacy: the same arguments, loop, callbacks, checkpoints and hub methods.
 
@@ -133,12 +134,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             raise AttributeError("privacy: a run with disable_dp=True is not private")
         self._run = self._run or self._new_run()
         return self._run
-
-    @property
-    def private_run(self) -> PrivateRun:
-        """The former name of `privacy`."""
-        warnings.warn("trainer.private_run is now called trainer.privacy. Use the new name.", FutureWarning, stacklevel=2)
-        return self.privacy
 
     def _new_run(self, *, previous: Previous = NOTHING) -> PrivateRun:
         preflight.check_before_run(self)

@@ -12,8 +12,9 @@ from doppler_hf import deprecated, filters
 from doppler_hf.audit import AuditTrainer
 from doppler_hf.cli import COMMANDS, main
 from doppler_hf.filters import LowPassFilter
+from doppler_hf.privacy import AllocationSampler
 from tests.support.refusals import refused
-from tests.support.trainers import arguments
+from tests.support.trainers import arguments, trainer_of
 
 COMMAND_LINES = {
     "plan": ["plan", "--num-examples=2000", "--batch-size=100", "--max-steps=20", "--noise-multiplier=1", "--json"],
@@ -62,6 +63,30 @@ def test_what_old_names_stand_for_is_right():
     np.testing.assert_allclose(density, 1.0, rtol=0.2)  # white noise: the mean of 8 spectra of 50 coordinates
     with refused("earlier-value", match="'autocorrelation'; 'welch'"):
         filters.power_spectral_density(SERIES, "autocorrelation")
+
+
+@pytest.mark.parametrize(("owner", "name"), without(deprecated.ATTRIBUTES))
+def test_an_old_attribute_is_the_new_one_and_warns(owner, name, tmp_path):
+    trainer = {"DopplerTrainer": trainer_of}[owner](tmp_path)
+    new = deprecated.ATTRIBUTES[owner][name]
+    with pytest.warns(FutureWarning, match=rf"^{owner}\.{name} is deprecated and .* Use {new}, its new name\.$") as warned:
+        found = getattr(trainer, name)
+    assert warned[0].filename == __file__
+    assert found is getattr(trainer, new)
+
+
+@pytest.mark.parametrize(("owner", "name"), without(deprecated.PARAMETERS))
+def test_an_old_parameter_is_the_new_one_and_warns(owner, name):
+    assert owner == "AllocationSampler"
+    new = deprecated.PARAMETERS[owner][name]
+    with pytest.warns(
+        FutureWarning, match=rf"^{owner}\({name}=…\) is deprecated and .* Use {new}, its new name\.$"
+    ) as warned:
+        sampler = AllocationSampler(num_examples=8, expected_batch_size=4, **{name: 2})
+    assert warned[0].filename == __file__
+    assert getattr(sampler, new) == 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_parameter'"):
+        AllocationSampler(num_examples=8, expected_batch_size=4, no_such_parameter=2)
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.MODULES.items())

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "shards": ("", "torch"),
     "optim": ("filters linalg shards triton_support", "jaxtyping torch"),
     "optim/fused_update": ("optim triton_support", "numpy jaxtyping torch triton"),
-    "privacy": ("errors linalg shards triton_support filters.noise_shape", "numpy jaxtyping torch cryptography"),
+    "privacy": ("deprecated errors linalg shards triton_support filters.noise_shape", "numpy jaxtyping torch cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
     "privacy/batching/data_digest": ("privacy.batching.columns", "numpy torch pyarrow"),
     "privacy/clipping/fused_gradients": ("triton_support", "numpy jaxtyping torch triton"),
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "errors": ("", ""),
     "extras": ("", ""),
     "version": ("", ""),
-    "trainer": ("preflight privacy training_args run", "torch jaxtyping transformers accelerate"),
+    "trainer": ("deprecated preflight privacy training_args run", "torch jaxtyping transformers accelerate"),
     "trl_checks": ("training_args preflight.data", "datasets"),
     "sft": ("deprecated trainer training_args trl_checks run.saving", "transformers trl"),
     "dpo": (

@@ -15,7 +15,6 @@ With Poisson sampling, a round is a single step, which draws every unit with pro
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 from jaxtyping import Int64, UInt32
 from torch.utils.data import Sampler
 
+from doppler_hf.deprecated import with_earlier_parameters
 from doppler_hf.errors import Failure, Refusal
 from doppler_hf.privacy.accounting.accounting import Sampling
 from doppler_hf.privacy.batching.columns import labels_of
@@ -52,6 +52,7 @@ def example_weight(count: int) -> float:
     return 1.0 if count == 1 else float(np.nextafter(np.float32(1.0 / count), np.float32(0.0)))
 
 
+@with_earlier_parameters
 class AllocationSampler(Sampler[list[int]]):
     """A batch sampler of random batches (draws): every `pieces` consecutive lists are one draw over the whole data set.
 
@@ -62,7 +63,6 @@ class AllocationSampler(Sampler[list[int]]):
         num_examples: The size of the data set.
         expected_batch_size: B, the expected number of units in a draw over all processes; 1 ≤ B ≤ N.
         pieces: Number of parts into which each process cuts a draw.
-        micro_batches: The former name of `pieces`.
         micro_batch_size: The largest number of examples in a pass, with which `cut` begins; None for no limit.
         rank: The index of this process.
         world_size: Number of processes. Each draws from its own disjoint shard, the units ≡ rank mod world_size.
@@ -109,7 +109,6 @@ class AllocationSampler(Sampler[list[int]]):
         num_examples: int,
         expected_batch_size: int,
         pieces: int = 1,
-        micro_batches: int | None = None,
         micro_batch_size: int | None = None,
         rank: int = 0,
         world_size: int = 1,
@@ -122,13 +121,6 @@ class AllocationSampler(Sampler[list[int]]):
         first_step: int = 0,
         seed: int | None = None,
     ) -> None:
-        if micro_batches is not None:
-            warnings.warn(
-                "The argument micro_batches of AllocationSampler is deprecated. Use pieces, its new name.",
-                FutureWarning,
-                stacklevel=2,
-            )
-            pieces = micro_batches
         if not 0 <= rank < world_size:
             raise Refusal(
                 "out-of-range",
