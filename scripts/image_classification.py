@@ -22,7 +22,7 @@ from transformers.models.vit import ViTImageProcessorPil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
-from scripts.training.arguments import one_line_errors, parse_args, refuse_without_effect
+from scripts.training.arguments import one_line_errors, parse_args, refuse_unused_fields
 from scripts.training.data_sources import load_images
 from scripts.training.hub import hub_or_folder
 from scripts.training.lora import LoraArguments, add_lora
@@ -50,10 +50,10 @@ class ImageArguments:
     def __post_init__(self) -> None:
         """Refuse what a local folder or a pretrained model overrules."""
         if self.dataset_dir is not None:
-            refuse_without_effect(self, "dataset_name", beside="dataset_dir")
+            refuse_unused_fields(self, "dataset_name", beside="dataset_dir")
         if self.model_name_or_path is not None:
             of_vit = ("image_size", "patch_size", "hidden_size", "num_layers", "num_heads")
-            refuse_without_effect(self, *of_vit, beside="model_name_or_path")
+            refuse_unused_fields(self, *of_vit, beside="model_name_or_path")
 
 
 def from_scratch(args: ImageArguments, *, num_channels: int, num_labels: int) -> tuple[Any, Any]:

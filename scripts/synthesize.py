@@ -29,7 +29,7 @@ from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.errors import Refusal
 from doppler_hf.run.processes import on_process_0
 from scripts.causal_lm import CausalLMArguments
-from scripts.training.arguments import one_line_errors, parse_args, refuse_without_effect
+from scripts.training.arguments import one_line_errors, parse_args, refuse_unused_fields
 from scripts.training.data_sources import selected
 from scripts.training.finished_model import finished_labels, noted_histogram, training_settings, write_record
 from scripts.training.label_histogram import check_epsilon, noisy_histogram
@@ -80,7 +80,7 @@ class SynthesisArguments(CausalLMArguments):
         super().__post_init__()
         if self.histogram_epsilon is not None:
             check_epsilon(self.histogram_epsilon)
-            refuse_without_effect(self, "proportions", beside="histogram_epsilon")
+            refuse_unused_fields(self, "proportions", beside="histogram_epsilon")
 
 
 # These arguments say what to sample, and may change once the model is finished.

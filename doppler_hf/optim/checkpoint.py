@@ -25,7 +25,7 @@ def loaded(saved: dict[str, Any], *, parameter: Tensor, like: dict[str, Any]) ->
             return value
         # Checkpoints hold whole tensors, so that a run may continue with a different number of processes.
         value = rows_here(value, like=parameter) if value.shape != new.shape else value
-        refuse_other_parameters([*value.shape], [*new.shape], of="a tensor of shape")
+        _refuse_other_sizes([*value.shape], [*new.shape], of="a tensor of shape")
         return value.to(new, copy=True)
 
     return {name: copied(saved[name], new) for name, new in like.items()}
@@ -54,7 +54,7 @@ def refuse_other_optimizer(
         was_muon = saved_group.get("orthogonal", False)  # Older checkpoints do not have this option.
         words = f" (in training arguments, {'set' if was_muon else 'leave out'} base_optimizer='muon')"
         _refuse_other("orthogonal", was_muon, group["orthogonal"], of_trainer=words)
-    refuse_other_parameters(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
+    _refuse_other_sizes(*([len(group["params"]) for group in groups] for groups in (saved["param_groups"], own)))
     for state in saved["state"].values():
         _refuse_other(
             "base",
@@ -77,7 +77,7 @@ def _base_of(base: Base, groups: Sequence[Mapping[str, Any]]) -> Base:
     return "muon" if base == "adam_bc" and any(group.get("orthogonal") for group in groups) else base
 
 
-def refuse_other_parameters(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
+def _refuse_other_sizes(saved: Sequence[int], own: Sequence[int], *, of: str = "groups of") -> None:
     """Refuse a checkpoint of a run that trained different parameters, judged by the group sizes or the shape of a tensor."""
     if saved != own:
         raise Refusal(

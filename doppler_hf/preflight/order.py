@@ -172,7 +172,7 @@ def check_optimizer(optimizer: Any) -> None:
 def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     """Check what the loop will do, now that model, optimizer and schedule are final."""
     loop.refuse_another_optimizer(private_trainer.optimizer.optimizer)
-    loop.refuse_other_parameters(run, private_trainer)
+    loop.refuse_optimizer_of_other_parameters(run, private_trainer)
     loop.refuse_another_schedule(private_trainer)
     loop.refuse_another_rate(run, private_trainer)
     loop.refuse_vanishing_learning_rate(run, private_trainer)

@@ -186,7 +186,7 @@ def classifies(model: Any) -> bool:
     return "Classification" in type(model).__name__ and hasattr(model.config, "num_labels")
 
 
-def task_of(model: Any) -> str | None:
+def hub_task_of(model: Any) -> str | None:
     """Return the hub's name of a model's task, by Transformers' own table; None if it has none there."""
     name = type(base_of(model)).__name__
     for task, models in TASK_MAPPING.items():
@@ -224,7 +224,7 @@ def model_section(run: PrivateRun, trainer: Any) -> str:
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     kinds = sorted({config.peft_type.value for config in getattr(model, "peft_config", {}).values()})
     what = f"adapter {', '.join(kinds)}, " if kinds else ""
-    task = task_of(model)
+    task = hub_task_of(model)
     unit = "records" if trainer.args.privacy_unit_column is None else "users"
     data = dataset_on_hub(dataset)
     linked = dataset_name(dataset) if data is None else f"[{data}](https://huggingface.co/datasets/{data})"
@@ -306,7 +306,7 @@ def metadata_of(run: PrivateRun, trainer: Any) -> dict[str, object]:
     return {
         "library_name": "peft" if hasattr(model, "peft_config") else "transformers",
         "base_model": name if is_hub_id(name) else None,
-        "pipeline_tag": task_of(model),
+        "pipeline_tag": hub_task_of(model),
         "datasets": [data] if data else None,
         "metrics": metrics,
         "tags": ["differential-privacy", "doppler_hf"],

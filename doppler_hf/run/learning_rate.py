@@ -140,7 +140,7 @@ def trained_weights(model: nn.Module) -> TrainedWeights:
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         [*linear_layers(model)],
         [*lora_step_limits(model)],
-        any(factor.weight.requires_grad for layer in adapted_layers(model) for factor in layer.lora_B.values()),
+        any(factor.weight.requires_grad for layer in lora_layers(model) for factor in layer.lora_B.values()),
     )
 
 
@@ -196,7 +196,7 @@ class LayerOfSums(NamedTuple):
 def linear_layers(model: nn.Module) -> Iterator[LayerOfSums]:
     """Return the trained linear layers and convolutions, without LoRA's factors, which have their own bounds."""
     is_of_data = is_first = True
-    factors = {factor for layer in adapted_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
+    factors = {factor for layer in lora_layers(model) for of in (layer.lora_A, layer.lora_B) for factor in of.values()}
     for layer in model.modules():
         if isinstance(layer, _SUMS):
             if layer.weight.requires_grad and layer not in factors:
@@ -211,7 +211,7 @@ def lora_step_limits(model: nn.Module) -> Iterator[float]:
 
     The product of rank r of two matrices of independent weights of size δ has a size of about √r·δ², times the scaling.
     """
-    for layer in adapted_layers(model):
+    for layer in lora_layers(model):
         weight = getattr(layer.get_base_layer(), "weight", None)
         # The size of packed 4-bit weights is not known, and attention layers name their weights differently.
         if isinstance(weight, DTensor):  # all processes come here together, before the first step
@@ -224,7 +224,7 @@ def lora_step_limits(model: nn.Module) -> Iterator[float]:
                 yield math.sqrt(size / (abs(layer.scaling[name]) * math.sqrt(layer.r[name])))
 
 
-def adapted_layers(model: nn.Module) -> list[Any]:
+def lora_layers(model: nn.Module) -> list[Any]:
     """Return the layers to which PEFT has added a product of LoRA's factors, or none if PEFT is not imported."""
     lora = sys.modules.get("peft.tuners.lora")
     return [] if lora is None else [layer for layer in model.modules() if isinstance(layer, lora.LoraLayer)]

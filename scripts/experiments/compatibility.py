@@ -87,7 +87,7 @@ class NotOfPeft(Exception):
 # --- the columns ----------------------------------------------------------------------------------------------------------
 
 
-def task_of(model: Any) -> str | None:
+def peft_task_of(model: Any) -> str | None:
     """Return PEFT's name of the task, or None."""
     # With a task PEFT passes `input_ids`, which are features here.
     if model.main_input_name != "input_ids":
@@ -101,7 +101,7 @@ def adapted(model: Any, config: type, **options: Any) -> nn.Module:
     Raises:
         NotOfPeft: If PEFT has none for it.
     """
-    task = task_of(model)
+    task = peft_task_of(model)
     if issubclass(config, peft.PromptLearningConfig) and task not in TASKS.values():
         raise NotOfPeft("it has prompts for texts and their usual tasks alone")
     try:

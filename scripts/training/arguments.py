@@ -37,7 +37,7 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(f"error: {error}") from error
 
 
-def refuse_without_effect(args: Any, *names: str, beside: str) -> None:
+def refuse_unused_fields(args: Any, *names: str, beside: str) -> None:
     """Refuse fields of a dataclass that are set and have no effect beside another."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoModelForCausalLM
 from transformers.hf_argparser import HfArg
 
-from scripts.training.arguments import refuse_without_effect
+from scripts.training.arguments import refuse_unused_fields
 from scripts.training.data_sources import load_splits
 from scripts.training.hub import hub_or_folder
 from scripts.training.models import load_tokenizer
@@ -39,7 +39,7 @@ class LanguageModelArguments:
     def __post_init__(self) -> None:
         """Refuse what a local folder overrules."""
         if self.dataset_dir is not None:
-            refuse_without_effect(self, "dataset_name", "dataset_config", "validation_split", beside="dataset_dir")
+            refuse_unused_fields(self, "dataset_name", "dataset_config", "validation_split", beside="dataset_dir")
 
 
 def load_rows(args: LanguageModelArguments) -> "DatasetDict":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from scripts.training.arguments import refuse_without_effect
+from scripts.training.arguments import refuse_unused_fields
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -31,7 +31,7 @@ class LoraArguments:
     def __post_init__(self) -> None:
         """Refuse what has no effect without adapters."""
         if self.lora_r == 0:
-            refuse_without_effect(self, "lora_alpha", "use_rslora", "lora_target_modules", beside="lora_r")
+            refuse_unused_fields(self, "lora_alpha", "use_rslora", "lora_target_modules", beside="lora_r")
 
 
 def add_lora(model: PreTrainedModel, args: LoraArguments, *, task_type: TaskType) -> Any:
