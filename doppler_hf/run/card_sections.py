@@ -225,7 +225,7 @@ def model_section(run: PrivateRun, trainer: Any) -> str:
     kinds = sorted({config.peft_type.value for config in getattr(model, "peft_config", {}).values()})
     what = f"adapter {', '.join(kinds)}, " if kinds else ""
     task = hub_task_of(model)
-    unit = "records" if trainer.args.privacy_unit_column is None else "users"
+    units = f"{statement.num_units:,} {statement.noun}s"
     data = dataset_on_hub(dataset)
     linked = dataset_name(dataset) if data is None else f"[{data}](https://huggingface.co/datasets/{data})"
     facts = {
@@ -235,7 +235,7 @@ def model_section(run: PrivateRun, trainer: Any) -> str:
         "class": f"`{type(base_of(model)).__name__}`",
         "task": task and task.replace("-", " "),
         "trained": f"{what}{trained:,} of {sum(sizes.values()):,} parameters" if trained else None,
-        "training data": f"{linked}, {statement.num_units:,} {unit}" if linked else f"{statement.num_units:,} {unit}",
+        "training data": f"{linked}, {units}" if linked else units,
     }
     return "\n".join(["## The model", "", *(f"- **{name}**: {value}" for name, value in facts.items() if value), ""])
 

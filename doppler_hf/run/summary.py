@@ -57,7 +57,7 @@ def print_start(
     """Print the guarantee, data, noise and trained parameters of a run, and its warnings."""
     assert run.ledger is not None
     statement, ledger = run.statement, run.ledger
-    who = "record" if args.privacy_unit_column is None else "user"
+    who = statement.noun
     shape = "white" if statement.groups == 1 else f"banded, {statement.groups} steps"
     chosen = " (auto)" if args.noise_shape == "auto" else ""
     resumed = f"; resumed at step {run.previous.step:,}" if run.previous.step else ""

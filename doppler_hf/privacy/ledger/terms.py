@@ -32,9 +32,9 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         train_loss["private"] = f"private: clipped to {statement.per_sample_max_loss:g}, noise multiplier {of_loss:.4g}"
     return [
         ("mechanism", first["mechanism"]),
-        ("neighbouring data sets", first["neighbouring_relation"].replace("unit", noun_in_words(ledger))),
+        ("neighbouring data sets", first["neighbouring_relation"].replace("unit", statement.noun)),
         ("ε covers", unit_in_words(ledger) + ("" if cap is None else f", at most {cap} of them in a batch")),
-        (f"number of {noun_in_words(ledger)}s N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
+        (f"number of {statement.noun}s N", f"{statement.num_units:,} ({first['role_of_num_units']})"),
         ("expected batch size B", f"{statement.expected_batch_size:,}"),
         ("noise multiplier σ", sigma),
         *(
@@ -188,7 +188,7 @@ def earlier_in_words(ledger: PrivacyLedger) -> str:
             f"{'it' if one else 'they'} computed may have led to this run."
         )
     own = f"ε = {_number(ledger.planned_epsilon)}, δ = {ledger.statement.target_delta:.3g}"
-    return f"{' '.join(said)} For a {noun_in_words(ledger)} whose data only this run used, {own} holds."
+    return f"{' '.join(said)} For a {ledger.statement.noun} whose data only this run used, {own} holds."
 
 
 def _earlier_kinds(ledger: PrivacyLedger) -> tuple[list[Spent], list[Spent]]:
@@ -234,23 +234,18 @@ def _number(epsilon: float) -> str:
 
 def record_in_words(ledger: PrivacyLedger) -> str:
     """Return "training record" or "user": what an attacker tries to recognise."""
-    return "training record" if noun_in_words(ledger) == "record" else "user"
-
-
-def noun_in_words(ledger: PrivacyLedger) -> str:
-    """Return "record" or "user": what N counts."""
-    return ledger.statement.noun
+    return "training record" if ledger.statement.noun == "record" else "user"
 
 
 def unit_in_words(ledger: PrivacyLedger) -> str:
     """Return what ε covers: one record, or one user and how users are told apart."""
     unit = ledger.statement.unit_of_privacy
-    return "one record" if noun_in_words(ledger) == "record" else f"one user ({unit.replace('all examples', 'all records')})"
+    return "one record" if ledger.statement.noun == "record" else f"one user ({unit.replace('all examples', 'all records')})"
 
 
 def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:
     """Return what ε does not cover; a ledger says "units" and "examples" in its file, whose format is fixed."""
-    lines = (line.replace("number of units", f"number of {noun_in_words(ledger)}s") for line in ledger.not_covered)
+    lines = (line.replace("number of units", f"number of {ledger.statement.noun}s") for line in ledger.not_covered)
     return [line.replace("training examples", "training records") for line in lines]
 
 
