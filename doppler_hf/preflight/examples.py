@@ -68,7 +68,7 @@ def check_examples(run: PrivateRun, trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def multiply_adds(model: nn.Module) -> Iterator[list[int]]:
+def multiply_adds() -> Iterator[list[int]]:
     """Yield a list that collects the multiplications of each layer in the block: outputs times weights per output."""
     counted: list[int] = []
 
@@ -169,7 +169,7 @@ class _Comparison:
         """Take as many examples as a micro-batch has, if the model computes them in a fraction of a second."""
         affordable = 0.0
         if self._is_cheap:
-            with self.clipped.unwatched(), torch.no_grad(), multiply_adds(self.model) as counted:
+            with self.clipped.unwatched(), torch.no_grad(), multiply_adds() as counted:
                 self.losses_of(self.probe.collated(self.probe.short[:1]))
             affordable = (_MOST_ON_CPU if _is_on_cpu(self.model) else _MOST_ON_ACCELERATOR) / max(1, sum(counted))
         # A user's loss may choose among all examples of a micro-batch, such as the hardest eight.

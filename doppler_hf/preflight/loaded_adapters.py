@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.saved_weights import is_saved_by_own_code, saved_adapters, without_prefix
 from doppler_hf.run.merges import adapted_layers, copy_without_hooks
-from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0
 
 # Initial weights of LoRA that are loaded exactly, as a test measures. All others are tried in every run.
@@ -32,7 +31,7 @@ _MOST_WEIGHTS: Final = 2**26  # The largest layer that is tried; larger layers t
 _OF_OTHER_LAYERS: Final = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 
 
-def refuse_adapters_that_load_differently(run: PrivateRun, trainer: Any) -> None:
+def refuse_adapters_that_load_differently(trainer: Any) -> None:
     """Refuse an adapter whose files would not give the trained model back, because loading it draws new random numbers."""
     model = trainer.model
     if is_saved_by_own_code(trainer):

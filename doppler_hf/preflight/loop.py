@@ -31,7 +31,7 @@ def refuse_another_optimizer(optimizer: Any) -> None:
         )
 
 
-def refuse_optimizer_of_other_parameters(_run: PrivateRun, trainer: Any) -> None:
+def refuse_optimizer_of_other_parameters(trainer: Any) -> None:
     """Refuse an optimizer whose parameters are not exactly the trained ones."""
     optimizer, model = trainer.optimizer.optimizer, trainer.model
     of_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}

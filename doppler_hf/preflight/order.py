@@ -172,7 +172,7 @@ def check_optimizer(optimizer: Any) -> None:
 def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     """Check what the loop will do, now that model, optimizer and schedule are final."""
     loop.refuse_another_optimizer(private_trainer.optimizer.optimizer)
-    loop.refuse_optimizer_of_other_parameters(run, private_trainer)
+    loop.refuse_optimizer_of_other_parameters(private_trainer)
     loop.refuse_another_schedule(private_trainer)
     loop.refuse_another_rate(run, private_trainer)
     loop.refuse_vanishing_learning_rate(run, private_trainer)
@@ -181,6 +181,6 @@ def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     own_step.refuse_counts_that_fail(run, private_trainer)
     if private_trainer.args.rehearse:
         saved_weights.refuse_unsaved_weights(run, private_trainer)
-        loaded_adapters.refuse_adapters_that_load_differently(run, private_trainer)
+        loaded_adapters.refuse_adapters_that_load_differently(private_trainer)
         saved_weights.note_another_model_when_loaded(run, private_trainer)
         rehearsal.rehearse(run, private_trainer)

@@ -42,7 +42,7 @@ class Call(NamedTuple):
 def refuse_other_signatures(trainer: Any) -> None:
     """Refuse overrides that Transformers cannot call, and overrides that call `super()` with wrong arguments."""
     own: dict[str, list[Definition]] = {}
-    for name in _names_of_methods(trainer):
+    for name in _names_of_methods():
         found = [each for each in definitions(trainer, name) if each.is_user_code and callable(getattr(trainer, name))]
         if found:
             own[name] = found
@@ -193,7 +193,7 @@ def _evaluates(trainer: Any) -> bool:
     return bool(trainer.args.eval_strategy != "no" or trainer.eval_dataset is not None)
 
 
-def _names_of_methods(trainer: Any) -> Iterator[str]:
+def _names_of_methods() -> Iterator[str]:
     """Yield the names of the methods of Transformers' `Trainer`, and of our own method."""
     for name, value in vars(Trainer).items():
         if inspect.isfunction(value) and name != "__init__":

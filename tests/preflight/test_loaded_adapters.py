@@ -208,5 +208,5 @@ def test_another_kind_whose_frozen_part_is_drawn_again_is_refused_and_lora_train
     monkeypatch.setattr(layer, "slice_pca", unseeded)
     trainer = trainer_of(tmp_path, model=get_peft_model(tiny_bert(), peft.AdamssConfig(r=4, **QUERY)))
     with refused("adapter-loads-differently", match=r"AdamssConfig.* use LoraConfig\."):
-        refuse_adapters_that_load_differently(trainer.privacy, trainer)
+        refuse_adapters_that_load_differently(trainer)
     trained(trainer_of(tmp_path, model=get_peft_model(tiny_bert(), lora())))
