@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "privacy/losses": ("linalg privacy.dense_losses privacy.token_losses", "jaxtyping torch transformers"),
     "privacy/loss_bounds": ("privacy.losses", "transformers"),
     "privacy/token_losses": ("linalg", "jaxtyping torch transformers"),
-    "privacy/dense_losses": ("linalg", "jaxtyping torch transformers"),
+    "privacy/dense_losses": ("linalg privacy.token_losses", "jaxtyping torch transformers"),
     "training_args": ("deprecated filters privacy", "transformers torch"),
     "run": (
         "errors filters linalg optim privacy shards training_args",

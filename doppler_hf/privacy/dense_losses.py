@@ -3,7 +3,7 @@
 A model's own loss is a mean over the pixels of the whole batch, or a sum over its examples.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies, no_class
-
-_NO_TOKEN: Final = -100  # The value in transformers' ForCTCLoss.
+from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 
 def ignored_pixel(model: PreTrainedModel) -> int:
@@ -76,8 +75,8 @@ def ctc_losses(
     losses, classes = outputs.loss, outputs.logits.shape[-1]
     # Sensitivity: torch does not check whether a label is a class. For an invalid label, it would write into the gradient of
     # a neighbour in the batch.
-    if bool(((labels >= classes) | (labels < 0) & (labels != _NO_TOKEN)).any()):
-        raise no_class(classes, _NO_TOKEN, "Map unknown characters to a token of the vocabulary")
+    if bool(((labels >= classes) | (labels < 0) & (labels != IGNORED_LABEL)).any()):
+        raise no_class(classes, IGNORED_LABEL, "Map unknown characters to a token of the vocabulary")
     if reduction == "mean":
-        losses = losses / ((labels != _NO_TOKEN) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
+        losses = losses / ((labels != IGNORED_LABEL) & (labels != config.pad_token_id)).sum(dim=1).clamp(min=1)
     return losses

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import cross_entropies
 
-IGNORED_LABEL: Final = -100  # the value in Transformers' collators and losses, and in torch's cross_entropy
+IGNORED_LABEL: Final = -100  # the value in Transformers' collators and losses (CTC, too), and in torch's cross_entropy
 # Logits that are computed at a time: 128 MiB in float32, or 220 tokens of 151,936 classes. Larger products are not faster.
 CHUNK: Final = 2**25
 
