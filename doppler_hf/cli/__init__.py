@@ -8,6 +8,7 @@ words that are not its own flags: the fields of a recipe. `python -m doppler_hf`
 - plan, estimate, filter, audit, check, verify: the commands
 - script: runs a training script up to its training, for check, audit and estimate
 - random_model: a model with random weights, for estimate and plan
+- lora: the description of adapters, for random_model
 - measured_run: a few steps of a script's training, for estimate
 - planned_runs: the cost of a run and of its alternatives, for plan
 - plots: pictures of filters and plans, for filter and plan

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from doppler_hf.cli.lora import lora_config
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import per_sample_losses
 
@@ -83,18 +84,10 @@ class RandomModel:
             self.base: PreTrainedModel = head.from_config(config)
             self.model: nn.Module = self.base.train()
             if lora_r:
-                from peft import LoraConfig, get_peft_model
+                from peft import get_peft_model
 
-                names = None if lora_target_modules is None else lora_target_modules.split(",")
-                config = LoraConfig(
-                    r=lora_r,
-                    # PEFT understands all-linear only as a plain string.
-                    target_modules="all-linear" if names == ["all-linear"] else names,
-                    task_type=task_type,
-                    # Without a task type, PEFT would freeze the head, which is new.
-                    modules_to_save=["classifier"] if task_type is None else None,
-                )
-                self.model = get_peft_model(self.base, config).train()
+                adapters = lora_config(lora_r, target_modules=lora_target_modules, task_type=task_type)
+                self.model = get_peft_model(self.base, adapters).train()
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return a random batch of `size` examples, all of the same length."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
+from doppler_hf.cli import lora
 from scripts.training.arguments import refuse_unused_fields
 
 if TYPE_CHECKING:
@@ -52,16 +53,10 @@ def lora_config(args: LoraArguments, *, task_type: TaskType) -> "LoraConfig | No
     """Return PEFT's description of the adapters, or None if `args.lora_r` is 0; for `task_type` see `add_lora`."""
     if args.lora_r == 0:
         return None
-    from peft import LoraConfig
-
-    names = None if args.lora_target_modules is None else args.lora_target_modules.split(",")
-    return LoraConfig(
-        r=args.lora_r,
+    return lora.lora_config(
+        args.lora_r,
+        target_modules=args.lora_target_modules,
+        task_type=task_type,
         lora_alpha=args.lora_alpha,
         use_rslora=args.use_rslora,
-        # PEFT knows all-linear only as a plain string.
-        target_modules="all-linear" if names == ["all-linear"] else names,
-        task_type=task_type,
-        # Without a task PEFT would freeze the head, which is new.
-        modules_to_save=["classifier"] if task_type is None else None,
     )
