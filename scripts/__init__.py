@@ -9,5 +9,6 @@
 - bench: benchmarks
 - experiments: other measurements
 - oldest_versions: the oldest packages that are admitted
+- gallery: makes the notebooks of the gallery from the scripts next to them
 - messages: every message of the package, with its code and place
 """

@@ -89,8 +89,7 @@ class PrivacyCallback(TrainerCallback):
                 "If you train on different data, make a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
                 "The earlier run was complete, and this run may depend on its results, so it counts as a plan of its own "
-                "and "
-                "its ε is added.": ledger.is_repeated and remaining > 0,
+                "and its ε is added.": ledger.is_repeated and remaining > 0,
                 f"All {step} steps of this run were already done, so nothing was trained. To continue, set a larger "
                 "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,

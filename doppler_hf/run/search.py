@@ -349,7 +349,7 @@ def copied_callbacks(callbacks: Sequence[Any]) -> list[Any]:
 
 
 # Arguments that say where a run is, and not what it is.
-_OF_THE_PLACE: Final = frozenset({"output_dir", "logging_dir", "run_name", "local_rank", "hub_token", "push_to_hub_token"})
+_OF_THE_PLACE: Final = frozenset({"output_dir", "run_name", "local_rank", "hub_token"})
 _KEPT: Final = (
     "args", "model", "model_wrapped", "state", "control", "is_in_train", "_run", "_train_batch_size",
 )  # fmt: skip

@@ -8,7 +8,7 @@ A layer notes each use of a trained parameter in `Notes`, in one of these forms:
     Standardized   a product, through the standardization of the weight that multiplies
 
 After the backward pass all uses of a parameter become one gradient: one of these, or `Tied`, the sum of a product and a
-look-up of one table. `Squares` finds the norms of all gradients, and `weighted_sums` their sums. The sum Σ w_i g_i of a
+look-up of one table. `Squares` finds the norms of all gradients, and `Gradient.weighted` their sums. The sum Σ w_i g_i of a
 product is one product of matrices over examples and time (*book-keeping*: Bu et al. 2023, https://arxiv.org/abs/2210.00038).
 
 A new form is one subclass of `Use`, with the methods that are abstract there; notes, norms and sums then work with it.
