@@ -20,7 +20,6 @@ from tests.support.trainers import trained, trainer_of
 from tests.support.unspent import refusal_unspent
 
 QUERY = dict(target_modules=["query"])
-TWO = dict(target_modules=["query", "value"])
 PISSA = "pissa_niter_4"
 
 

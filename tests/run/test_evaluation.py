@@ -114,10 +114,6 @@ class OwnEvaluation(DopplerTrainer):
         return {"eval_own": 1.0}
 
 
-def of_topics():
-    return text_data().rename_column("labels", "topic")
-
-
 SILENT = {
     "prediction_step": (dict(cls=WithoutLoss), "no eval_loss, because WithoutLoss.prediction_step returns none"),
     "evaluate": (dict(cls=OwnEvaluation), "no eval_loss, because OwnEvaluation.evaluate returns none"),

@@ -59,9 +59,6 @@ def tiny_mixtral():
     return MixtralForCausalLM(MixtralConfig(vocab_size=len(VOCABULARY), num_local_experts=2, **sizes))
 
 
-BALANCED = r"router_aux_loss_coef=0\.001 adds a balancing loss .* Set router_aux_loss_coef=0\.0\."
-
-
 def arguments_of(folder, *, cls, **options):
     defaults = dict(
         output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
