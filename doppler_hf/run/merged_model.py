@@ -35,6 +35,12 @@ _NEARLY_ONCE: Final = 0.1
 _FEW, _OF_CHANGE, _FEWEST, _HALF = 0.02, 0.5, 2, 1e-5
 # The number of standard deviations that count as chance.
 _BY_CHANCE: Final = 6.0
+# Fields of a configuration that change no output of the same weights, or belong to a new head or to added tokens.
+_BESIDE_THE_OUTPUTS: Final = frozenset({
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label", "label2id",
+    "num_labels", "pad_token_id", "problem_type", "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+})  # fmt: skip
 
 
 def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
@@ -63,6 +69,12 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
         f"{name} in {merged} is a weight file that the model does not use, so it was not checked. Remove it."
         for name in _unused_files(merged)
     ]
+    with _readable(base):
+        lines += [
+            f"The configuration of {merged} has {name}={value!r}, and that of {base} has {of_base!r}, so the model computes "
+            "something else. Save the merged model again with save_pretrained."
+            for name, value, of_base in _differences(config.to_dict(), AutoConfig.from_pretrained(base).to_dict())
+        ]
     found = published.state_dict()
     differing: list[str] = [*found]
     for precision in dict.fromkeys([config.dtype, torch.float32, torch.bfloat16, torch.float16]):
@@ -70,6 +82,8 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
             before, after, rows = _merged_again(kind, published, base, adapter, dtype=precision, keeps_adapter=keeps_adapter)
             if rows is not None:
                 return [*lines, rows]
+            if other := _of_one_alone(found, after, merged=merged, base=base):
+                return [*lines, *other]
             still = [name for name, value in found.items() if not _is_equal(value, after[name], before.get(name))]
             differing = min(differing, still, key=len)
             if not differing:
@@ -78,6 +92,31 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
         f"{len(differing)} of {len(found)} tensors in {merged} differ from {base} with the adapter in {adapter} merged into "
         f"it, such as {differing[0]}. Merge again from the saved adapter, and change nothing afterwards."
     )
+    return lines
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield names of fields of two configurations on which outputs depend, with both values, where these differ."""
+    for name in sorted((one.keys() | other.keys()) - _BESIDE_THE_OUTPUTS):
+        values = one.get(name), other.get(name)
+        if all(isinstance(value, dict) for value in values):
+            yield from ((f"{name}.{inner}", *rest) for inner, *rest in _differences(*values))
+        elif values[0] != values[1]:
+            yield name, *values
+
+
+def _of_one_alone(found: dict[str, Tensor], after: dict[str, Tensor], *, merged: Path, base: str) -> list[str]:
+    """Return a line for tensors that only the merged model has, and one for those that only the base has, such as layers."""
+    only_merged, only_base = sorted(found.keys() - after.keys()), sorted(after.keys() - found.keys())
+    lines = []
+    if only_merged:
+        lines.append(f"{len(only_merged)} tensors in {merged} are not in {base}, such as {only_merged[0]}.")
+    if only_base:
+        lines.append(
+            f"{len(only_base)} tensors of {base} are missing in {merged}, such as {only_base[0]}. If a part of {base} was "
+            "trained, such as its first layers, save that part with save_pretrained before the training, and give its "
+            "folder as --base."
+        )
     return lines
 
 

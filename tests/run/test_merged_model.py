@@ -1,5 +1,7 @@
 """`doppler-hf verify MERGED --base BASE --adapter FOLDER` computes the merge again."""
 
+import json
+import re
 import shutil
 
 import pytest
@@ -111,6 +113,35 @@ def test_another_base_or_no_merge_is_not_verified(folders, capsys):
     assert verify(folders, base="other") == 0
     merged(folders, change=lambda model: model.load_state_dict(tiny_bert().state_dict()))
     assert verify(folders) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_layers_that_are_left_out_or_added_are_noticed(folders, capsys):
+    """Of a model of fewer layers, all tensors that are there may be right."""
+    tiny_bert(num_hidden_layers=2).save_pretrained(folders / "deeper")
+    for base, dropped in (("base", "deeper"), ("deeper", "base")):
+        torch.manual_seed(0)
+        whole = BertForSequenceClassification.from_pretrained(folders / base)
+        other = BertForSequenceClassification.from_pretrained(folders / dropped)
+        other.load_state_dict(whole.state_dict(), strict=False)
+        other.save_pretrained(folders / "other-depth")
+        merged(folders, base="other-depth")
+        assert verify(folders, base=base) == 1
+        output = said(capsys)
+        assert output.startswith("NOT VERIFIED")
+        assert re.search(r"tensors (of|in) .* (are missing in|are not in) .*, such as bert\.encoder\.layer\.1\.", output)
+        assert re.search("num_hidden_layers=., and that of .* has .,", output)
+
+
+def test_a_configuration_that_computes_something_else_is_noticed(folders, capsys):
+    merged(folders)
+    path = folders / "merged" / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps(config | {"hidden_act": "relu", "id2label": {"0": "no", "1": "yes"}}), "utf-8")
+    assert verify(folders) == 1
+    output = said(capsys)
+    assert "has hidden_act='relu', and that of" in output
+    assert "id2label" not in output
 
 
 def test_a_causal_model_with_a_larger_vocabulary(tmp_path, capsys):
