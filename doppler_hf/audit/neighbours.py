@@ -68,6 +68,7 @@ class NeighbourResult:
         expected_batch_size: B of the run, in records.
         tolerance: How far above 1 a distance may be because of rounding alone.
         rounding: How far rounding alone may move the contribution of another record, in units of C.
+        noun: What a batch has: records, or users with `privacy_unit_column`.
     """
 
     distances: Float[np.ndarray, " pairs"]
@@ -76,6 +77,7 @@ class NeighbourResult:
     expected_batch_size: int
     tolerance: float
     rounding: float
+    noun: str = "record"
 
     @property
     def contradicts_claim(self) -> bool:
@@ -194,6 +196,7 @@ def neighbour_distances(
         rounding=max(
             tolerance, ROUNDING_BF16 if computes_in_bf16(trainer.model, trainer.accelerator.mixed_precision) else 0.0
         ),
+        noun=trainer.privacy.sampler.noun,
     )
 
 

@@ -60,10 +60,13 @@ def table_of(result: NeighbourResult) -> Table:
     table = Table(title="Neighbour test", show_header=False)
     for row in (
         ("pairs of batches", f"{len(result.distances):,}"),
-        ("records in a batch", f"{result.draw_size:,} and one more (a batch of the run: {result.expected_batch_size:,})"),
-        ("one record moves the sum by", f"at most {result.distances.max():.6f} C (allowed: 1 C)"),
         (
-            "it moves the other records by",
+            f"{result.noun}s in a batch",
+            f"{result.draw_size:,} and one more (a batch of the run: {result.expected_batch_size:,})",
+        ),
+        (f"one {result.noun} moves the sum by", f"at most {result.distances.max():.6f} C (allowed: 1 C)"),
+        (
+            f"it moves the other {result.noun}s by",
             f"at most {result.couplings.max():.2g} C (allowed: {result.allowed_coupling:.2g} C)",
         ),
     ):
@@ -73,17 +76,18 @@ def table_of(result: NeighbourResult) -> Table:
 
 def verdict(result: NeighbourResult) -> str:
     """Return the outcome in a sentence or two."""
+    who = result.noun
     if not result.contradicts_claim:
-        found = "No defect found: no tested record moved the sum by more than C. Records that were not tested may do so."
-        coarse = "The model rounds coarsely, so this test can miss records that move others. Repeat it in float32."
+        found = f"No defect found: no tested {who} moved the sum by more than C. Others that were not tested may do so."
+        coarse = f"The model rounds coarsely, so this test can miss {who}s that move others. Repeat it in float32."
         return f"{found} {coarse}" if result.rounds_coarsely else found
     if result.distances.max() <= 1.0 + result.tolerance and result.extrapolated.max() <= 1.0 + result.tolerance:
         return (
-            f"THE CLAIM IS WRONG: one record changes the contributions of other records by up to "
+            f"THE CLAIM IS WRONG: one {who} changes the contributions of other {who}s by up to "
             f"{result.couplings.max():.4g} C. The proof assumes that it changes its own contribution only. Let the loss of "
             "each record depend on that record alone."
         )
     return (
-        f"THE CLAIM IS WRONG: one record moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
+        f"THE CLAIM IS WRONG: one {who} moves the sum by {result.distances.max():.4g} C, and in a whole batch by up to "
         f"{result.extrapolated.max():.4g} C. The ε in the ledger assumes at most 1 C."
     )

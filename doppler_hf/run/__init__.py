@@ -28,6 +28,7 @@
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights
 - merges: how to recognise weights into which an adapter was merged
+- config_differences: what differs between two configurations, for card_sections and merged_model
 - merged_model: a check that a model is a base with an adapter merged into it
 - rounds: the rounds of the sampling, new or continued from an earlier run
 - states_folder: the user's own folder, for what must not be in an output folder

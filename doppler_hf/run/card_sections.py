@@ -6,6 +6,7 @@ Privacy: everything here is the ledger's, the arguments', a name or a shape of t
 logs of the training, where no raw loss is kept. The number of records is public; how many rows a user has is not said.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from transformers.modelcard import TASK_MAPPING, extract_hyperparameters_from_tr
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import account_in_words, claim_in_words, not_covered_in_words
+from doppler_hf.run.config_differences import config_differences
 from doppler_hf.run.model_card import HEADING, is_hub_id
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.precision import computes_in_bf16
@@ -139,9 +141,10 @@ def loading_section(trainer: Any, folder: Path) -> str:
         named = shown_name(name)
         if is_known and name:
             config = base_of(model).config
-            labels = f", num_labels={config.num_labels}" if classifies(base_of(model)) else ""
+            options = {**labels_of_head(base_of(model)), **changes_of_base(config, name)}
+            given = "".join(f", {option}={value!r}" for option, value in options.items())
             imports = [f"from transformers import {kind.__name__}"]
-            lines.append(f'base = {kind.__name__}.from_pretrained("{named}"{labels})')
+            lines.append(f'base = {kind.__name__}.from_pretrained("{named}"{given})')
             if not is_hub_id(name):
                 said.append(f"`{named}` was a folder where the model was trained. Give yours.")
         else:
@@ -170,6 +173,32 @@ def loading_section(trainer: Any, folder: Path) -> str:
     imports = joined_imports(imports)
     said = [*said, ""] if said else []
     return "\n".join(["## How to load it", "", *said, *fenced("python", *imports, "", *lines), ""])
+
+
+def labels_of_head(model: Any) -> dict[str, Any]:
+    """Return the option of `from_pretrained` that gives a new head its outputs, with their names if they have any."""
+    if not classifies(model):
+        return {}
+    names: dict[int, str] = model.config.id2label
+    if all(name == f"LABEL_{number}" for number, name in names.items()):
+        return {"num_labels": model.config.num_labels}
+    return {"id2label": names}
+
+
+def changes_of_base(config: Any, name: str) -> dict[str, Any]:
+    """Return the options of `from_pretrained` with which the base was changed, such as fewer layers, where they can be read.
+
+    The base's own configuration is read from its folder, or from the cache of the hub.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        own = type(config).from_pretrained(name, local_files_only=True)
+        simple = (bool, int, float, str, type(None))
+        return {
+            option: value
+            for option, value, _ in config_differences(config, own)
+            if isinstance(value, simple) and option.isidentifier() and not option.startswith("_")
+        }
+    return {}
 
 
 def joined_imports(imports: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from doppler_hf.errors import Refusal
 from doppler_hf.extras import require
 from doppler_hf.privacy.ledger.weights import weight_files
+from doppler_hf.run.config_differences import config_differences
 
 _ROUNDINGS: Final = 2.0
 _TOGETHER: Final = 0.5
@@ -35,12 +36,6 @@ _NEARLY_ONCE: Final = 0.1
 _FEW, _OF_CHANGE, _FEWEST, _HALF = 0.02, 0.5, 2, 1e-5
 # The number of standard deviations that count as chance.
 _BY_CHANCE: Final = 6.0
-# Fields of a configuration that change no output of the same weights, or belong to a new head or to added tokens.
-_BESIDE_THE_OUTPUTS: Final = frozenset({
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label", "label2id",
-    "num_labels", "pad_token_id", "problem_type", "quantization_config", "torch_dtype", "transformers_version", "use_cache",
-    "vocab_size",
-})  # fmt: skip
 
 
 def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
@@ -73,7 +68,7 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
         lines += [
             f"The configuration of {merged} has {name}={value!r}, and that of {base} has {of_base!r}, so the model computes "
             "something else. Save the merged model again with save_pretrained."
-            for name, value, of_base in _differences(config.to_dict(), AutoConfig.from_pretrained(base).to_dict())
+            for name, value, of_base in config_differences(config, AutoConfig.from_pretrained(base))
         ]
     found = published.state_dict()
     differing: list[str] = [*found]
@@ -93,16 +88,6 @@ def merge_mismatches(merged: Path, *, base: str, adapter: Path) -> list[str]:
         f"it, such as {differing[0]}. Merge again from the saved adapter, and change nothing afterwards."
     )
     return lines
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield names of fields of two configurations on which outputs depend, with both values, where these differ."""
-    for name in sorted((one.keys() | other.keys()) - _BESIDE_THE_OUTPUTS):
-        values = one.get(name), other.get(name)
-        if all(isinstance(value, dict) for value in values):
-            yield from ((f"{name}.{inner}", *rest) for inner, *rest in _differences(*values))
-        elif values[0] != values[1]:
-            yield name, *values
 
 
 def _of_one_alone(found: dict[str, Tensor], after: dict[str, Tensor], *, merged: Path, base: str) -> list[str]:

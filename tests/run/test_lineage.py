@@ -9,9 +9,14 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import BertForSequenceClassification
 
+from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.accounting.attack import percent, trade_off, trade_off_at
+from doppler_hf.privacy.ledger.terms import _trade_off as trade_off_of_weights
+from doppler_hf.privacy.ledger.terms import meaning_in_words
 from doppler_hf.run import lineage
 from tests.support.power import Disk
+from tests.support.printed import flat
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
@@ -291,6 +296,48 @@ def test_a_register_that_cannot_be_written_or_read_stops_nothing(tmp_path):
     (tmp_path / "state/doppler_hf/trainings").mkdir(parents=True)
     (tmp_path / "state/doppler_hf/trainings/ffff.json").write_text('{"trainings": ')
     train(tmp_path, "third", tiny_bert())
+
+
+def verified(folder, capsys):
+    capsys.readouterr()
+    assert main(["verify", str(folder)]) == 0
+    return flat(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("delta", "is_large"), [(None, True), (1e-3, False)])
+def test_deltas_that_add_up_to_more_than_one_of_n_are_told(tmp_path, capsys, delta, is_large):
+    """By default δ = N^−1.1, and two of them are above 1/N for every N below 1,024."""
+    first = train(tmp_path, "first", tiny_bert(), target_delta=delta)
+    assert "All δ add up" not in capsys.readouterr().out
+    second = train(tmp_path, "second", first.model, target_delta=delta)
+    said = flat(capsys.readouterr().out)
+    words = f"All δ add up to {second.privacy.ledger.spent.delta:.3g}, which is above 1/N = 0.0417"
+    for shown in (said, verified(second.args.output_dir, capsys)):
+        assert (words in shown) == is_large
+        assert ("Set a smaller target_delta for each run." in shown) == is_large
+
+
+def test_the_limits_on_attacks_of_several_runs_make_use_of_the_terms_of_the_last(tmp_path, capsys):
+    options = dict(noise_multiplier=3.0, target_delta=1e-3)
+    first = train(tmp_path, "first", tiny_bert(), **options)
+    second = train(tmp_path, "second", first.model, **options)
+    ledger, rates = second.privacy.ledger, (0.001, 0.01, 0.3)
+    both = trade_off_of_weights(ledger)
+    of_pair = trade_off_at(ledger.spent.epsilon, delta=ledger.spent.delta)
+    # Not below the runs together, of which the terms are known here.
+    exact = trade_off([*first.privacy.ledger.plans[0], *ledger.plans[0]])
+    for rate in rates:
+        found = [each.true_positive_rate(rate) for each in (exact, both, of_pair)]
+        assert found == sorted(found)
+        assert found[1] < found[2]
+    assert exact.advantage <= both.advantage < of_pair.advantage
+    own = percent(ledger.trade_off().true_positive_rate(0.01))
+    assert (
+        f"Of the others only ε and δ are known, so this limit is loose; in this run alone it is {own}."
+        in meaning_in_words(ledger)
+    )
+    assert "others" not in meaning_in_words(first.privacy.ledger)
+    assert f"at most {percent(both.advantage)} (in this run alone" in verified(second.args.output_dir, capsys)
 
 
 # --- half precision, checkpoints, small steps ---

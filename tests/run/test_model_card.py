@@ -5,6 +5,7 @@ import re
 
 import datasets
 import pytest
+import torch
 import transformers
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
@@ -178,12 +179,13 @@ def test_the_front_matter_is_the_hubs(tmp_path, way):
     assert data.base_model is None
 
 
-@pytest.mark.parametrize("way", ["adapter", "plain"])
+@pytest.mark.parametrize("way", ["adapter", "adapter of a changed base", "plain"])
 def test_the_snippet_of_the_card_loads_the_model(tmp_path, monkeypatch, way):
     base = tmp_path / "a base"
-    tiny_bert().save_pretrained(base)
-    model = BertForSequenceClassification.from_pretrained(base)
-    model = adapted(model) if way == "adapter" else model
+    changes = {"num_hidden_layers": 1, "hidden_act": "relu", "id2label": {0: "bad", 1: "good"}} if "changed" in way else {}
+    tiny_bert(num_hidden_layers=2).save_pretrained(base)
+    model = BertForSequenceClassification.from_pretrained(base, **changes)
+    model = adapted(model) if "adapter" in way else model
     trainer = trained(trainer_of(tmp_path, model=model))
     trainer.save_model()
     trainer.create_model_card()
@@ -201,6 +203,12 @@ def test_the_snippet_of_the_card_loads_the_model(tmp_path, monkeypatch, way):
     assert found
     for name, value in found.items():
         assert value.equal(trainer.model.get_parameter(name).cpu())
+    tokens = torch.arange(6)[None]
+    outputs = [each.eval()(input_ids=tokens).logits for each in (names["model"], trainer.model)]
+    torch.testing.assert_close(*outputs)
+    assert names["model"].config.id2label == trainer.model.config.id2label
+    for name in ("num_hidden_layers", "hidden_act", "id2label"):
+        assert (f"{name}=" in card) == ("changed" in way), name
 
 
 def test_a_base_model_and_a_data_set_of_the_hub_are_linked(tmp_path):

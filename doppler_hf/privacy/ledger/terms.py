@@ -6,10 +6,13 @@ way.
 """
 
 import math
+from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent
-from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent, trade_off_at
+from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
 HOW_COMPUTED: Final = "computed from privacy loss distributions"
@@ -187,6 +190,11 @@ def earlier_in_words(ledger: PrivacyLedger) -> str:
             f"The ε of {what} in the same folder is included. {'It' if one else 'They'} published nothing, but what "
             f"{'it' if one else 'they'} computed may have led to this run."
         )
+    if (delta := ledger.spent.delta) >= (largest := 1.0 / ledger.statement.num_units):
+        said.append(
+            f"All δ add up to {delta:.3g}, which is above 1/N = {largest:.3g}: so large a δ would permit a run to publish "
+            f"one of the {ledger.statement.noun}s. Set a smaller target_delta for each run."
+        )
     own = f"ε = {_number(ledger.planned_epsilon)}, δ = {ledger.statement.target_delta:.3g}"
     return f"{' '.join(said)} For a {ledger.statement.noun} whose data only this run used, {own} holds."
 
@@ -214,18 +222,23 @@ def total_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 
 def meaning_in_words(ledger: PrivacyLedger) -> str:
-    """Return what the ε of the weights means for an attacker, in one sentence."""
+    """Return what the ε of the weights means for an attacker."""
     total = total_of(ledger, epsilon=ledger.epsilon())
     runs = "In this run" if ledger.earlier is None else "In all these runs"
-    return attack_in_words(_trade_off(ledger), epsilon=total.epsilon, record=record_in_words(ledger), runs=runs)
+    words = attack_in_words(_trade_off(ledger), epsilon=total.epsilon, record=record_in_words(ledger), runs=runs)
+    if ledger.earlier is None:
+        return words
+    own = percent(ledger.trade_off().true_positive_rate(0.01))
+    return f"{words} Of the others only ε and δ are known, so this limit is loose; in this run alone it is {own}."
 
 
 def _trade_off(ledger: PrivacyLedger) -> TradeOff:
     """Return bounds on the success of an attack on the weights. Only ε and δ are known of runs of other ledgers."""
-    if ledger.earlier is None:
-        return ledger.trade_off()
-    total = total_of(ledger, epsilon=ledger.epsilon())
-    return trade_off_at(total.epsilon, delta=min(1.0, total.delta))
+    own, earlier = ledger.trade_off(), ledger.earlier
+    if earlier is None:
+        return own
+    # By basic composition (Dwork and Roth 2014, Theorem B.1), with each pair of this run.
+    return TradeOff(own.epsilons + earlier.epsilon, np.minimum(own.deltas + earlier.delta, 1.0))
 
 
 def _number(epsilon: float) -> str:
@@ -253,12 +266,16 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return bounds on the success of any membership attack, each with its label; none if the run was not private."""
     if why_not_private(ledger) is not None:
         return []
-    best = _trade_off(ledger)
-    first, second = (percent(best.true_positive_rate(rate)) for rate in (0.01, 0.001))
+    best, own = _trade_off(ledger), ledger.trade_off()
+
+    def limit(of: Callable[[TradeOff], float], what: str = "") -> str:
+        alone = "" if ledger.earlier is None else f" (in this run alone {percent(of(own))})"
+        return f"at most {percent(of(best))}{what}{alone}"
+
     return [
-        ("any attack with 1 % false positives", f"at most {first} true positives"),
-        ("any attack with 0.1 % false positives", f"at most {second} true positives"),
-        ("any attack's advantage (TPR − FPR)", f"at most {percent(best.advantage)}"),
+        ("any attack with 1 % false positives", limit(lambda each: each.true_positive_rate(0.01), " true positives")),
+        ("any attack with 0.1 % false positives", limit(lambda each: each.true_positive_rate(0.001), " true positives")),
+        ("any attack's advantage (TPR − FPR)", limit(lambda each: each.advantage)),
     ]
 
 
