@@ -49,8 +49,8 @@ class Rounds:
         if is_of_other_data:
             warnings.warn(
                 "train_dataset changed since the checkpoint (rows or order), so sampling starts a new round and spends "
-                "additional ε. A round deals out every record once. To avoid this, resume with the same data, and give "
-                "shuffle() and splits a seed.",
+                "additional ε. A round deals out every record once. To avoid this, stop before the first step, resume with "
+                "the same data, and give shuffle() and splits a seed. After a step, keep the new order.",
                 stacklevel=2,
             )
         secret = kept.secret()

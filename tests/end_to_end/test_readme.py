@@ -21,7 +21,12 @@ from datasets import Dataset, DatasetDict
 from markdown_it import MarkdownIt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 import doppler_hf
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments, audit, filters, optim, privacy
@@ -117,6 +122,10 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         names["pairs"] = Dataset.from_dict({"input_ids": answers, "attention_mask": [[[1, 1], [1, 1]]] * 300})
         names["other_pairs"] = Dataset.from_dict({name: names["pairs"][name][:8] for name in names["pairs"].column_names})
         names["reward_model"] = tiny_bert(num_labels=1)
+        rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in text_data(1100)]
+        tags = [[-100, *(token % 3 for token in row["input_ids"][1:])] for row in rows]
+        names["tagged"] = Dataset.from_list(rows).add_column("labels", tags)
+        names["tagger"] = BertForTokenClassification(tiny_bert(num_labels=3).config)
     if page == README:  # as it stands, but without the hub
         words = Dataset.from_dict({"sentence": ["good", "bad"] * 600, "label": [1, 0] * 600, "idx": range(1200)})
         monkeypatch.setattr(
@@ -147,7 +156,9 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         assert names["accuracy"] > 0.9
     classes = (each for each in names.values() if isinstance(each, type) and not each.__module__.startswith("doppler_hf."))
     for task in (each for each in classes if issubclass(each, DopplerTrainer)):
-        if "patchify" in snippet or task.rows_per_loss > 1:  # tests/run/test_told.py, and the snippet itself, train it
+        if (
+            "patchify" in snippet or "tagger" in snippet or task.rows_per_loss > 1
+        ):  # tests/run/test_told.py, and the snippet itself, train it
             continue
         trainer = task(model=tiny_bert(), args=names["args"], train_dataset=text_data(1100), data_collator=pad)
         returned = trainer.compute_per_sample_loss(trainer.model, pad(text_data(3)))
