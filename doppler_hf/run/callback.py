@@ -15,6 +15,7 @@ from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
+from doppler_hf.run.interruptions import Terminated, reason_in_words
 from doppler_hf.run.lineage import adapters_trained_by_others
 from doppler_hf.run.logged_loss import BoundWatch, forget_losses
 from doppler_hf.run.optimizer import learning_rate_in_words
@@ -205,6 +206,10 @@ class PrivacyCallback(TrainerCallback):
         if run.ledger is not None and state.is_world_process_zero:
             run.ledger.close()
             run.ledger.save(args.output_dir)
+            missing = run.statement.steps_planned - state.global_step
+            if missing > 0 >= run.affordable:
+                steps = f"{missing:,} step{'s' * (missing > 1)}"
+                print(f"The run ended {steps} early, because steps that were lost in an interruption count, too.")
             run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
 
 
@@ -245,6 +250,8 @@ def end_run(
     run: PrivateRun, args: DopplerTrainingArguments, state: TrainerState, *, model: Any, error: BaseException | None = None
 ) -> None:
     """Record, on disk too, the model as the run has left it, whether the run was completed or interrupted."""
+    if run.ledger is None and isinstance(error, KeyboardInterrupt | Terminated) and state.is_world_process_zero:
+        print(f"\n{reason_in_words(error)} before the first step. No ε was spent, and checkpoints are as they were.")
     if not run.is_running or run.ledger is None:
         return
     speaks, run.is_running = run.covers_weights_of(model), False

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -56,6 +57,28 @@ def test_a_terminated_run_goes_on(tmp_path):
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step in (7, 8)  # steps that were reserved together count
     assert again.privacy.epsilon() <= 8.0
+
+
+def test_a_run_that_steps_were_lost_of_says_why_it_ends_early(tmp_path, capsys):
+    options = dict(max_steps=8, noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[On(step_end=at(3, interrupt))], **options).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 7
+    words = "The run ended 1 step early, because steps that were lost in an interruption count, too."
+    assert words in capsys.readouterr().out
+    trained(trainer_of(tmp_path / "whole", **options))
+    assert "early" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("end", "words"), [(interrupt, "Interrupted"), (terminate, "Stopped by SIGTERM")])
+def test_an_interruption_of_the_checks_says_that_nothing_was_spent(tmp_path, capsys, end, words):
+    with pytest.raises((KeyboardInterrupt, Terminated)):
+        trainer_of(tmp_path, callbacks=[On(train_begin=end)]).train()
+    assert f"{words} before the first step. No ε was spent, and checkpoints are as they were." in capsys.readouterr().out
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
 
 
 def test_another_handler_stays_and_no_thread_but_the_first_sets_one():
