@@ -59,7 +59,7 @@ MAY_IMPORT = {
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
     "run/training_curve": ("extras run privacy", "matplotlib"),
-    "run/merged_model": ("extras privacy.ledger.weights", "torch transformers peft safetensors"),
+    "run/merged_model": ("extras privacy.ledger.weights run.config_differences", "torch transformers peft safetensors"),
     "errors": ("", ""),
     "extras": ("", ""),
     "version": ("", ""),

@@ -177,12 +177,6 @@ def test_a_trainer_without_privacy_has_no_run(tmp_path):
     assert not hasattr(trainer, "privacy")
 
 
-def test_the_former_name_of_the_run_warns(tmp_path):
-    trainer = trainer_of(tmp_path)
-    with pytest.warns(FutureWarning, match=r"trainer\.private_run is now called trainer\.privacy"):
-        assert trainer.private_run is trainer.privacy
-
-
 # --- one draw, whole and alone --------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,13 @@ class TradeOff(NamedTuple):
         """An upper bound on TPR − FPR, the total variation distance, which is reached where TPR = 1 − FPR."""
         return float((1.0 - 2.0 * (1.0 - self.deltas) / (1.0 + np.exp(np.minimum(self.epsilons, 700.0)))).min())
 
+    def beside(self, epsilon: float, *, delta: float) -> "TradeOff":
+        """Return the success of the best attack if something else was released too, of which only ε and δ are known.
+
+        By basic composition (Dwork and Roth 2014, Theorem B.1), both add up in each pair.
+        """
+        return TradeOff(self.epsilons + epsilon, np.minimum(self.deltas + delta, 1.0))
+
 
 def trade_off(history: Iterable[Releases]) -> TradeOff:
     """Return the success of the best attack on everything in `history`.

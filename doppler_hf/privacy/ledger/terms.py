@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
@@ -237,8 +235,7 @@ def _trade_off(ledger: PrivacyLedger) -> TradeOff:
     own, earlier = ledger.trade_off(), ledger.earlier
     if earlier is None:
         return own
-    # By basic composition (Dwork and Roth 2014, Theorem B.1), with each pair of this run.
-    return TradeOff(own.epsilons + earlier.epsilon, np.minimum(own.deltas + earlier.delta, 1.0))
+    return own.beside(earlier.epsilon, delta=earlier.delta)
 
 
 def _number(epsilon: float) -> str:
