@@ -253,7 +253,8 @@ def _interrupted(
     if resume and has_ended:
         raise Refusal(
             "no-search-to-resume",
-            f"resume_from_checkpoint=True, but {folder} has no search that was interrupted. Leave it out to begin one.",
+            f"resume_from_checkpoint=True, but {folder} has no search that was interrupted. Leave resume_from_checkpoint "
+            "out to begin a search.",
         )
     if resume is False or has_ended:
         return None

@@ -33,9 +33,9 @@ FIRST_PART: Final = """
 - **Seeds, hardware, date:** 100 chooses the rates, 0, 1 and 2 are reported; one thread of a busy CPU; {date}
 
 De et al.'s CNN of five layers with a quarter of its channels on CIFAR-10 (`cifar10`), the same on images of 16 × 16 pixels
-(`cifar10-half`), the CNN of Papernot et al. (`mnist`) and a tanh perceptron (`mnist-perceptron`) on MNIST. 50 epochs,
-δ = N^−1.1, no augmentation. 5,000 training images are held out to choose rate and clip norm. The test set (5,000 images) is
-evaluated only at the end of the reported runs.
+(`cifar10-half`), and that CNN with all its channels (`cifar10-full`); on MNIST the CNN of Papernot et al. (`mnist`) and a
+tanh perceptron (`mnist-perceptron`). 50 epochs, δ = N^−1.1, no augmentation. 5,000 training images are held out to choose
+rate and clip norm. The test set (5,000 images) is evaluated only at the end of the reported runs.
 
 SGD's rates are a factor of 2 apart, Adam's a factor of √10. The search goes on until the best rate has been tried on both
 sides. A rate above a better one is stopped after 40 % of the run if it is 5 points behind it at the same point; this is done
@@ -48,25 +48,50 @@ held-out images, at its own best rate. Differences are paired by the seed, in po
 
 LOW_PASS: Final = """
 The theorem of the paper lets a filter gain where the signal's autocorrelation is positive, that is where gradients change
-slowly. In {turning} of {tasks} tasks the gradient turns over from one step to the next (ρ₁ < 0) at the best rate of DPSGD
-that was tried so far, and the theorem then predicts a loss, which is a gain below 1. At a rate too small for DPSGD it
+slowly. In {turning} of {tasks} tasks successive gradients point in opposite directions (ρ₁ < 0) at the best rate of DPSGD
+that was tried so far. The theorem then predicts a loss, which is a gain below 1. At a rate too small for DPSGD it
 predicts a gain, so a grid of rates that ends early can favour the filter. The tables further down show what was found.
 """.strip()
 SPECTRUM: Final = Signal.name
 SIGNAL: Final = """
-Runs of DPSGD. *Signal* is the power of the mean clipped gradient over all examples, in units of the mechanism's
-noise, and beside it that of the draws' own noise. ρ is the signal's autocorrelation at lags 1 and 10. *Released* is
-power and lag 1 as estimated from the private gradients alone. Then for each filter (Σ κ_τ ρ_τ)²/Σ κ_τ², on which the
-paper's bound depends, and which is 1 without a filter. ε = ∞ is a run without noise, in units of its own mean square.
+## How to read the tables
+
+A task has two kinds of tables. The first kind compares methods. The second kind, *what the gradient says*, describes runs of
+DPSGD, to compare the theory with what was found:
+
+- *signal* is the power of the mean clipped gradient over all training images, in units of the power of the added noise.
+  *draws* is the power of the noise that comes from the random choice of a batch.
+- *ρ₁, ρ₁₀* are the signal's autocorrelation at lags of 1 and 10 steps. *Released* is the signal's power and autocovariance
+  at lag 1, as estimated from the private gradients alone.
+- The last columns have the gain that the theorem predicts for each filter, (Σ κ_τ ρ_τ)²/Σ κ_τ². It is 1 without a filter.
+- ε = ∞ is a run without noise, in units of the mean square of its own gradients.
 """.strip()
 
 
 def write_page(results: Results, path: Path) -> None:
     """Write the page of the results that there are."""
-    parts = [TITLE, FIRST_PART.format(date=results.date), *_where_it_is_low_pass(results), *_missing(results)]
+    parts = [TITLE, FIRST_PART.format(date=results.date), *_answers(results), *_where_it_is_low_pass(results)]
+    parts += [*_missing(results), SIGNAL]
     for task in TASKS:
         parts += [*_tables(task, results), *_theory(task, results)]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _answers(results: Results) -> Iterator[str]:
+    """Yield what the filters gained on the test set, for each comparison that is whole."""
+    rows = []
+    for task in TASKS:
+        for terms, searches in _searches_by_terms(task, results).items():
+            reported = {search.line.method: tests_of(search, results) for search in searches}
+            for name in reported:
+                base = SGD_LINES[0] if METHODS[name].base == "sgd" else ADAM_LINES[0]
+                if name.startswith("LP-") and (gain := _minus(reported, name, base)) != "–":
+                    rows.append(f"| {task} | {name} | {_conditions(terms)} | {gain} |")
+    yield "## What was found\n\n" + (
+        "\n".join(["| task | method | conditions | minus the same without a filter, points |", "|---|---|---|---|", *rows])
+        if rows
+        else "No comparison is finished."
+    )
 
 
 def _where_it_is_low_pass(results: Results) -> Iterator[str]:
@@ -110,7 +135,10 @@ def _step_length(row: dict[str, Any]) -> float:
 
 def _missing(results: Results) -> Iterator[str]:
     """Yield a table of how much of the study there is."""
-    rows = ["| task | trainings | hours | lines whose rate is found | lines that are reported |", "|---|---|---|---|---|"]
+    rows = [
+        "| task | trainings | hours | methods whose best rate is known | methods that were run on the test set |",
+        "|---|---|---|---|---|",
+    ]
     for task in TASKS:
         searches = [search_of(line, results) for lines in lines_of(task) for line in lines]
         reported = [search for search in searches if search.line.is_reported]
@@ -124,20 +152,29 @@ def _missing(results: Results) -> Iterator[str]:
     yield "## How much there is\n\n" + "\n".join(rows)
 
 
-def _tables(task: str, results: Results) -> Iterator[str]:
+def _searches_by_terms(task: str, results: Results) -> dict[tuple[tuple[str, Any], ...], list[Search]]:
+    """Return the searches of a task that were begun, by what they differ in from the usual conditions."""
     by_terms: dict[tuple[tuple[str, Any], ...], list[Search]] = {}
     for lines in lines_of(task):
         for line in lines:
             if (search := search_of(line, results)).rows:
                 by_terms.setdefault(line.terms, []).append(search)
-    for terms, searches in by_terms.items():
-        yield f"## {task}: {USUAL if not terms else ', '.join(TERMS[name](value) for name, value in terms)}"
+    return by_terms
+
+
+def _conditions(terms: tuple[tuple[str, Any], ...]) -> str:
+    return ", ".join(TERMS[name](value) for name, value in terms) if terms else USUAL
+
+
+def _tables(task: str, results: Results) -> Iterator[str]:
+    for terms, searches in _searches_by_terms(task, results).items():
+        yield f"## {task}: {_conditions(terms)}, C = {searches[0].clip_norm:g}"
         yield _table(searches, results)
 
 
 def _table(searches: Sequence[Search], results: Results) -> str:
     rows = [
-        "| method | rates tried: held-out accuracy, % | best rate | average | test, % | less no filter | less momentum |",
+        "| method | rates tried: held-out accuracy, % | best rate | average | test, % | minus no filter | minus momentum |",
         "|---|---|---|---|---|---|---|",
     ]
     reported = {search.line.method: tests_of(search, results) for search in searches}
@@ -151,8 +188,8 @@ def _table(searches: Sequence[Search], results: Results) -> str:
         )
         rows.append(
             f"| {name} | {tried} | {'still searched' if best is None else format(best['learning_rate'], 'g')} | "
-            f"{100 * max(averages):.1f} | {_mean(reported[name])} | {_less(reported, name, base)} | "
-            f"{_less(reported, name, momentum)} |"
+            f"{100 * max(averages):.1f} | {_mean(reported[name])} | {_minus(reported, name, base)} | "
+            f"{_minus(reported, name, momentum)} |"
             if averages
             else f"| {name} | {tried} | still searched | – | – | – | – |"
         )
@@ -177,7 +214,7 @@ def _mean(tests: dict[int, float]) -> str:
     return f"{values.mean():.2f}{error}"
 
 
-def _less(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
+def _minus(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
     """Return the paired difference from another method."""
     mine, theirs = reported[name], reported.get(other, {})
     seeds = sorted(mine.keys() & theirs.keys())
@@ -213,7 +250,7 @@ def _theory(task: str, results: Results) -> Iterator[str]:
             f"{_percent(row)} | {signal[0]:.4f}, {np.mean(row[SPECTRUM]['of_draws']):.4f} | {rho[1]:.2f}, {rho[10]:.2f} | "
             f"{'–' if released is None else f'{released[0]:.4f}, {released[1]:.4f}'} | {gains} |"
         )
-    yield f"### {task}: what the gradient says\n\n{SIGNAL}"
+        yield f"### {task}: what the gradient says"
     yield "\n".join(rows)
     yield from _prediction(task, results)
 
@@ -239,9 +276,16 @@ def _prediction(task: str, results: Results) -> Iterator[str]:
             predicted = {name: predicted_gain(PAPER_FILTERS[name], signal) for name in FILTERS}
     if not predicted:
         return
-    lines = ["| filter | signal per noise at its best rate, before → after | held out, % |", "|---|---|---|"]
+    lines = ["| filter | signal per noise at its best rate, before → after the filter | held out, % |", "|---|---|---|"]
     lines += [f"| {name} | {power} | {100 * score:.1f} |" for name, (score, power) in found.items()]
     yield "\n".join(lines)
-    best, is_whole = max(predicted, key=lambda name: predicted[name]), len(found) == len(FILTERS)
-    ending = f"found best: {max(found, key=lambda name: found[name][0])}" if is_whole else "not all of them are done"
-    yield f"Predicted best from DPSGD's run at its best rate: {best}; {ending}."
+    best = _named(max(predicted, key=lambda name: predicted[name]))
+    yield f"From DPSGD's run at its best rate, the theorem predicts that {best} is best. " + (
+        f"On the held-out images {_named(max(found, key=lambda name: found[name][0]))} is best."
+        if len(found) == len(FILTERS)
+        else "The runs with the other filters are not finished."
+    )
+
+
+def _named(low_pass_filter: str) -> str:
+    return "training without a filter" if low_pass_filter == "none" else f"the filter {low_pass_filter}"
