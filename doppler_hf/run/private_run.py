@@ -395,8 +395,8 @@ class PrivateRun:
         if in_digits(ledger.statement) != in_digits(self.statement):
             raise Refusal(
                 "other-plan",
-                "This version of doppler_hf computes another plan from these arguments than the ledger has. Continue the run "
-                "with the version that began it.",
+                "This version of doppler_hf computes another plan from these arguments than the ledger has. Continue the "
+                "run with the version that began it.",
             )
         lineage = Lineage(model, output_dir=self._home, continued=ledger)
         self.ledger, self.statement, self.words = ledger, ledger.statement, dict(words)
