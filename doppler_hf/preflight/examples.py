@@ -150,6 +150,10 @@ class _Comparison:
                 except ValueError:
                     if not self._is_random():
                         raise
+                # A layer may mix rows in training mode only, as Mixup does. Chance gives no loss a gradient in another row.
+                if found[1] is not None:
+                    raise coupling_refusal(found[1])
+                self._refuse_changes_beside_others(is_random=True)
             with in_evaluation_mode(self.model):  # its randomness does not come from an attribute that could be set to 0
                 if not self._is_random():
                     return self._compared(*self._place_of_coupling())

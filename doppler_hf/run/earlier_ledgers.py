@@ -1,6 +1,7 @@
 """Find the ledger of an earlier run that a new run continues: of a checkpoint, or in a folder if it covers the model."""
 
 from pathlib import Path
+from typing import Final
 
 from torch import nn
 
@@ -9,6 +10,12 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import latest, ledgers_in
 from doppler_hf.run.digests import parameters_digest, whole_digest
 from doppler_hf.run.processes import on_process_0
+
+_ALONE: Final = (
+    f"{{checkpoint}} has no {LEDGER_NAME} of its run beside it, so nobody knows how the run went on. All its planned steps "
+    f"count, and this training is a plan of its own. To count only what was made, put the {LEDGER_NAME} from the run's "
+    "output_dir beside the folder of the checkpoint."
+)
 
 
 def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
@@ -22,7 +29,8 @@ def ledgers_of(checkpoint: Path) -> list[PrivacyLedger]:
             "unknown. Put the saved files back, or load these weights with from_pretrained and train from the start.",
         )
     above = [PrivacyLedger.load(checkpoint.parent)] if (checkpoint.parent / LEDGER_NAME).exists() else []
-    return [own, *above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
+    beside = [*above, *(aside for aside in ledgers_in(checkpoint.parent).values() if own.is_prefix_of(aside))]
+    return [own, *beside]
 
 
 def ledgers_of_model(folder: Path, model: nn.Module) -> list[PrivacyLedger]:
@@ -51,7 +59,13 @@ def continued_ledger(
     def read() -> PrivacyLedger | None:
         earlier = [previous.as_written()] if previous is not None else []
         if checkpoint is not None:
-            earlier += ledgers_of(Path(checkpoint))
+            own, *beside = ledgers_of(Path(checkpoint))
+            # Privacy: a checkpoint does not know how its run went on. Without the ledger of the run all its steps count,
+            # and results may have led to what follows.
+            if not beside and not any(own.is_prefix_of(ledger) for ledger in earlier):
+                own = own.as_finished()
+                print(_ALONE.format(checkpoint=checkpoint))
+            earlier += [own, *beside]
         if not earlier:
             earlier = ledgers_of_model(Path(folder), model)
         return latest(earlier) if earlier else None

@@ -2,14 +2,16 @@
 
 import contextlib
 import re
+import shutil
 import stat
+import warnings
 
 import pytest
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 
 from doppler_hf.cli import main
-from doppler_hf.privacy import PrivacyLedger, get_epsilon
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
 from doppler_hf.run.plan import Previous
 from doppler_hf.run.round_secrets import RoundSecret
@@ -144,6 +146,34 @@ def test_who_resumes_from_an_earlier_checkpoint_pays_or_ends_earlier(tmp_path, c
         assert ledger.epsilon() <= (terms.get("target_epsilon") or 99)
         assert ledger.epsilon() >= first.privacy.epsilon()
         assert main(["verify", str(folder / "out")]) == 0
+
+
+@pytest.mark.parametrize("callback", [stop, interrupt, *thorough(None)])
+def test_a_checkpoint_without_the_ledger_of_its_run_counts_all_that_was_planned(tmp_path, callback, capsys):
+    """It cannot know whether the run ended, nor how many steps were made after it."""
+    options = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=1.5, data=text_data(48))
+    with pytest.raises(KeyboardInterrupt) if callback is interrupt else contextlib.nullcontext():
+        trainer_of(tmp_path, callbacks=[] if callback is None else [On(step_end=at(4, callback))], **options).train()
+    copy = tmp_path / "copied" / "out" / "best"
+    shutil.copytree(tmp_path / "out" / "checkpoint-2", copy)
+    said(capsys)
+    alone = trainer_of(tmp_path / "copied", **options)
+    alone.train(resume_from_checkpoint=str(copy))
+    assert "nobody knows how the run went on" in said(capsys)
+    assert [[each.steps for each in plan] for plan in alone.privacy.ledger.plans] == [[6], [4]]
+    assert main(["verify", str(tmp_path / "copied" / "out")]) == 0
+    # The mend: with the ledger it counts what it counts in its own place.
+    beside = tmp_path / "beside" / "checkpoint-2"
+    shutil.copytree(copy, beside)
+    shutil.copy(tmp_path / "out" / LEDGER_NAME, beside.parent)
+    said(capsys)
+    in_its_place, with_ledger = trainer_of(tmp_path, **options), trainer_of(tmp_path / "other", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the secret of the round is gone: both begin a new one
+        with_ledger.train(resume_from_checkpoint=str(beside))
+        assert "nobody knows" not in said(capsys)
+        in_its_place.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert with_ledger.privacy.epsilon() == in_its_place.privacy.epsilon() <= alone.privacy.epsilon()
 
 
 # --- one model, several trainers ----------------------------------------------------------------------------------------

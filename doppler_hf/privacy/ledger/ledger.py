@@ -121,6 +121,19 @@ class PrivacyLedger:
         """Return the ledger as it is read from its entries, where an interrupted run counts all reserved steps."""
         return type(self)(LedgerRecord(self.entries))
 
+    def as_finished(self) -> Self:
+        """Return the ledger as if its run had made all allowed steps: a lone checkpoint does not tell how it went on."""
+        ledger = self.as_written()
+        run = ledger.runs[-1]
+        if run.is_closed:
+            return ledger
+        further = ledger.affordable_steps(run.steps_allowed - run.steps_made)
+        if further > 0:
+            ledger._record.add("steps", {"steps_reserved": run.steps_reserved + further})
+        planned = _json_number(ledger.planned_epsilon)
+        ledger._record.add("closed", {"steps_run": run.steps_reserved, "planned_epsilon": planned})
+        return ledger
+
     def reserve(self, *, at_most: int) -> bool:
         """Reserve the next portion of steps before they are computed; return whether the ledger must now be saved."""
         run = self.runs[-1]
@@ -260,7 +273,7 @@ class PrivacyLedger:
     @property
     def trainings(self) -> Trainings:
         """Name of a plan → what it has spent on the weights, for this ledger and the earlier runs."""
-        return {**self._earlier_plans, **self._own_plans}
+        return {**self._earlier_plans, **self.own_plans}
 
     @property
     def _earlier_plans(self) -> Trainings:
@@ -272,7 +285,7 @@ class PrivacyLedger:
         }
 
     @property
-    def _own_plans(self) -> Trainings:
+    def own_plans(self) -> Trainings:
         """What each plan of this ledger has spent. Together they cost `epsilon` at δ, and each has an equal share of δ."""
         epsilon, delta = self.epsilon(), self.statement.target_delta
         plans = self._record.plans_made(self.steps_run)
@@ -313,6 +326,21 @@ class PrivacyLedger:
         return self._record.account(self.steps_run).planned
 
     @property
+    def allowed_plans(self) -> Sequence[Plan]:
+        """The plans without the steps that `target_epsilon` does not allow, as after steps that were made twice.
+
+        How many are allowed follows from public numbers, so these are the releases that ε holds for.
+        """
+        account, target = self._record.account(self.steps_run), self.statement.target_epsilon
+        if target is None or self.statement.search is not None or not self.private or not account.planned:
+            return account.planned
+        has_begun = len(account.counted) == len(account.planned)
+        steps = sum(releases.steps for releases in account.planned[-1])
+        left = steps - (sum(releases.steps for releases in account.counted[-1]) if has_begun else 0)
+        further = self.affordable_steps(left)
+        return account.planned if further == left else self._record.account(self.steps_run + further).counted
+
+    @property
     def planned_epsilon(self) -> float:
         """The ε of everything that was planned; infinity if not private."""
         if not self.private:
@@ -347,7 +375,7 @@ class PrivacyLedger:
         """Return bounds on the success of a membership attack."""
         if self.statement.search is not None:  # only this pair is known
             return trade_off_at(self.epsilon(), delta=self.statement.target_delta)
-        return trade_off_of_plans(self.plans, epsilon=self.epsilon(), delta=self.statement.target_delta)
+        return trade_off_of_plans(self.allowed_plans, epsilon=self.epsilon(), delta=self.statement.target_delta)
 
     def affordable_steps(self, steps: int) -> int:
         """Return how many of `steps` more steps stay within `target_epsilon`: all of them if there is no target."""

@@ -40,9 +40,10 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("noise multiplier σ", sigma),
         *(
             (f"ε computed for {steps:,} steps", f"σ₀ = {joint:.4g}, sample rate q = {rate:.6g}")
-            for plan in ledger.plans
+            for plan in ledger.allowed_plans
             for joint, rate, steps, *_ in plan
         ),
+        *plan_rows(ledger),
         *search_rows(ledger),
         ("noise shape", statement.noise_shape_in_words),
         ("clip norm C", f"{statement.per_sample_max_grad_norm:g} ({clipped})"),
@@ -51,6 +52,17 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
         ("δ", f"{statement.target_delta:.4g}"),
         ("target ε", "none" if statement.target_epsilon is None else f"{statement.target_epsilon:g}"),
         ("restarts", ", ".join(f"at step {step:,}" for step in ledger.restarts) or "none"),
+    ]
+
+
+def plan_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
+    """Return how the ε of several plans is added up, with its label; nothing if there is one plan."""
+    own = ledger.own_plans
+    if len(own) < 2 or not ledger.private:
+        return []
+    delta = next(iter(own.values())).delta
+    return [
+        ("ε of its plans", f"{_added([*own.values()])}, each at δ = {delta:.3g}; results of one may have led to the next")
     ]
 
 
@@ -151,11 +163,16 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
     fixed = ledger.epsilon_of_fixed_length()
     if not fixed < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
+    which, own = "ε" if ledger.earlier is None else "ε of this run", [*ledger.own_plans.values()]
+    if len(own) > 1:
+        return (
+            f"The run has {len(own)} plans, and results of one may have led to the next. So each gets a part of δ, and "
+            f"their ε add up: {_added(own)}. {which} would be {fixed:.4g} if all {ledger.steps_run:,} steps and their terms "
+            "had been fixed beforehand."
+        )
     return (
         "The ε of the whole plan counts, because intermediate results may have decided when the run stopped. "
-        f"{'ε' if ledger.earlier is None else 'ε of this run'} would be "
-        f"{fixed:.4g} if the length of {ledger.steps_run:,} steps{' and all terms' if len(ledger.plans) > 1 else ''} had "
-        "been fixed beforehand."
+        f"{which} would be {fixed:.4g} if the length of {ledger.steps_run:,} steps had been fixed beforehand."
     )
 
 
@@ -225,7 +242,7 @@ def meaning_in_words(ledger: PrivacyLedger) -> str:
     runs = "In this run" if ledger.earlier is None else "In all these runs"
     words = attack_in_words(_trade_off(ledger), epsilon=total.epsilon, record=record_in_words(ledger), runs=runs)
     if ledger.earlier is None:
-        return words
+        return words if len(ledger.own_plans) < 2 else f"{words} Of its plans only ε and δ are used, so this limit is loose."
     own = percent(ledger.trade_off().true_positive_rate(0.01))
     return f"{words} Of the others only ε and δ are known, so this limit is loose; in this run alone it is {own}."
 
