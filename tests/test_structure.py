@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
     "run/training_curve": ("extras run privacy", "matplotlib"),
+    "run/card_part": ("", ""),
     "run/merged_model": ("extras privacy.ledger.weights run.config_differences", "torch transformers peft safetensors"),
     "errors": ("", ""),
     "extras": ("", ""),
@@ -78,7 +79,7 @@ MAY_IMPORT = {
     ),
     "cli": (
         "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit "
-        "run.auto_noise run.filter_and_noise run.learning_rate run.memory run.private_run",
+        "run.auto_noise run.card_part run.filter_and_noise run.learning_rate run.memory run.private_run",
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),

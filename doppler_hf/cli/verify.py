@@ -19,17 +19,19 @@ ledger is, as --adapter, and the base model as --base. The merge is computed aga
 
 import argparse
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from doppler_hf.cli.checked_files import CheckedFiles, checked_files
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
@@ -59,6 +61,8 @@ _SAME_VERSIONS_TOLERANCE: Final = 1e-6
 _OTHER_VERSIONS_TOLERANCE: Final = 1e-2
 # Below so many columns, as on a phone, two columns side by side would break every word.
 _NARROW: Final = 64
+# The verdicts: with weights beside the ledger, without any, and if a check has failed.
+VERIFIED, LEDGER_ONLY, NOT_VERIFIED = "verified", "ledger only", "not verified"
 _ACCOUNTING_PACKAGES: Final = ("doppler_hf", "dp-accounting", "numpy")
 
 
@@ -72,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base", metavar="MODEL", help="with --adapter: the model into which it was merged, a folder or hub id"
     )
     parser.add_argument("--head", metavar="HASH", help="the last hash, as you published it: 64 hexadecimal digits")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +96,17 @@ def run(args: argparse.Namespace) -> int:
             "same. To continue it before the date on which you publish, make the same call of hyperparameter_search again.",
         )
     if not path.exists():
-        raise Refusal("no-ledger", f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run.")
+        has_weights = given.is_dir() and weight_files(given)
+        raise Refusal(
+            "no-ledger",
+            f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run."
+            + (
+                " If an adapter was merged into this model, run doppler-hf verify MERGED --base BASE --adapter FOLDER, "
+                "where FOLDER is the output folder of the run."
+                if has_weights
+                else ""
+            ),
+        )
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
         # A forger could find a ledger that matches fewer digits by trial and error.
         raise Refusal(
@@ -101,20 +116,109 @@ def run(args: argparse.Namespace) -> int:
     try:
         ledger = PrivacyLedger.load(path)
     except ValueError as error:
-        console.print(f"NOT VERIFIED: {error}", markup=False, soft_wrap=True)
+        why = f"{error} If the model is not yours, ask its publisher for an unchanged file."
+        if args.json:
+            print(json.dumps({"verdict": NOT_VERIFIED, "failures": [why]}, ensure_ascii=False))
+        else:
+            console.print(f"NOT VERIFIED: {why}", markup=False, soft_wrap=True)
         return 1
-    mismatches = [
-        *mismatches_in(path.parent, ledger=ledger),
-        *([] if args.head is None else head_mismatches(ledger, args.head)),
-    ]
-    weights = weight_files(path.parent)
+    checked = check(ledger, path.parent, args)
+    if args.json:
+        print(json.dumps(as_json(ledger, checked), ensure_ascii=False, indent=2))
+    else:
+        show(console, ledger, checked, args)
+    return 1 if checked.mismatches else 0
+
+
+class Checked(NamedTuple):
+    """The outcome of all checks.
+
+    Attributes:
+        files: What was found of the files beside the ledger.
+        mismatches: A line for each check that failed.
+        notes: What else is to be known, a line each.
+    """
+
+    files: CheckedFiles
+    mismatches: list[str]
+    notes: list[str]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in a word or two."""
+        return NOT_VERIFIED if self.mismatches else VERIFIED if self.files.weights else LEDGER_ONLY
+
+
+def check(ledger: PrivacyLedger, folder: Path, args: argparse.Namespace) -> Checked:
+    """Return the outcome of all checks of a ledger and of the files in its folder."""
+    files = checked_files(folder, ledger=ledger)
+    mismatches = [*budget_mismatches(ledger), *epsilon_mismatches(ledger), *files.mismatches]
+    mismatches += [] if args.head is None else head_mismatches(ledger, args.head)
     if args.adapter is not None:
-        if not weights:
-            mismatches.append(f"There is no adapter in {path.parent}. Give the folder in which the private run saved it.")
+        if not files.weights:
+            mismatches.append(f"There is no adapter in {folder}. Give the folder in which the private run saved it.")
         else:
             from doppler_hf.run.merged_model import merge_mismatches  # The module loads models, so it is imported late.
 
-            mismatches += merge_mismatches(args.path, base=args.base, adapter=path.parent)
+            mismatches += merge_mismatches(args.path, base=args.base, adapter=folder)
+    of_terms = (earlier_rule_in_words, early_stop_in_words, earlier_in_words, earlier_ledgers)
+    notes = [said for in_words in of_terms if (said := in_words(ledger))]
+    return Checked(files, mismatches, [*notes, *files.notes, *other_runs(ledger, folder)])
+
+
+def mismatches_in(folder: Path, *, ledger: PrivacyLedger) -> list[str]:
+    """Return a line for everything in `folder` that contradicts its ledger: the target, ε, checkpoints and weights."""
+    return [
+        *budget_mismatches(ledger),
+        *epsilon_mismatches(ledger),
+        *checked_files(folder, ledger=ledger).mismatches,
+    ]
+
+
+def earlier_ledgers(ledger: PrivacyLedger) -> str:
+    """Return which other ledgers have a part of the ε, in words; empty if none has."""
+    if not ledger.earlier:
+        return ""
+    # Their steps are in other ledgers, or in none if a search was interrupted.
+    others = [f"{name} (ε = {spent.epsilon:.4g})" for name, spent in ledger.earlier_trainings.items()]
+    return (
+        f"The ε of the others is as this ledger states it. Verify their ledgers, too; by the row *ledger* they are "
+        f"{', '.join(others)}."
+    )
+
+
+def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
+    """Return the verdict, and what it is about, in a form for programs; what is infinite is None."""
+    total = total_of(ledger, epsilon=ledger.epsilon())
+    earlier = ledger.earlier_trainings
+    return {
+        "verdict": checked.verdict,
+        "epsilon": _finite(total.epsilon),
+        "delta": total.delta,
+        "unit": ledger.statement.noun,
+        "steps": ledger.steps_run,
+        "epsilon_of_run": _finite(ledger.epsilon()),
+        "delta_of_run": ledger.statement.target_delta,
+        "target_epsilon": ledger.statement.target_epsilon,
+        "ledger": ledger.name,
+        "head": ledger.head,
+        "earlier": {name: {"epsilon": _finite(spent.epsilon), "delta": spent.delta} for name, spent in earlier.items()},
+        "weights": checked.files.weights,
+        "unchecked": checked.files.unchecked,
+        "failures": checked.mismatches,
+        "notes": checked.notes,
+        "terms": dict(terms_rows(ledger, [])),
+        "not_covered": not_covered_in_words(ledger),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def show(console: Console, ledger: PrivacyLedger, checked: Checked, args: argparse.Namespace) -> None:
+    """Print the verdict, what it is about, and the terms of the guarantee."""
+    weights, mismatches = checked.files.weights, checked.mismatches
     # The verdict comes first, since many readers stop after it.
     if mismatches:
         console.print("NOT VERIFIED: " + ("1 check" if len(mismatches) == 1 else f"{len(mismatches)} checks") + " failed.")
@@ -122,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         total, parts = total_of(ledger, epsilon=ledger.epsilon()), parts_in_words(ledger, epsilon=ledger.epsilon())
         guarantee = f"({total.epsilon:.4g}, {total.delta:.3g})-differential privacy for {unit_in_words(ledger)}"
         guarantee += f", {parts}; {ledger.steps_run:,} steps" if parts else f" after {ledger.steps_run:,} steps"
-        console.print(f"{verdict_on(weights)} {guarantee}.", markup=False, soft_wrap=True)
+        console.print(f"{checked.verdict.upper()}: {guarantee}.", markup=False, soft_wrap=True)
         if weights:
             console.print(f"The ledger matches the weights in {', '.join(weights)}.", markup=False, soft_wrap=True)
         else:
@@ -130,17 +234,7 @@ def run(args: argparse.Namespace) -> int:
         if args.adapter is not None:
             said = f"The model in {args.path} is {args.base} with this adapter merged into it, except for rounding."
             console.print(said, markup=False, soft_wrap=True)
-    notes = filter(
-        None,
-        (
-            earlier_rule_in_words(ledger),
-            early_stop_in_words(ledger),
-            earlier_in_words(ledger),
-            # Their steps are in other ledgers, or in none if a search was interrupted.
-            "The ε of the others is as this ledger states it. Verify their ledgers, too." if ledger.earlier else "",
-        ),
-    )
-    for line in (*(f"- {mismatch}" for mismatch in mismatches), *notes, *other_runs(ledger, path.parent)):
+    for line in (*(f"- {mismatch}" for mismatch in mismatches), *checked.notes):
         console.print(line, markup=False, soft_wrap=True)
     meaning = [] if mismatches else [("what ε means", meaning_in_words(ledger)), *attacks_in_words(ledger)]
     rows = terms_rows(ledger, meaning)
@@ -164,22 +258,6 @@ def run(args: argparse.Namespace) -> int:
             "publish the last hash, and pass it later as --head HASH.",
             soft_wrap=True,
         )
-    return 1 if mismatches else 0
-
-
-def mismatches_in(folder: Path, *, ledger: PrivacyLedger) -> list[str]:
-    """Return a line for everything in `folder` that contradicts its ledger: the target, ε, checkpoints and weights."""
-    return [
-        *budget_mismatches(ledger),
-        *epsilon_mismatches(ledger),
-        *checkpoint_mismatches(ledger, folder),
-        *weight_mismatches(ledger, folder),
-    ]
-
-
-def verdict_on(weights: Iterable[str]) -> str:
-    """Return the verdict on a ledger whose checks have passed, with or without weights next to it."""
-    return "VERIFIED:" if any(weights) else "LEDGER ONLY:"
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:
@@ -235,41 +313,6 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     return []
 
 
-def checkpoint_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return a line for each checkpoint in `folder` whose ledger is not an earlier state of this one or of one set aside."""
-    family = [ledger, *ledgers_in(folder).values()]
-    found = []
-    for path in sorted(folder.glob(f"checkpoint-*/{LEDGER_NAME}")):
-        try:
-            checkpoint = PrivacyLedger.load(path)
-        except ValueError as error:
-            found.append(str(error))
-            continue
-        if not any(checkpoint.is_prefix_of(other) for other in family):
-            found.append(
-                f"{path} is not an earlier state of the ledger in {folder}: the two come from different runs, or entries at "
-                "the end of the ledger in that folder were cut off."
-            )
-    return found
-
-
-def weight_mismatches(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return a line if weights in `folder` are not weights that the run saved."""
-    unknown = ledger.unknown_weights(folder)
-    if not unknown:
-        return []
-    line = (
-        f"The run of this ledger did not save these weights: {', '.join(unknown)} in {folder}. They were changed, or come "
-        "from another run. Put back the weights that were saved with the ledger, and move other weights away."
-    )
-    if any(name.startswith("adapter_model.") for files in ledger.saved for name in files):
-        line += (
-            " If they are the adapter of this run merged into its base, run "
-            f"doppler-hf verify {folder} --base BASE --adapter FOLDER, where FOLDER is the output folder of the run."
-        )
-    return [line]
-
-
 def other_runs(ledger: PrivacyLedger, folder: Path) -> list[str]:
     """Return a line for every ledger in `folder` of a different training run, and what these mean for the total ε."""
     lines = []
@@ -301,8 +344,10 @@ def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> lis
     statement, last, first = ledger.statement, ledger.runs[-1], ledger.entries[0]
     # The times of a search would tell something about the number of its trials, so its ledger has none.
     opened = "" if statement.search is not None else f"{first['time']}, "
-    end = "the run ended" if last.is_closed else f"the run was interrupted; at least {last.steps_released:,} steps were run"
+    at_least = f"at least {last.steps_released:,} steps were run"
+    end = "the run ended" if last.is_closed else f"the run had not ended, or was interrupted; {at_least}"
     return [
+        ("ledger", ledger.name),
         *terms_in_words(ledger),
         ("steps planned", f"{statement.steps_planned:,}"),
         ("steps reserved", f"{last.steps_reserved:,}"),

@@ -38,6 +38,7 @@
 - digests: a digest of the parameters, by which the ledger knows the model
 - summary: the lines that a run prints
 - logged_loss: where the training loss is shown, and whether it is clipped
+- card_part: how the part of a card that a run writes is told from what people write
 - model_card: the file, of which a run writes a part and people the rest
 - card_sections: that part, with privacy first
 - published_results: the results that card and picture may have

@@ -10,9 +10,10 @@ from torch import nn
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.run.card_part import BEGIN, CARD_NAME
 from doppler_hf.run.card_sections import metadata_of, written_part
 from doppler_hf.run.digests import digests_of
-from doppler_hf.run.model_card import BEGIN, CARD_NAME, HEADING, renew_card
+from doppler_hf.run.model_card import HEADING, renew_card
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 

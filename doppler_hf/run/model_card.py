@@ -4,11 +4,9 @@ PEFT writes a card with each adapter, TRL with each checkpoint, and Transformers
 fill in by hand, of which Transformers and TRL write over all that is there. Here the card is the title, a part between two
 comments that each save renews (`card_sections`), and whatever else people have written.
 
-The comment at the end has a digest of each line of the part. A line with another digest was written by hand: it moves below
-the part, and is not lost.
+A line of this part that was written by hand moves below it, and is not lost (`card_part`).
 """
 
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,11 +18,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import TEMPLATE_MODELCARD_PATH
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it names no exports
 
-CARD_NAME: Final = "README.md"
+from doppler_hf.run.card_part import PART, is_of_peft, marked, read_part
+
 HEADING: Final = "## Differential privacy"
-BEGIN: Final = "<!-- doppler_hf writes this part again with each save. Write above or below it: that text is kept. -->"
-_END: Final = "<!-- doppler_hf: end of this part "
-_PART: Final = re.compile(rf"^{re.escape(BEGIN)}\n(.*?)^{re.escape(_END)}([0-9a-f ]*)-->\n?", re.MULTILINE | re.DOTALL)
 # The section that versions before 0.4 put at the end of a card.
 _EARLIER_SECTION: Final = re.compile(
     rf"^{HEADING}\n(?:(?!^#).*\n)*?`doppler-hf verify` recomputes this (?:(?!^#).*\n?)*", re.MULTILINE
@@ -32,8 +28,6 @@ _EARLIER_SECTION: Final = re.compile(
 _FRONT_MATTER: Final = re.compile(r"\A\s*---\r?\n.*?^---[ \t]*(?:\r?\n|\Z)", re.MULTILINE | re.DOTALL)
 _PLACEHOLDER: Final = re.compile(r"^(?:[-*] \*\*[^*]*\*\*:? *)?\[?more information needed\]?\.?$", re.IGNORECASE)
 _TITLE_OF_TEMPLATE: Final = "# Model Card for Model ID"
-_OF_PEFT: Final = re.compile(r"^- PEFT \S+$")  # PEFT adds this line wherever it sees another version.
-_HEAD: Final = re.compile(r"^    [0-9a-f]{64}$")  # The head of the ledger needs no digest to be recognised.
 _BY_TRANSFORMERS: Final = "<!-- This model card has been generated automatically according to the information"
 _BY_TRL: Final = "It has been trained using [TRL]"
 _HEADINGS_OF_LIBRARIES: Final = {
@@ -86,17 +80,6 @@ def renew_card(path: Path, part: str | None, *, title: str, metadata: dict[str, 
     path.write_text(text.lstrip("\n"), "utf-8")
 
 
-def marked(part: str) -> str:
-    """Return a part between its two comments, of which the second has a digest of each line."""
-    lines = [digest(line) for line in part.splitlines() if line.strip() and not _HEAD.match(line)]
-    return f"{BEGIN}\n\n{part.strip()}\n\n{_END}{' '.join(dict.fromkeys(lines))} -->\n"
-
-
-def digest(line: str) -> str:
-    """Return by which a line of a part is known again, whatever blanks an editor leaves at its end."""
-    return hashlib.sha256(line.rstrip().encode()).hexdigest()[:8]
-
-
 def split_front_matter(text: str) -> tuple[str, str]:
     """Return the front matter of a card, with its lines of dashes, and its body."""
     found = _FRONT_MATTER.match(text)
@@ -120,10 +103,8 @@ def sections_of(text: str) -> list[Section]:
 def written_by_people(body: str, *, fresh: str = "") -> str:
     """Return a body without what a run or a library has written; `fresh` is what a library writes there now."""
     changed: list[str] = []
-    while part := _PART.search(body):
-        known = set(part[2].split())
-        lines = [line for line in part[1].splitlines() if line.strip() and not _OF_PEFT.match(line)]
-        changed += [line for line in lines if digest(line) not in known and not _HEAD.match(line)]
+    while part := PART.search(body):
+        changed += read_part(part).by_hand
         body = body[: part.start()].rstrip("\n") + "\n\n" + body[part.end() :].lstrip("\n")
     body = _EARLIER_SECTION.sub("", body)
     if changed:
@@ -165,7 +146,7 @@ def without_placeholders(sections: Iterable[Section]) -> list[Section]:
     for each in reversed(list(sections)):
         filled = [line for line in each.lines if not is_placeholder(line)]
         is_filled = len(filled) < len(each.lines) or not boilerplate.isdisjoint(line.strip() for line in filled)
-        own = [line for line in filled if line.strip() not in boilerplate and not _OF_PEFT.match(line)]
+        own = [line for line in filled if line.strip() not in boilerplate and not is_of_peft(line)]
         has_text = any(line.strip() for line in own)
         comments = {line for line in boilerplate if line.startswith("<!--")}
         lines = [line for line in filled if line.strip() not in comments] if has_text else own

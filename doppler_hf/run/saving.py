@@ -17,11 +17,11 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
+from doppler_hf.run.card_part import CARD_NAME
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.interruptions import Terminated, raised_if_terminated
 from doppler_hf.run.json_state import writable_state
 from doppler_hf.run.logged_loss import only_local, pop_losses, show_beside_evaluations
-from doppler_hf.run.model_card import CARD_NAME
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.renamed_weights import load_renamed

@@ -11,12 +11,13 @@ import pytest
 
 from doppler_hf.cli import main, verify
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import Releases, Spent, get_epsilon, get_total_epsilon
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.record import LedgerRecord
 from doppler_hf.privacy.ledger.terms import HOW_COMPUTED
 from doppler_hf.privacy.ledger.weights import hashes
+from doppler_hf.run.card_part import marked
 from tests.support.ledgers import MODEL, after, all_events, rehashed, said, statement, write
 from tests.support.tiers import further
 
@@ -93,7 +94,7 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     ledger.save(tmp_path)
     assert check(tmp_path) == 0
     output = said(capsys)
-    assert "4 (the run was interrupted; at least 4 steps were run)" in output
+    assert "4 (the run had not ended, or was interrupted; at least 4 steps were run)" in output
     assert "after 4 steps" in output
     whole, beginning = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (1000, 4))
     assert output.startswith(f"LEDGER ONLY: ({whole:.4g}, 1e-05)")
@@ -290,6 +291,132 @@ def test_ledgers_of_version_0_3_are_verified_by_the_rule_of_their_time(path, cap
     next(entry for entry in document["entries"] if entry["event"] == "closed")["planned_epsilon"] *= 0.8
     ledger = PrivacyLedger(LedgerRecord(rehashed(document["entries"])))
     assert len(verify.epsilon_mismatches(ledger)) == 1
+
+
+def covered(folder, *names):
+    """A ledger in a folder that has saved weights of these names, and checkpoints with weights of their own."""
+    ledger = after(PrivacyLedger.open(statement()), 2)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    for saved in (folder, *folder.glob("checkpoint-*")):
+        ledger.speak_for(hashes(saved), model=MODEL)
+    ledger.save(folder)
+    return ledger
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("lost", [SHARDS[:1], SHARDS[2:], SHARDS[:2]])
+def test_parts_of_a_sharded_model_that_are_missing_are_named(tmp_path, capsys, lost):
+    covered(tmp_path, *SHARDS, "adapter_model.safetensors")
+    assert check(tmp_path) == 0
+    assert f"matches the weights in adapter_model.safetensors, {', '.join(SHARDS[:2])}." in said(capsys)
+    for name in lost:
+        (tmp_path / name).unlink()
+    assert check(tmp_path) == 1
+    assert f"are missing in {tmp_path}: {', '.join(lost)}. Put them back." in said(capsys)
+    for name in lost:
+        (tmp_path / name).write_text(name)
+    assert check(tmp_path) == 0
+    for name in SHARDS:  # all of one model, and the adapter beside it
+        (tmp_path / name).unlink()
+    assert check(tmp_path) == 0
+
+
+def test_weights_of_checkpoints_are_checked_too(tmp_path, capsys):
+    covered(tmp_path, "model.safetensors", "checkpoint-2/model.safetensors", "checkpoint-2/optimizer.pt")
+    assert check(tmp_path) == 0
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_text("other weights")
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_text("of another training")
+    capsys.readouterr()
+    assert check(tmp_path) == 1
+    output = said(capsys)
+    for number in (2, 4):
+        assert f"did not save these weights: model.safetensors in {tmp_path / f'checkpoint-{number}'}." in output
+
+
+def test_weights_that_no_ledger_covers_are_named(tmp_path, capsys):
+    others = ["fp16/model.safetensors", "model.gguf", "onnx/model.onnx"]
+    covered(tmp_path, "model.safetensors", "checkpoint-2/optimizer.pt", ".git/lfs/a.bin", "training_args.bin")
+    assert check(tmp_path) == 0
+    assert "Not checked" not in said(capsys)
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("weights")
+    assert check(tmp_path) == 0
+    assert f"Not checked: {', '.join(others)}." in said(capsys)
+
+
+def test_a_pointer_of_git_lfs_is_no_changed_file(tmp_path, capsys):
+    covered(tmp_path, "model.safetensors")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
+    assert check(tmp_path) == 1
+    assert "Git has not fetched these weights: model.safetensors" in said(capsys)
+
+
+def test_a_card_of_another_state_or_changed_by_hand_is_named(tmp_path, capsys):
+    ledger = covered(tmp_path, "model.safetensors")
+    card, part = tmp_path / "README.md", "## Privacy\n\nTrained with (2, 1e-5).\n\n    {}\n"
+    for text, expected in (
+        (f"# Mine\n\n{marked(part.format(ledger.head))}\nMy words.\n", None),
+        (marked(part.format(ledger.entries[0]["hash"])), "README.md is older than the ledger"),
+        (marked(part.format(64 * "0")), "README.md is of another ledger"),
+        (marked(part.format(ledger.head)).replace("(2,", "(1,"), "or of another run: Trained with (1, 1e-5)."),
+    ):
+        card.write_text(text, "utf-8")
+        assert check(tmp_path) == 0
+        output = said(capsys)
+        assert "README.md" not in output if expected is None else expected in output
+
+
+def test_programs_read_the_outcome(tmp_path, capsys):
+    ledger = covered(tmp_path, "model.safetensors", "model.gguf")
+    assert check(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["weights"], found["unchecked"]) == ("verified", ["model.safetensors"], ["model.gguf"])
+    assert (found["epsilon"], found["delta"], found["head"]) == (ledger.epsilon(), 1e-5, ledger.head)
+    assert (found["failures"], found["earlier"], found["ledger"]) == ([], {}, ledger.name)
+    (tmp_path / "model.safetensors").unlink()
+    assert check(tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "ledger only"
+    assert check(tmp_path, "--json", "--head", 64 * "0") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "not verified"
+    assert "The head (last hash)" in found["failures"][0]
+    (tmp_path / LEDGER_NAME).write_text("{}")
+    assert check(tmp_path, "--json") == 1
+    assert "ask its publisher" in json.loads(capsys.readouterr().out)["failures"][0]
+
+
+def test_earlier_runs_are_named_by_their_ledgers(tmp_path, capsys):
+    ledger = PrivacyLedger.open(statement(), earlier={"0123456789abcdef": Spent(2.0, 1e-5)})
+    after(ledger, 2).save(tmp_path)
+    assert check(tmp_path) == 0
+    output = said(capsys)
+    assert "they are 0123456789abcdef (ε = 2)." in output
+    assert f"ledger {ledger.name}" in output
+    assert check(tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["earlier"] == {"0123456789abcdef": {"epsilon": 2.0, "delta": 1e-5}}
+
+
+def test_terms_are_those_of_the_steps_that_a_target_allows(tmp_path, capsys):
+    """What was made twice comes off the end, and who simulates the printed steps gets the ε that is stated."""
+    target = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=20, delta=1e-5)
+    terms = dict(steps_planned=20, target_epsilon=target)
+    ledger = after(PrivacyLedger.open(statement(**terms)), 7)
+    ledger.checkpoint(4)
+    ledger = ledger.resume(statement(**terms), from_step=4)
+    after(ledger, ledger.affordable_steps(16))
+    ledger.close()
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    printed = [int(steps) for steps in re.findall(r"ε computed for (\d+) steps", said(capsys))]
+    assert sum(printed) == ledger.steps_run
+    assert get_total_epsilon([Releases(1.0, 0.05, steps) for steps in printed], delta=1e-5) <= target
+    assert sum(each.steps for each in ledger.plans[0]) > ledger.steps_run
 
 
 def test_what_cannot_be_asked_is_a_mistake_in_the_arguments(written, tmp_path, capsys):

@@ -16,8 +16,9 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import percent, trade_off
 from doppler_hf.privacy.ledger.terms import HOW_COMPUTED, not_covered_in_words
+from doppler_hf.run.card_part import BEGIN, marked
 from doppler_hf.run.card_sections import privacy_section
-from doppler_hf.run.model_card import BEGIN, marked, renew_card
+from doppler_hf.run.model_card import renew_card
 from tests.support.ledgers import after, all_events, statement
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert

@@ -171,7 +171,7 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
             "had been fixed beforehand."
         )
     return (
-        "The ε of the whole plan counts, because intermediate results may have decided when the run stopped. "
+        "The ε of the whole plan counts wherever a run stops, because intermediate results may decide that. "
         f"{which} would be {fixed:.4g} if the length of {ledger.steps_run:,} steps had been fixed beforehand."
     )
 
@@ -296,7 +296,7 @@ def attacks_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 def account_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return the terms, the ε spent, the steps and the software of a run, each with its label."""
     last = ledger.runs[-1]
-    exact = "" if last.is_closed else " (the run was interrupted; steps are counted in advance)"
+    exact = "" if last.is_closed else " (the run had not ended; steps are counted in advance)"
     return [
         *terms_in_words(ledger),
         *total_rows(ledger),

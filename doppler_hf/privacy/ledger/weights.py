@@ -5,6 +5,7 @@ the configuration beside them is not covered.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,23 @@ _PATTERNS: Final = (
 )  # fmt: skip
 _NO_WEIGHTS: Final = ("training_args.bin",)
 
+_OF_SHARDED: Final = re.compile(r"-\d{5}-of-\d{5}\.|\.index\.json$")
+# In what else weights are kept: formats that no ledger knows, and folders beside the model.
+_OTHER_FORMATS: Final = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".keras",
+    ".tflite",
+)
+_LFS: Final = b"version https://git-lfs"
+
 Stamp = tuple[int, int, int]
 
 
@@ -24,6 +42,31 @@ def weight_files(folder: Path) -> dict[str, Path]:
     paths = sorted(path for pattern in _PATTERNS for path in folder.glob(pattern) if path.name not in _NO_WEIGHTS)
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     return {name: path for name, path in names.items() if not name.startswith("checkpoint-")}
+
+
+def is_index(name: str) -> bool:
+    """Return whether a weight file is the index of a sharded model, which has no weights itself."""
+    return name.endswith(".index.json")
+
+
+def other_weights(folder: Path) -> list[str]:
+    """Return the files below a folder that seem to hold weights, but are none of its weight files or of its checkpoints."""
+    known = weight_files(folder)
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix in _OTHER_FORMATS and path.is_file())
+    return sorted(
+        name.as_posix()
+        for name in names
+        if name.as_posix() not in known
+        and name.name not in _NO_WEIGHTS
+        and not name.parts[0].startswith("checkpoint-")
+        and not any(part.startswith(".") for part in name.parts)
+    )
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether Git LFS has not yet fetched a file, and a few lines stand in its place."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS
 
 
 def stamps(folder: Path) -> dict[str, Stamp]:
@@ -42,6 +85,18 @@ def hashes(folder: Path, *, unless_as: Mapping[str, Stamp] | None = None) -> dic
         with (folder / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def missing_shards(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return the files that are missing of a sharded model, if some of its files were found as they were saved."""
+    if not any(map(_OF_SHARDED.search, found)):
+        return []
+    of_sets = (
+        [name for name in files if name not in found and _OF_SHARDED.search(name)]
+        for files in saved
+        if all(files.get(name) == value for name, value in found.items())
+    )
+    return min(of_sets, key=len, default=[])
 
 
 def unknown_files(found: Mapping[str, str], *, saved: Iterable[Mapping[str, str]]) -> list[str]:

@@ -1,0 +1,128 @@
+"""What a ledger says of the files in its folder: which weights it covers, what is wrong, and what nobody has checked."""
+
+import contextlib
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
+from doppler_hf.privacy.ledger.ledger import ledgers_in
+from doppler_hf.privacy.ledger.weights import (
+    hashes,
+    is_index,
+    is_lfs_pointer,
+    missing_shards,
+    other_weights,
+    unknown_files,
+    weight_files,
+)
+from doppler_hf.run.card_part import CARD_NAME, PART, read_part
+
+
+class CheckedFiles(NamedTuple):
+    """What was found in a folder.
+
+    Attributes:
+        weights: The files with weights in the folder itself, whether the ledger covers them or not.
+        mismatches: A line for each contradiction, empty if there is none.
+        notes: A line for what was not checked, or says something else without being wrong.
+        unchecked: Files that seem to hold weights, of which the ledger says nothing.
+    """
+
+    weights: list[str]
+    mismatches: list[str]
+    notes: list[str]
+    unchecked: list[str]
+
+
+def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
+    """Return what a ledger says of the weights in its folder, in its checkpoints, and of the model card."""
+    checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.is_dir())
+    family = [ledger, *ledgers_in(folder).values()]
+    unchecked = other_weights(folder)
+    notes = [*_card_notes(folder, ledger)]
+    if unchecked:
+        notes.append(
+            f"Not checked: {', '.join(unchecked)}. The ledger says nothing of weights in other folders and formats. Verify "
+            "them with the ledger of their run, or do not publish them with this one."
+        )
+    return CheckedFiles(
+        weights=[name for name in weight_files(folder) if not is_index(name)],
+        mismatches=[
+            *_checkpoint_mismatches(checkpoints, family),
+            *_weight_mismatches(folder, [ledger]),
+            *(line for checkpoint in checkpoints for line in _weight_mismatches(checkpoint, family)),
+        ],
+        notes=notes,
+        unchecked=unchecked,
+    )
+
+
+def _checkpoint_mismatches(checkpoints: list[Path], family: list[PrivacyLedger]) -> list[str]:
+    """Return a line for each checkpoint whose ledger is not an earlier state of the folder's or of one set aside."""
+    found = []
+    for path in (each / LEDGER_NAME for each in checkpoints):
+        if not path.exists():
+            continue
+        try:
+            checkpoint = PrivacyLedger.load(path)
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        if not any(checkpoint.is_prefix_of(other) for other in family):
+            found.append(
+                f"{path} is not an earlier state of the ledger in {path.parent.parent}: the two come from different runs, "
+                "or entries at the end of the ledger in that folder were cut off."
+            )
+    return found
+
+
+def _weight_mismatches(folder: Path, family: list[PrivacyLedger]) -> list[str]:
+    """Return a line if weights in a folder are not weights that a run of the family has saved, or not all of them."""
+    found, saved = hashes(folder), [files for ledger in family for files in ledger.saved]
+    unknown = unknown_files(found, saved=saved)
+    pointers = [name for name in unknown if is_lfs_pointer(folder / name)]
+    if pointers:
+        return [
+            f"Git has not fetched these weights: {', '.join(pointers)} in {folder} only point to them. Run git lfs pull "
+            "there, or download the files."
+        ]
+    if not unknown:
+        missing = missing_shards(found, saved=saved)
+        what = f"These parts of the model are missing in {folder}: {', '.join(missing)}. Put them back."
+        return [what] if missing else []
+    line = (
+        f"The run of this ledger did not save these weights: {', '.join(unknown)} in {folder}. They were changed or "
+        "converted, or come from another run. Put back the weights that were saved with the ledger, and move other weights "
+        "away."
+    )
+    if any(name.startswith("adapter_model.") for files in saved for name in files):
+        line += (
+            " If they are the adapter of this run merged into its base, run "
+            f"doppler-hf verify {folder} --base BASE --adapter FOLDER, where FOLDER is the output folder of the run."
+        )
+    return [line]
+
+
+def _card_notes(folder: Path, ledger: PrivacyLedger) -> list[str]:
+    """Return a line for each way in which the model card's part on privacy is not what a run of the ledger wrote."""
+    text = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (folder / CARD_NAME).read_text("utf-8")
+    notes = []
+    for part in map(read_part, PART.finditer(text)):
+        for head in part.heads:
+            if head == ledger.head:
+                continue
+            was_before = any(entry["hash"] == head for entry in ledger.entries)
+            why = "is older than the ledger, which had entries added" if was_before else "is of another ledger"
+            notes.append(
+                f"{CARD_NAME} {why}: it names the last hash {head[:8]}…. What is said here holds. Let trainer.save_model() "
+                "write the card again."
+            )
+        if part.by_hand:
+            lines = "; ".join(textwrap.shorten(line, 100, placeholder=" …") for line in part.by_hand)
+            notes.append(
+                f"In {CARD_NAME}, these lines of the part that the run wrote are by hand, or of another run: {lines}"
+            )
+    return notes
