@@ -245,7 +245,7 @@ PAGE: Final = """# Which models train with which adapters and precisions?
 - **Command:** `python -m scripts.experiments.compatibility`, with transformers {transformers}
   and PEFT {peft_version}: two private steps of a tiny model of random weights, with all checks before them
 
-**Of {count} combinations, {trains} train, {refused} are refused with a message, and {peft} are not supported by
+**{trains} of {count} combinations train, {refused} are refused with a message, and {peft} are not supported by
 Transformers or PEFT.** A combination is a model and one of nine ways to train it:
 
 - *all weights*, in float32, and the same in *bf16* and with gradient *checkpointing*
