@@ -258,10 +258,10 @@ The table lists the ways in which a model does **not** train. A number in bracke
 Transformers or PEFT does not support the combination. [Architectures](architectures.md) has all classes of Transformers,
 trained with all weights.
 
-*Fixed* models were changed as the refusals say. In the ResNet and Segformer models, BatchNorm was replaced. In the speech
-models, `pos_conv_embed` and `masked_spec_embed` were frozen, masks and `layerdrop` were set to 0, and all records were padded to
-one length. *As released* means with `pos_dropout` above 0 and relative attention, as in Microsoft's published models.
-LoRA trains there with `target_modules=["value_proj", "dense"]`.
+*Fixed* models were changed as the refusals say. In the ResNet and Segformer models, BatchNorm was replaced. In the
+speech models, `pos_conv_embed` and `masked_spec_embed` were frozen, masks and `layerdrop` were set to 0, and all records
+were padded to one length. *As released* means with `pos_dropout` above 0 and relative attention, as in Microsoft's
+published models. LoRA trains there with `target_modules=["value_proj", "dense"]`.
 
 {table}
 
