@@ -245,13 +245,23 @@ PAGE: Final = """# Which models train with which adapters and precisions?
 - **Command:** `python -m scripts.experiments.compatibility`, with transformers {transformers}
   and PEFT {peft_version}: two private steps of a tiny model of random weights, with all checks before them
 
-Of {count} combinations {trains} train, {refused} are refused in one line ([note]), and {peft} are not supported by
-Transformers or PEFT (–). A model is tried in nine ways: {ways}.
-Adapters are on all linear layers but the head; for IA3 PEFT chooses. *Prompts* is prompt tuning, *biases* trains biases and
-the head. [Architectures](architectures.md) has all classes of Transformers with all weights.
+**{trains} of {count} combinations train, {refused} are refused with a message, and {peft} are not supported by
+Transformers or PEFT.** A combination is a model and one of nine ways to train it:
 
-*Fixed:* BatchNorm replaced; or `pos_conv_embed`, `masked_spec_embed` frozen, masks and `layerdrop` 0, one length. *As
-released:* `pos_dropout` above 0 and relative attention; LoRA trains there with `target_modules=["value_proj", "dense"]`.
+- *all weights*, in float32, and the same in *bf16* and with gradient *checkpointing*
+- *LoRA*, *LoRA in bf16*, and *DoRA*: adapters on all linear layers except the head
+- *IA3*: adapters on the layers that PEFT chooses
+- *prompts*: prompt tuning
+- *biases*: only biases and the head are trained
+
+The table lists the ways in which a model does **not** train. A number in brackets is the refusal below, and – means that
+Transformers or PEFT does not support the combination. [Architectures](architectures.md) has all classes of Transformers,
+trained with all weights.
+
+*Fixed* models were changed as the refusals say. In the ResNet and Segformer models, BatchNorm was replaced. In the
+speech models, `pos_conv_embed` and `masked_spec_embed` were frozen, masks and `layerdrop` were set to 0, and all records
+were padded to one length. *As released* means with `pos_dropout` above 0 and relative attention, as in Microsoft's
+published models. LoRA trains there with `target_modules=["value_proj", "dense"]`.
 
 {table}
 
@@ -283,7 +293,7 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     trains, of_peft = outcomes.count(TRAINS), sum(outcome.startswith(NOT_OURS) for outcome in outcomes)
     return PAGE.format(
         count=len(outcomes), trains=trains, refused=len(outcomes) - trains - of_peft, peft=of_peft,
-        transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows), ways=", ".join(WAYS),
+        transformers=transformers.__version__, peft_version=peft.__version__, table="\n".join(rows),
         notes="\n".join(f"{number}. {message}" for message, number in notes.items()),
     )  # fmt: skip
 

@@ -56,4 +56,4 @@ def test_the_page_has_all_flows_of_the_script():
     assert marks == notes_of(PAGE.read_text()).keys()
     # The figures of the text are those of the table.
     counts = len(cells), cells.count(compatibility.TRAINS), sum("[" in cell for cell in cells), cells.count("–")
-    assert "Of {} combinations {} train, {} are refused in one line ([note]), and {} are".format(*counts) in PAGE.read_text()
+    assert "{1} of {0} combinations train, {2} are refused with a message, and {3} are".format(*counts) in PAGE.read_text()
