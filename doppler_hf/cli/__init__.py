@@ -6,6 +6,7 @@ line is the command's line in `doppler-hf --help`. `run` returns the exit code. 
 words that are not its own flags: the fields of a recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify: the commands
+- checked_files: what a ledger says of the files in its folder, for verify
 - script: runs a training script up to its training, for check, audit and estimate
 - random_model: a model with random weights, for estimate and plan
 - lora: the description of adapters, for random_model
