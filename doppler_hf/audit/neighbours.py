@@ -69,6 +69,8 @@ class NeighbourResult:
         tolerance: How far above 1 a distance may be because of rounding alone.
         rounding: How far rounding alone may move the contribution of another record, in units of C.
         noun: What a batch has: records, or users with `privacy_unit_column`.
+        is_of_training: Whether the model was in training mode. If it is random there even without dropout, it was compared
+            in evaluation mode, and what its layers do in training mode alone was not tested.
     """
 
     distances: Float[np.ndarray, " pairs"]
@@ -78,6 +80,7 @@ class NeighbourResult:
     tolerance: float
     rounding: float
     noun: str = "record"
+    is_of_training: bool = True
 
     @property
     def contradicts_claim(self) -> bool:
@@ -165,7 +168,11 @@ def neighbour_distances(
         rows = fetch(loader.examples, ends, numbers=loader.numbers)
     refuse_known_numbers_in_collator(loader.collator, rows)
     refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
-    with tempfile.TemporaryDirectory() as folder, without_model_randomness(tested, loader), contextlib.ExitStack() as moving:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        without_model_randomness(tested, loader) as is_of_training,
+        contextlib.ExitStack() as moving,
+    ):
         tested.args, make, witnesses = motionless_run(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
         trained_losses = tested._losses
 
@@ -197,6 +204,7 @@ def neighbour_distances(
             tolerance, ROUNDING_BF16 if computes_in_bf16(trainer.model, trainer.accelerator.mixed_precision) else 0.0
         ),
         noun=trainer.privacy.sampler.noun,
+        is_of_training=is_of_training,
     )
 
 
@@ -334,13 +342,17 @@ def replace_mechanisms(run: PrivateRun) -> list[Witness]:
 
 
 @contextlib.contextmanager
-def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[None]:
-    """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode."""
+def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[bool]:
+    """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode.
+
+    Yields:
+        Whether it is in training mode.
+    """
     model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
     with without_dropout(model):
         is_held = not is_random(losses_of(trainer), inputs)
     with without_dropout(model) if is_held else in_evaluation_mode(model):
-        yield
+        yield is_held
 
 
 def losses_of(trainer: DopplerTrainer) -> Callable[[Any], Tensor]:

@@ -46,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
     result = script.use_trainer(args, check)
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
-    # Privacy: the figures go to the screen and into no file, since distances and couplings are computed from examples,
-    # without noise.
     console.print(
-        "These figures are computed from training records without noise, so they are not private. Do not publish them.",
+        "These figures are computed from training records without noise, so ε does not cover them. Do not publish them.",
         soft_wrap=True,
     )
     return 1 if result.contradicts_claim else 0
@@ -80,7 +78,12 @@ def verdict(result: NeighbourResult) -> str:
     if not result.contradicts_claim:
         found = f"No defect found: no tested {who} moved the sum by more than C. Others that were not tested may do so."
         coarse = f"The model rounds coarsely, so this test can miss {who}s that move others. Repeat it in float32."
-        return f"{found} {coarse}" if result.rounds_coarsely else found
+        mode = (
+            "The model is random in training mode even without dropout, so it was compared in evaluation mode. What its "
+            "layers do in training mode alone is tested when a training starts, and not here."
+        )
+        said = [found, *([coarse] if result.rounds_coarsely else []), *([] if result.is_of_training else [mode])]
+        return " ".join(said)
     if result.distances.max() <= 1.0 + result.tolerance and result.extrapolated.max() <= 1.0 + result.tolerance:
         return (
             f"THE CLAIM IS WRONG: one {who} changes the contributions of other {who}s by up to "

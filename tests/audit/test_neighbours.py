@@ -8,6 +8,7 @@ from datasets import Dataset
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import NeighbourResult, neighbour_distances
 from doppler_hf.audit.neighbours import neighbouring_draws
+from doppler_hf.cli.check import verdict
 from doppler_hf.privacy.clipping import clipped_gradients as clipping
 from doppler_hf.privacy.ledger.ledger import LEDGER_NAME
 from tests.audit.neighbour_cases import OF_CHOICES, OF_VIEWS, SETTINGS, USUAL, VIEWS, cases, result_of
@@ -24,6 +25,11 @@ from tests.support.refusals import refused
 from tests.support.tiers import further
 from tests.support.tiny import OwnGenerator, Rows, hidden, pad, text_data, tiny_bert
 from tests.support.trainers import TokenMean, trained, trainer_of, weights
+
+
+class AlwaysDropped(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, 0.3, self.training)
 
 
 def name_of(case):
@@ -55,6 +61,16 @@ def test_one_unit_moves_the_sum_by_at_most_c(case, views):
     assert result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-12
     assert result.distances.min() > 0.1  # the unit is there, a user with the mean of up to twelve directions
+
+
+def test_it_says_if_a_model_was_compared_in_evaluation_mode(tmp_path):
+    """Random numbers that no attribute switches off would make the two batches of a pair differ."""
+    for chance, is_of_training in ((torch.nn.Identity(), True), (AlwaysDropped(), False)):
+        model = tiny_bert()
+        model.dropout = chance
+        result = neighbour_distances(trainer_of(tmp_path / str(is_of_training), model=model), pairs=2)
+        assert result.is_of_training == is_of_training
+        assert ("in training mode alone is tested when a training starts" in verdict(result)) != is_of_training
 
 
 def test_a_record_counts_whole_however_well_it_is_fitted(tmp_path):

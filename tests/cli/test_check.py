@@ -48,7 +48,7 @@ def test_a_recipe_ends_with_0_and_a_table(recipe, tmp_path, capsys):
     assert "10 and one more (a batch of the run: 20)" in shown
     assert "No defect found: no tested record moved the sum by more than C" in shown
     assert 0.3 < float(re.search(r"moves the sum by │ at most ([\d.]+) C", shown)[1]) < 1 + 1e-5
-    assert "so they are not private" in shown
+    assert "so ε does not cover them" in shown
     # Nothing was spent; and what is not private must not lie where the model will, which is pushed with all beside it.
     assert not list((tmp_path / "out").glob("*"))
 
