@@ -230,7 +230,7 @@ def test_the_command_fills_the_file_goes_on_and_writes_the_page(tiny, short, tmp
     page = (tmp_path / "found.md").read_text()
     assert "| tiny | 5 |" in page
     assert "| DPSGD |" in page
-    assert "what the gradient says" in page
+    assert page.count("### tiny: what the gradient says") == 1
     assert "| tiny, best rate tried |" in page
     (tmp_path / "found.md").unlink()
     assert run(tmp_path, "--page") == 0
