@@ -56,6 +56,17 @@ class _OfRows(TorchDispatchMode):
     def __init__(self, examples: Sequence[int]) -> None:
         super().__init__()
         self._examples, self._drawn = examples, Counter[Any]()
+        module = torch.get_device_module() if torch.accelerator.is_available() else None
+        self._seed_device = None if module is None else getattr(module, "manual_seed_all", module.manual_seed)
+
+    def _seed(self, *content: Any) -> None:
+        """Seed torch's generators by this content."""
+        seed = int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")
+        # For each kind of device that is absent, torch.manual_seed of 2.13 formats the stack of calls. In a training it then
+        # takes a thousand times as long as this.
+        torch.default_generator.manual_seed(seed)
+        if self._seed_device is not None:
+            self._seed_device(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,11 +79,11 @@ class _OfRows(TorchDispatchMode):
         place = (str(func), shape, dimension)
         self._drawn[place] += 1
         number = self._drawn[place] if dimension is not None else self._drawn[place] // _MOST_ALIKE
-        torch.manual_seed(_seed(place, number))
+        self._seed(place, number)
         whole = func(*args, **kwargs)
         if dimension is not None:
             for row, example in enumerate(self._examples):
-                torch.manual_seed(_seed(place, number, example))
+                self._seed(place, number, example)
                 rows = slice(row * shape[dimension], (row + 1) * shape[dimension])
                 with contextlib.suppress(RuntimeError):  # some operations, such as a permutation, cannot draw a single row
                     _draw_rows(func, args, kwargs, whole, dimension=dimension, rows=rows)
@@ -115,7 +126,3 @@ def _shape(args: Any) -> tuple[int, ...]:
         if isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
             return tuple(value)
     return ()
-
-
-def _seed(*content: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")
