@@ -59,8 +59,8 @@ def mean_per_user(
             "compute_metrics work on a few rows, or leave metrics_per_user out.",
             stacklevel=4,
         )
-    # Privacy: these records are evaluated and not trained on, so ε does not cover them, and their number is a metric as others
-    # are. Of an evaluation set with training rows nothing that begins with "eval_" is published.
+    # Privacy: these records are evaluated and not trained on, so ε does not cover them, and the number is a metric like the
+    # others. Of an evaluation set with training rows nothing that begins with "eval_" is published.
     counted = {name: len(values) for name, values in found.items() if len(values) < len(starts)}
     return {
         **{f"{prefix}_{name}_per_user": sum(values) / len(values) for name, values in found.items() if values},

@@ -1,5 +1,7 @@
 """Metrics of evaluations count rows; their means over users are offered, and said where training counts users."""
 
+import warnings
+
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -91,7 +93,9 @@ def test_how_many_users_a_mean_is_of_is_logged_and_said_once(tmp_path, capsys):
     rows = of_users(8, seed=1, users=USERS)
     evaluated = rows.map(lambda row, index: {"labels": [0, 1, 1, 0, 1, 1, 0, 0][index]}, with_indices=True)
     made = trainer(tmp_path, compute_metrics=recalls, evaluated=evaluated, eval_strategy="steps", eval_steps=1, max_steps=2)
-    trained(made).create_model_card()
+    with warnings.catch_warnings(record=True, action="always") as told:
+        trained(made).create_model_card()
+    assert not [each for each in told if issubclass(each.category, RuntimeWarning)]
     logged = [log for log in made.state.log_history if "eval_loss" in log]
     assert [log["eval_users_with_macro_recall"] for log in logged] == [2, 2]
     assert not any("eval_users_with_accuracy" in log for log in logged)
