@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import set_aside
-from doppler_hf.privacy.ledger.weights import hashes, stamps
+from doppler_hf.privacy.ledger.weights import hashes, stamps, weight_files
 from doppler_hf.run.card_part import BEGIN, CARD_NAME
-from doppler_hf.run.card_sections import metadata_of, written_part
+from doppler_hf.run.card_sections import ROUNDING_IF_ANY, TAGS, metadata_of, privacy_section, written_part
 from doppler_hf.run.digests import digests_of
 from doppler_hf.run.model_card import HEADING, renew_card
 from doppler_hf.run.private_run import PrivateRun
@@ -69,10 +69,32 @@ def ledger_saved_with_model(folder: Path, trainer: Any, *, checkpoint_step: int 
             print(f"The ledger {folder / LEDGER_NAME} covers the weights next to it. Its last hash is {ledger.head}.")
 
 
-def write_card(card: Path, run: PrivateRun | None, trainer: Any, *, before: str | None = None) -> None:
+def ledger_of_weights_in(folder: Path) -> PrivacyLedger | None:
+    """Return the ledger in a folder if it covers the weights there, and None if there is none or there are no weights."""
+    if not (folder / LEDGER_NAME).exists() or not weight_files(folder):
+        return None
+    ledger = PrivacyLedger.load(folder)
+    return None if ledger.unknown_weights(folder) else ledger
+
+
+def states(card: Path, ledger: PrivacyLedger) -> bool:
+    """Return whether a card already has a part of a run, with this ledger as it is now."""
+    text = card.read_text("utf-8") if card.exists() else ""
+    return BEGIN in text and ledger.head in text
+
+
+def write_card(
+    card: Path, run: PrivateRun | None, trainer: Any, *, before: str | None = None, ledger: PrivacyLedger | None = None
+) -> None:
     """Renew the part of a card that a run writes; without a run only take it out. A fault is told and fails nothing.
 
-    Without `before`, a card is renewed that is an adapter's or has such a part: another one is somebody's own file.
+    Args:
+        card: The card.
+        run: The run whose ledger covers the weights; None if the trainer has none.
+        trainer: The trainer.
+        before: The card before a library wrote over it. Without it, a card is renewed that is an adapter's or has such a
+            part: another one is somebody's own file.
+        ledger: Without a run, a ledger that covers the weights. The part then has the guarantee alone.
     """
     try:
         if before is None:
@@ -82,8 +104,12 @@ def write_card(card: Path, run: PrivateRun | None, trainer: Any, *, before: str 
             has_part = BEGIN in text or HEADING in text
             if not has_part and (run is None or not hasattr(trainer.model, "peft_config")):
                 return
-        part = None if run is None else written_part(run, trainer, card.parent)
-        metadata = {} if run is None else metadata_of(run, trainer)
+        part: str | None = None
+        metadata: dict[str, object] = {}
+        if run is not None:
+            part, metadata = written_part(run, trainer, card.parent), metadata_of(run, trainer)
+        elif ledger is not None:
+            part, metadata = privacy_section(ledger, also_not_covered=[ROUNDING_IF_ANY]), {"tags": TAGS}
         # The folder of a checkpoint says only its step.
         title = (trainer.hub_model_id or trainer.args.hub_model_id or "").rpartition("/")[2]
         title = title or Path(trainer.args.output_dir).resolve().name

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
@@ -26,7 +26,7 @@ from doppler_hf.run.model_card import HEADING, is_hub_id
 from doppler_hf.run.optimizer import optimizer_in_words
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import Evaluation, evaluations_of, losses, main_metrics
+from doppler_hf.run.published_results import Evaluation, published_results
 from doppler_hf.run.training_curve import PICTURE_NAME
 
 # How `datasets` has read rows, which does not say what they are.
@@ -35,6 +35,20 @@ _BUILDERS: Final = {
     "spark", "sql", "text", "videofolder", "webdataset", "xml",
 }  # fmt: skip
 _MOST_EVALUATIONS: Final = 10
+TAGS: Final = ["differential-privacy", "doppler_hf"]
+_ROUNDING: Final = (
+    "the rounding of bfloat16, if {}records have different lengths and are padded to the longest of their micro-batch"
+)
+# A ledger alone does not say in which precision its run computed.
+ROUNDING_IF_ANY: Final = _ROUNDING.format("the training computed in it, ")
+# What loads each kind of `processing_class`, by the name of a base class: a video processor is an image processor, too.
+_LOADERS: Final = {
+    "ProcessorMixin": ("processor", "AutoProcessor"),
+    "PreTrainedTokenizerBase": ("tokenizer", "AutoTokenizer"),
+    "BaseVideoProcessor": ("video_processor", "AutoVideoProcessor"),
+    "ImageProcessingMixin": ("image_processor", "AutoImageProcessor"),
+    "FeatureExtractionMixin": ("feature_extractor", "AutoFeatureExtractor"),
+}
 
 
 def written_part(run: PrivateRun, trainer: Any, folder: Path) -> str:
@@ -59,7 +73,7 @@ def uncovered_rounding(run: PrivateRun, model: nn.Module) -> list[str]:
     is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
     if not is_rounded or (run.sampler.lengths is None and run.probe.are_of_one_length):
         return []
-    return ["the rounding of bfloat16, if records have different lengths and are padded to the longest of their micro-batch"]
+    return [_ROUNDING.format("")]
 
 
 def privacy_section(ledger: PrivacyLedger, *, also_not_covered: Sequence[str] = ()) -> str:
@@ -137,6 +151,7 @@ def loading_section(trainer: Any, folder: Path) -> str:
     how = kind.__name__ if is_known else f"{kind.__module__}.{kind.__name__}"
     name = base_name(model)
     imports: list[str] = []
+    processor = loader_of(trainer.processing_class)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         named = shown_name(name)
         if is_known and name:
@@ -163,16 +178,35 @@ def loading_section(trainer: Any, folder: Path) -> str:
     else:
         said.append(f"Make `model`, a `{kind.__name__}`, as in the training.")
         imports = ["from safetensors.torch import load_model"]
-        lines = ['load_model(model, "model.safetensors")']
-    processor = trainer.processing_class
-    for file, loader in (("tokenizer_config.json", "AutoTokenizer"), ("preprocessor_config.json", "AutoImageProcessor")):
-        if processor is not None and (folder / file).exists():
-            imports.append(f"from transformers import {loader}")
-            lines.append(f"{'tokenizer' if 'token' in file else 'processor'} = {loader}.from_pretrained(folder)")
-            break
+        lines = [*(lines if processor else []), 'load_model(model, "model.safetensors")']
+    if processor is not None:
+        imports.append(f"from {processor.module} import {processor.loader}")
+        lines.append(f"{processor.name} = {processor.loader}.from_pretrained(folder)")
+        if processor.module == "__main__":
+            said.append(f"`{processor.loader}` is a class of the training script: import it from there.")
+            imports.pop()
     imports = joined_imports(imports)
     said = [*said, ""] if said else []
     return "\n".join(["## How to load it", "", *said, *fenced("python", *imports, "", *lines), ""])
+
+
+class Loader(NamedTuple):
+    """What loads a tokenizer, processor or the like: a name for it, and a class with its module."""
+
+    name: str
+    module: str
+    loader: str
+
+
+def loader_of(processor: Any) -> Loader | None:
+    """Return what loads a trainer's `processing_class`: one of Transformers' Auto classes, or a class of the user's own."""
+    kind = type(processor)
+    bases = {each.__name__ for each in kind.__mro__}
+    for base, (name, loader) in _LOADERS.items():
+        if base in bases:
+            is_known = kind.__module__.startswith("transformers.")
+            return Loader(name, "transformers", loader) if is_known else Loader(name, kind.__module__, kind.__name__)
+    return None
 
 
 def labels_of_head(model: Any) -> dict[str, Any]:
@@ -270,28 +304,31 @@ def model_section(run: PrivateRun, trainer: Any) -> str:
 
 
 def results_section(run: PrivateRun, trainer: Any, folder: Path) -> str:
-    """Return the last evaluation, the ones before it, and the picture of the training, as far as there are any."""
-    evaluations = evaluations_of(trainer)
+    """Return the results of the weights, the evaluations in the training, and its picture, as far as there are any."""
+    published = published_results(trainer)
     has_picture = run.has_picture and (folder / PICTURE_NAME).exists()
     picture = [f"![Results over the steps of the training]({PICTURE_NAME})", ""] if has_picture else []
-    if not evaluations and not picture:
+    if published.of_weights is None and not picture:
         return ""
     lines = ["## Results", ""]
-    if evaluations:
-        last = evaluations[-1]
-        lines += [f"On the evaluation data, after step {last.step:,}:", ""]
-        lines += [f"- **{name.replace('_', ' ')}**: {number(value)}" for name, value in last.results.items()] + [""]
+    if published.of_weights is not None:
+        step, results = published.of_weights.step, published.of_weights.results
+        if published.is_chosen:
+            went_on = f"; the training went on to step {last:,}" if (last := trainer.state.global_step) > step else ""
+            lines += [f"The weights are those of step {step:,}, chosen by `{published.best_by}`{went_on}.", ""]
+        lines += [f"On the evaluation data, after step {step:,}:", ""]
+        lines += [f"- **{name.replace('_', ' ')}**: {number(value)}" for name, value in results.items()] + [""]
     lines += picture
-    shown = evenly(evaluations, _MOST_EVALUATIONS)
+    shown = evenly(published.evaluations, _MOST_EVALUATIONS)
     if len(shown) > 1:
-        names = [*losses(evaluations)[:1], *main_metrics(evaluations)[:1]]
+        names = [*published.losses()[:1], *published.main_metrics()[:1]]
         lines += ["| step | " + " | ".join(name.replace("_", " ") for name in names) + " |", "|--:" * (len(names) + 1) + "|"]
         lines += [f"| {each.step:,} | {' | '.join(number(each.results.get(name)) for name in names)} |" for each in shown]
         lines.append("")
     return "\n".join(lines)
 
 
-def evenly(values: list[Evaluation], count: int) -> list[Evaluation]:
+def evenly(values: Sequence[Evaluation], count: int) -> Sequence[Evaluation]:
     """Return at most so many of the values, from the first to the last."""
     if len(values) <= count:
         return values
@@ -329,14 +366,14 @@ def metadata_of(run: PrivateRun, trainer: Any) -> dict[str, object]:
     """Return what the run knows for the card's front matter, which the hub reads."""
     model = trainer.model
     name, data = base_name(model), dataset_on_hub(run.train_dataset)
-    evaluations = evaluations_of(trainer)
+    of_weights = published_results(trainer).of_weights
     known = {"accuracy", "f1", "precision", "recall", "matthews_correlation", "pearson", "spearmanr", "perplexity", "rouge"}
-    metrics = [name for name in (evaluations[-1].results if evaluations else ()) if name in known]
+    metrics = [name for name in (of_weights.results if of_weights else ()) if name in known]
     return {
         "library_name": "peft" if hasattr(model, "peft_config") else "transformers",
         "base_model": name if is_hub_id(name) else None,
         "pipeline_tag": hub_task_of(model),
         "datasets": [data] if data else None,
         "metrics": metrics,
-        "tags": ["differential-privacy", "doppler_hf"],
+        "tags": TAGS,
     }

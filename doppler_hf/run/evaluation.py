@@ -19,7 +19,7 @@ from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import as_losses, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 from doppler_hf.run.beside_model import coverage_kept_when_converted
-from doppler_hf.run.metrics_per_user import mean_per_user, users_of
+from doppler_hf.run.metrics_per_user import left_out_in_words, mean_per_user, users_of
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import (
@@ -53,6 +53,7 @@ class EvaluatingTrainer(ShardedTrainer):
     # their place.
     _users: np.ndarray | None = None
     metrics_of_rows: Callable[[Any], dict[str, Any]] | None = None
+    _is_left_out_said = False
     sets_looked_at: tuple[Any, Any] | None = None
 
     def compute_loss(
@@ -188,7 +189,12 @@ class EvaluatingTrainer(ShardedTrainer):
             add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
         users, compute = self._users, self.metrics_of_rows or self.compute_metrics
         if users is not None and compute is not None and output.predictions is not None and output.num_samples == len(users):
-            output.metrics.update(mean_per_user(compute, output, users=users, prefix=metric_key_prefix))
+            found = mean_per_user(compute, output, users=users, prefix=metric_key_prefix)
+            output.metrics.update(found)
+            words = left_out_in_words(found, prefix=metric_key_prefix, users=users)
+            if words and not self._is_left_out_said and self.is_world_process_zero():
+                print(words)
+                self._is_left_out_said = True
         return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -207,6 +207,7 @@ class PrivateRun:
         self.pads_each_row_alone = False  # Whether every row has a padded length of its own.
         self.words: dict[str, str] = {}
         self.has_picture = False  # Whether the output folder has a picture of the training.
+        self.chosen_step: int | None = None  # The step of the best checkpoint, if its weights were loaded at the end.
         self.shown: dict[str, Any] = {}
         self._loader: PrivateLoader | None = None
         self._engine: ClippedGradients | None = None
@@ -389,7 +390,7 @@ class PrivateRun:
         self.ledger, self.affordable, self.is_running = ledger, affordable, True
         return ledger
 
-    def take_up(self, ledger: PrivacyLedger, model: nn.Module, *, words: Mapping[str, str]) -> None:
+    def take_up(self, ledger: PrivacyLedger, model: nn.Module, *, words: Mapping[str, str], chosen_step: int | None) -> None:
         """Take up the ledger and the words of a run of the same plan that has ended, before its weights are loaded."""
         assert self.ledger is None, "a run begins once"
         if in_digits(ledger.statement) != in_digits(self.statement):
@@ -400,6 +401,7 @@ class PrivateRun:
             )
         lineage = Lineage(model, output_dir=self._home, continued=ledger)
         self.ledger, self.statement, self.words = ledger, ledger.statement, dict(words)
+        self.chosen_step = chosen_step
         self.trained_model = TrainedModel(model, lineage, ledger=ledger, previous=None, step=0)
 
     def _opened(self, *, step: int, others: Trainings) -> tuple[PrivacyLedger, int]:

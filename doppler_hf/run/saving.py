@@ -16,8 +16,10 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import guarantee_in_words
-from doppler_hf.run.beside_model import ledger_saved_with_model, write_card
+from doppler_hf.privacy.ledger.weights import weight_files
+from doppler_hf.run.beside_model import ledger_of_weights_in, ledger_saved_with_model, states, write_card
 from doppler_hf.run.card_part import CARD_NAME
+from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.interruptions import Terminated, raised_if_terminated
 from doppler_hf.run.json_state import writable_state
@@ -47,6 +49,16 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
     def create_model_card(self: "SavingTrainer", *args: Any, **kwargs: Any) -> None:
         """Write a model card with what the run knows, and privacy first. Text added by hand to an earlier card stays."""
         card, history = Path(self.args.output_dir) / CARD_NAME, self.state.log_history
+        is_ours = self.is_world_process_zero() and not self.args.disable_dp
+        run = self._run if self._run is not None and self._run.covers_weights_of(self.model) else None
+        # A trainer that has not trained the weights in the folder knows less of them than their ledger.
+        there = ledger_of_weights_in(card.parent) if is_ours and run is None else None
+        if there is not None and states(card, there):
+            print(
+                f"{card} was left as it is: it is the card of the run that trained the weights there, and this trainer has "
+                "not trained them. Text that you add to it by hand stays."
+            )
+            return
         before = card.read_text("utf-8") if card.exists() else ""
         # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
         self.state.log_history = with_columns_in_one_order(history)
@@ -54,10 +66,8 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
             inherited(self, *args, **kwargs)
         finally:
             self.state.log_history = history
-        if self.is_world_process_zero() and not self.args.disable_dp:
-            run = self._run
-            speaks = run is not None and run.ledger is not None and run.covers_weights_of(self.model)
-            write_card(card, run if speaks else None, self, before=before)
+        if is_ours:
+            write_card(card, run, self, before=before, ledger=there)
 
     return create_model_card
 
@@ -141,8 +151,13 @@ class SavingTrainer(ShardedTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
 
     def _load_best_model(self) -> None:
-        if not self._load_renamed(self.state.best_model_checkpoint):
+        best = self.state.best_model_checkpoint
+        if not self._load_renamed(best):
             super()._load_best_model()
+        # If somebody has removed the checkpoint, Transformers keeps the last weights. And `best_global_step` may be the step
+        # of a better evaluation at which nothing was saved.
+        if self._run is not None and weight_files(Path(best)):
+            self._run.chosen_step = step_of_checkpoint(best)
 
     def _load_renamed(self, folder: str) -> bool:
         """Load weights that `save_pretrained` wrote under older names, as for ViT, and return whether the names are older.

@@ -58,7 +58,7 @@ from doppler_hf.run.lineage import forget
 from doppler_hf.run.logged_loss import is_console
 from doppler_hf.run.plan import NO_TIME, Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import BASELINES, CLOCKS
+from doppler_hf.run.published_results import BASELINES, CLOCKS, USERS_WITH
 from doppler_hf.run.search_space import RANDOM, arguments_of_trial, drawn_settings, space_in_words, unseen
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -74,7 +74,11 @@ def default_objective(metrics: Mapping[str, float], *, direction: str) -> float:
             )
         return float(metrics["eval_loss"])
     left_out = ("_loss", "_time", *CLOCKS, *BASELINES)
-    found = [value for name, value in metrics.items() if name.startswith("eval_") and not name.endswith(left_out)]
+    found = [
+        value
+        for name, value in metrics.items()
+        if name.startswith("eval_") and not name.endswith(left_out) and USERS_WITH not in name
+    ]
     if not found:
         raise Refusal(
             "search-objective",
@@ -297,7 +301,7 @@ def _in_words(trainer: Any, result: _Result) -> dict[str, Any]:
     """Return what the files of a trial do not say."""
     return {
         "score": result.score, "coin": result.coin, "objective": result.objective, "settings": result.settings,
-        "words": trainer._run.words,
+        "words": trainer._run.words, "chosen_step": trainer._run.chosen_step,
     }  # fmt: skip
 
 
@@ -313,7 +317,7 @@ def _loaded(trainer: Any, running: RunningSearch, args: DopplerTrainingArguments
             model = trainer.model = trainer.model_wrapped = trainer.call_model_init()
             run = trainer.privacy
             # Before the weights are loaded: what the run has trained is what differs from the model at its start.
-            run.take_up(PrivacyLedger.load(place, time=NO_TIME), model, words=kept["words"])
+            run.take_up(PrivacyLedger.load(place, time=NO_TIME), model, words=kept["words"], chosen_step=kept["chosen_step"])
             trainer._load_from_checkpoint(str(place))
             if isinstance(model, PreTrainedModel) and (place / CONFIG_NAME).exists():
                 model.config = type(model.config).from_pretrained(place)  # training has set its special tokens and task

@@ -13,7 +13,7 @@ from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses
-from doppler_hf.run.published_results import evaluations_of
+from doppler_hf.run.published_results import PublishedResults, published_results
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.refusals import refused
@@ -197,7 +197,7 @@ def test_training_rows_in_an_evaluation_set_warn_once_although_trl_makes_new_row
     with pytest.warns(UserWarning, match=said) as caught:
         trainer = cls(model=tiny_llama(), args=arguments_of(tmp_path, cls=config), **options)
     trainer.state.log_history.append({"eval_loss": 1.0, "step": 1})
-    assert evaluations_of(trainer) == []
+    assert published_results(trainer) == PublishedResults()
     assert sum("NOT PRIVATE" in str(each.message) for each in caught) == 1
 
 

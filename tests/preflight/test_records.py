@@ -14,7 +14,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight import records
 from doppler_hf.preflight.records import COPIES as EQUAL
 from doppler_hf.preflight.records import columns_in_runs, columns_of_users, has_copies_in, has_equal_rows, shares_users
-from doppler_hf.run.published_results import evaluations_of
+from doppler_hf.run.published_results import published_results
 from tests.support.tiny import Rows, numbered, pad, text_data
 from tests.support.trainers import trained, trainer_of
 
@@ -210,7 +210,7 @@ def test_results_of_training_rows_are_not_published(tmp_path):
         options = dict(data=WHOLE, evaluated=evaluated, max_steps=1, eval_strategy="steps", eval_steps=1)
         with warnings.catch_warnings(action="ignore"):
             trainer = trained(trainer_of(tmp_path / str(number), **options))
-        assert bool(evaluations_of(trainer)) is is_shown
+        assert bool(published_results(trainer).evaluations) is is_shown
     with warnings.catch_warnings(action="ignore"):
         trainer.evaluate(WHOLE.select([1, 2]))
     assert len(trainer.evaluations_of_training_data) == 1

@@ -1,9 +1,13 @@
 """Metrics of evaluations count rows; their means over users are offered, and said where training counts users."""
 
+import warnings
+
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from doppler_hf.run.published_results import published_results
+from doppler_hf.run.search import default_objective
 from tests.support.refusals import refused
 from tests.support.tiny import numbered, text_data
 from tests.support.trainers import trained, trainer_of
@@ -72,9 +76,48 @@ def test_users_for_whom_a_metric_is_undefined_are_left_out(tmp_path):
     made = trained(trainer(tmp_path / "1", compute_metrics=area, evaluated=data, data=of_users(seed=5)))
     found = made.evaluate()
     assert 0.0 <= found["eval_area_per_user"] <= 1.0
+    assert found["eval_users_with_area"] == 1  # "b" has rows of one class
     made = trained(trainer(tmp_path / "2", compute_metrics=fails))
     with pytest.warns(UserWarning, match="adds no metric"):
         made.evaluate()
+
+
+def recalls(predicted):
+    hits = predicted.predictions.argmax(axis=-1) == predicted.label_ids
+    of_classes = [hits[predicted.label_ids == label].mean() for label in (0, 1)]  # NumPy warns of a mean of no rows
+    return {"macro_recall": np.mean(of_classes), "accuracy": hits.mean()}
+
+
+def test_how_many_users_a_mean_is_of_is_logged_and_said_once(tmp_path, capsys):
+    # Each of "a" and "b" has rows of both classes, and "c" has one row.
+    rows = of_users(8, seed=1, users=USERS)
+    evaluated = rows.map(lambda row, index: {"labels": [0, 1, 1, 0, 1, 1, 0, 0][index]}, with_indices=True)
+    made = trainer(tmp_path, compute_metrics=recalls, evaluated=evaluated, eval_strategy="steps", eval_steps=1, max_steps=2)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        trained(made).create_model_card()
+    assert not [each for each in told if issubclass(each.category, RuntimeWarning)]
+    logged = [log for log in made.state.log_history if "eval_loss" in log]
+    assert [log["eval_users_with_macro_recall"] for log in logged] == [2, 2]
+    assert not any("eval_users_with_accuracy" in log for log in logged)
+    found = made.evaluate()
+    predicted = made.predict(evaluated.remove_columns("user"))
+    hits = predicted.predictions.argmax(axis=-1) == evaluated["labels"][:]
+    of_users_alone = []
+    for user in "ab":
+        places = np.array([each == user for each in USERS])
+        labels = np.array(evaluated["labels"][:])
+        of_users_alone.append(np.mean([hits[places & (labels == label)].mean() for label in (0, 1)]))
+    assert found["eval_macro_recall_per_user"] == pytest.approx(np.mean(of_users_alone))
+    said = capsys.readouterr().out
+    assert said.count("takes the mean over 2 of 3 users for eval_macro_recall_per_user.") == 1
+    assert default_objective(found, direction="maximize") == pytest.approx(
+        sum(found[f"eval_{name}{end}"] for name in ("macro_recall", "accuracy") for end in ("", "_per_user"))
+    )
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "- **users with macro recall**: 2\n" in card
+    assert "users with" not in card.split("| step |")[1]
+    shown = published_results(made)
+    assert [*shown.main_metrics(), *shown.losses()] == ["accuracy", "loss"]
 
 
 @pytest.mark.parametrize(

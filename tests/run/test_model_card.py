@@ -1,7 +1,9 @@
 """The card begins with privacy, says what the run knows, asks for nothing, and keeps what people have written."""
 
 import contextlib
+import json
 import re
+import shutil
 
 import datasets
 import pytest
@@ -9,20 +11,36 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
 from torch.nn import functional as F
-from transformers import BertForSequenceClassification, Trainer
+from transformers import (
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerFast,
+    Trainer,
+    ViTImageProcessorPil,
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2Processor,
+)
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.video_processing_utils import BaseVideoProcessor
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import percent, trade_off
 from doppler_hf.privacy.ledger.terms import HOW_COMPUTED, not_covered_in_words
 from doppler_hf.run.card_part import BEGIN, marked
-from doppler_hf.run.card_sections import privacy_section
+from doppler_hf.run.card_sections import loader_of, privacy_section
 from doppler_hf.run.model_card import renew_card
 from tests.support.ledgers import after, all_events, statement
 from tests.support.tiers import thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
-from tests.support.trainers import trained, trainer_of
+from tests.support.trainers import OfLogits, On, at, interrupt, trained, trainer_of
 
 EVALUATED = dict(max_steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
 
@@ -169,6 +187,101 @@ def test_the_card_begins_with_privacy_and_says_what_the_run_knows(tmp_path, way)
         assert PrivacyLedger.load(tmp_path / "out" / "checkpoint-2").head in of_checkpoint
 
 
+class Scores:
+    """Metrics by a script: at each evaluation the next score."""
+
+    def __init__(self, *scores):
+        self.scores = list(scores)
+
+    def __call__(self, prediction):
+        return accuracy(prediction) | {"macro_recall": self.scores.pop(0)}
+
+
+BEST = dict(
+    max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+    metric_for_best_model="macro_recall", greater_is_better=True, rehearse=False,
+)  # fmt: skip
+ROWS = ("| 2 | 0.25 |", "| 4 | 0.75 |", "| 6 | 0.5 |")
+
+
+def results_in(folder):
+    """The section of the results, and its rows without the loss."""
+    section = (folder / "README.md").read_text("utf-8").split("## Results\n")[1].split("\n## ")[0]
+    return section, tuple(re.sub(r"^(\| \d+ \|)[^|]*\|", r"\1", row) for row in re.findall(r"^\| \d.*$", section, re.M))
+
+
+@pytest.mark.parametrize("metric", ["macro_recall", *thorough("eval_macro_recall")])
+def test_the_card_says_which_step_the_weights_are_from_and_shows_its_results(tmp_path, metric):
+    scores = Scores(0.25, 0.75, 0.5)
+    options = BEST | dict(metric_for_best_model=metric)
+    trainer = trained(trainer_of(tmp_path, model=adapted(), compute_metrics=scores, **options))
+    trainer.save_model()
+    section, rows = results_in(tmp_path / "out")
+    assert "The weights are those of step 4, chosen by `macro_recall`; the training went on to step 6.\n" in section
+    assert "On the evaluation data, after step 4:" in section
+    assert (items(section)["macro recall"], rows) == ("0.75", ROWS)
+    losses = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
+    assert items(section)["loss"] == f"{losses[4]:.4g}"
+    for step in (2, 4, 6):  # a checkpoint has the weights of its own step
+        of_checkpoint = results_in(tmp_path / "out" / f"checkpoint-{step}")[0]
+        assert f"after step {step}:" in of_checkpoint
+        assert "chosen by" not in of_checkpoint
+    scores.scores = [0.125, 0.375]
+    trainer.evaluate()
+    trainer.evaluate(text_data(6, seed=2), metric_key_prefix="eval_test")
+    trainer.create_model_card()
+    section, rows = results_in(tmp_path / "out")
+    assert "after step 4:" in section
+    found = items(section)
+    assert (found["macro recall"], found["test macro recall"], rows) == ("0.125", "0.375", ROWS)
+    # A later training forgets what was chosen before.
+    scores.scores = [0.25]
+    trainer.args.max_steps, trainer.args.load_best_model_at_end, trainer.args.save_strategy = 2, False, "no"
+    trainer.train()
+    trainer.create_model_card()
+    section, _ = results_in(tmp_path / "out")
+    assert "after step 2:" in section
+    assert "chosen by" not in section
+
+
+def remove_best(args, state, **_):
+    if state.global_step == 6:
+        shutil.rmtree(f"{args.output_dir}/checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("why", "options", "scores", "step"),
+    [
+        ("the best checkpoint was removed", dict(callbacks=[On(save=remove_best)]), (0.25, 0.75, 0.5), 6),
+        ("nothing was loaded", dict(load_best_model_at_end=False), (0.25, 0.75, 0.5), 6),
+        *thorough(("the best evaluation has no checkpoint", dict(save_steps=4, max_steps=8), (0.25, 0.5, 0.75, 0.5), 4)),
+        ("it stopped early", dict(max_steps=10, callbacks=[EarlyStoppingCallback(1)]), (0.25, 0.75, 0.5), 4),
+    ],
+)
+def test_the_step_of_the_weights_is_that_of_what_was_loaded(tmp_path, why, options, scores, step):
+    trainer = trained(trainer_of(tmp_path, compute_metrics=Scores(*scores), **BEST | options))
+    saved = tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors"
+    for name, value in load_file(saved).items():
+        assert value.equal(trainer.model.state_dict()[name].cpu()), why
+    trainer.create_model_card()
+    section, _ = results_in(tmp_path / "out")
+    assert f"after step {step}:" in section
+    assert ("The weights are those of step 4, chosen by" in section) == (step == 4)
+
+
+def test_a_resumed_run_knows_a_best_checkpoint_of_before(tmp_path):
+    scores = Scores(0.75, 0.5)
+    stops = On(step_end=at(5, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, compute_metrics=scores, callbacks=[stops], **BEST).train()
+    trainer = trainer_of(tmp_path, compute_metrics=Scores(0.25), **BEST)
+    trainer.train(resume_from_checkpoint=True)
+    trainer.create_model_card()
+    section, rows = results_in(tmp_path / "out")
+    assert "The weights are those of step 2, chosen by `macro_recall`; the training went on to step 6." in section
+    assert rows == ("| 2 | 0.75 |", "| 4 | 0.5 |", "| 6 | 0.25 |")
+
+
 @pytest.mark.parametrize("way", ["adapter", *thorough("plain", "adapter, written anew")])
 def test_the_front_matter_is_the_hubs(tmp_path, way):
     _, path = written_by(way, tmp_path)
@@ -212,6 +325,60 @@ def test_the_snippet_of_the_card_loads_the_model(tmp_path, monkeypatch, way):
         assert (f"{name}=" in card) == ("changed" in way), name
 
 
+def word_tokenizer():
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "a": 1})), pad_token="[PAD]")
+
+
+def speech_processor(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5}))
+    return Wav2Vec2Processor(Wav2Vec2FeatureExtractor(), Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json")))
+
+
+class OwnFeatures(Wav2Vec2FeatureExtractor):
+    """A class of one's own, which no Auto class knows."""
+
+
+PROCESSORS = {
+    "tokenizer": lambda tmp_path: word_tokenizer(),
+    "image_processor": lambda tmp_path: ViTImageProcessorPil(),
+    "feature_extractor": lambda tmp_path: Wav2Vec2FeatureExtractor(feature_size=2),
+    "processor": speech_processor,
+    "feature_extractor, own": lambda tmp_path: OwnFeatures(feature_size=2),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+@pytest.mark.parametrize("model", ["plain", *thorough("adapter", "own")])
+def test_the_snippet_of_the_card_loads_the_processing_class(tmp_path, monkeypatch, model, kind):
+    made, base = PROCESSORS[kind](tmp_path), tmp_path / "out" / "a base"
+    tiny_bert().save_pretrained(base)
+    whole = BertForSequenceClassification.from_pretrained(base)
+    trained_model = {"plain": lambda: whole, "adapter": lambda: adapted(whole), "own": lambda: Around(whole)}[model]()
+    cls = OfLogits if model == "own" else DopplerTrainer
+    trainer = trainer_of(tmp_path, model=trained_model, processing_class=made, cls=cls, max_steps=1)
+    trained(trainer).save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    monkeypatch.chdir(tmp_path / "out")
+    names = {"model": Around(whole)}
+    exec(snippet(card, "python"), names)
+    found = names[kind.partition(",")[0]]
+    assert type(found) is type(made)
+    parts = (found, made) if kind != "processor" else (found.feature_extractor, made.feature_extractor)
+    texts = [each.get_vocab() if kind == "tokenizer" else each.to_dict() for each in parts]
+    assert texts[0] == texts[1]
+    if kind == "processor":
+        assert found.tokenizer.get_vocab() == made.tokenizer.get_vocab()
+
+
+def test_a_video_processor_is_loaded_as_one():
+    # Transformers makes one only where torchvision is installed.
+    kinds = {"Video": (BaseVideoProcessor,), "Image": (BaseImageProcessor,)}
+    made = {name: type(name, bases, {"__module__": "transformers.models.a"}) for name, bases in kinds.items()}
+    found = {name: loader_of(object.__new__(each)).loader for name, each in made.items()}
+    assert found == {"Video": "AutoVideoProcessor", "Image": "AutoImageProcessor"}
+
+
 def test_a_base_model_and_a_data_set_of_the_hub_are_linked(tmp_path):
     model = tiny_bert()
     model.config._name_or_path = "google/a-bert"
@@ -236,6 +403,17 @@ def test_the_card_of_users_counts_users_and_not_their_rows(tmp_path):
     assert items(card)["training data"] == "12 users"
     # Transformers 5.24.0 is a version, and no number of rows.
     assert not re.search(r"(?<![\d.])24(?![\d.])", re.sub(r"[0-9a-f]{8,}", "", card))
+
+
+class Around(nn.Module):
+    """A module of one's own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs).logits
 
 
 BY_HAND = (
@@ -377,6 +555,37 @@ def test_an_evaluation_of_the_training_set_is_not_published(tmp_path, when):
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert ("## Results" in card) == (when == "after it")
     assert own is None or items(card)["loss"] != f"{own:.4g}"
+
+
+def test_a_trainer_that_has_not_trained_the_weights_keeps_their_card(tmp_path, capsys):
+    trained(trainer_of(tmp_path)).save_model()
+    path = tmp_path / "out" / "README.md"
+    head = PrivacyLedger.load(path.parent).head
+    fresh = trainer_of(tmp_path, model=BertForSequenceClassification.from_pretrained(path.parent))
+    fresh.create_model_card(license="mit")  # there is no card, so it is one with the guarantee alone
+    card = path.read_text("utf-8")
+    assert headings(card) == ["Differential privacy"]
+    assert f"\n    {head}\n" in card
+    assert "Trained with (" in card
+    assert "the rounding of bfloat16, if the training computed in it" in card
+    assert "information needed" not in card.lower()
+    data = ModelCard(card).data
+    assert data.license == "mit"
+    assert {"differential-privacy", "doppler_hf"} <= set(data.tags)
+    trained(again := trainer_of(tmp_path / "two", **EVALUATED)).save_model()
+    again.create_model_card()
+    path = tmp_path / "two" / "out" / "README.md"
+    path.write_text(with_text(path.read_text("utf-8")), "utf-8")
+    card = path.read_text("utf-8")
+    fresh = trainer_of(tmp_path / "two")
+    capsys.readouterr()
+    fresh.create_model_card()
+    assert path.read_text("utf-8") == card
+    assert "was left as it is" in capsys.readouterr().out
+    # Where the ledger does not cover the weights, nothing is said of privacy.
+    tiny_bert().save_pretrained(path.parent)
+    fresh.create_model_card()
+    assert "Differential privacy" not in path.read_text("utf-8")
 
 
 def test_a_trainer_without_privacy_is_transformers_own(tmp_path):

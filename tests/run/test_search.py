@@ -679,6 +679,13 @@ def test_early_stopping_without_a_metric_says_so_and_with_one_stops_trials(tmp_p
     said = "With EarlyStoppingCallback, the time that the search takes depends on the training records"
     assert said in capsys.readouterr().out
     assert PrivacyLedger.load(tmp_path / "out").steps_run < 9
+    trainer.create_model_card()
+    # After the training come the evaluation for the objective and no others.
+    *during, _ = [log for log in trainer.state.log_history if "eval_loss" in log]
+    best_log = max(during, key=lambda log: log["eval_loss"])
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert f"The weights are those of step {best_log['step']}, chosen by `loss`" in card
+    assert card.count("\n| ") == 1 + len(during)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(found.objective)
 
 

@@ -19,11 +19,12 @@ def logs(**more):
     return [{"step": step, "loss": 0.7 - 0.1 * step, "eval_loss": 0.6 - 0.1 * step, **more} for step in (1, 2, 3)]
 
 
-def trainer_with(tmp_path, history, *, plot=True):
+def trainer_with(tmp_path, history, *, plot=True, best_by=None, chosen=None):
     """What of a trainer the picture is drawn from."""
     return SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(tmp_path), plot_training_curve=plot), train_dataset=[1], eval_dataset=[2],
-        evaluations_of_training_data=[], sets_with_training_rows=frozenset(), state=SimpleNamespace(log_history=history),
+        args=SimpleNamespace(output_dir=str(tmp_path), plot_training_curve=plot, metric_for_best_model=best_by),
+        train_dataset=[1], eval_dataset=[2], evaluations_of_training_data=[], sets_with_training_rows=frozenset(),
+        state=SimpleNamespace(log_history=history), _run=SimpleNamespace(chosen_step=chosen),
     )  # fmt: skip
 
 
@@ -70,6 +71,24 @@ def test_what_one_answer_for_all_rows_reaches_is_no_result(tmp_path, figures):
     assert draw_training_curve(all_events(train_loss="none"), trainer_with(tmp_path, history), guarantee="ε = 3")
     (figure,) = figures
     assert lines_of(figure).keys() == {"evaluation: loss", "evaluation: f1"}
+
+
+def test_the_picture_shows_by_which_metric_the_saved_weights_were_chosen_and_their_step(tmp_path, figures):
+    history = logs(eval_accuracy=0.5)
+    for log, recall in zip(history, (0.2, 0.9, 0.4), strict=True):
+        log["eval_macro_recall"] = recall
+    history += [{"step": 3, "total_flos": 0}, {"step": 3, "eval_loss": 9.0, "eval_macro_recall": 0.8, "eval_accuracy": 0.6}]
+    trainer = trainer_with(tmp_path, history, best_by="eval_macro_recall", chosen=2)
+    assert draw_training_curve(all_events(**PRIVATE), trainer, guarantee="ε = 3")
+    (figure,) = figures
+    lines = lines_of(figure)
+    assert lines["evaluation: macro recall"] == [0.2, 0.9, 0.4]
+    assert lines["evaluation: accuracy"] == [0.5] * 3
+    assert lines["evaluation: loss"] == pytest.approx([0.5, 0.4, 0.3])
+    for axes in figure.axes:
+        (chosen,) = [line for line in axes.lines if line.get_label() == "the saved weights"]
+        assert [*chosen.get_xdata()] == [2, 2]
+    assert "Macro recall on the evaluation data: 0.8" in figure.get_suptitle()  # evaluated again after the training
 
 
 def test_a_run_without_privacy_says_so_and_its_loss_is_not_drawn(tmp_path, figures):
