@@ -249,12 +249,12 @@ def _refuse_shared_random_numbers(model: nn.Module) -> None:
         fillers = [name for name, each in model.named_parameters() if each.requires_grad and _OF_MASKS.search(name)]
         frozen = "; ".join(f"model.get_parameter({name!r}).requires_grad_(False)" for name in fillers)
         is_masked = frozen and any(name.startswith("mask") for name in shared)
-        then = f" Then freeze the vector that fills the masks, which is no longer used: {frozen}." if is_masked else ""
+        then = f". Then freeze the vector that fills the masks, which is no longer used: {frozen}" if is_masked else ""
         raise Refusal(
             "shared-random-numbers",
             f"{names} must be 0 in a private run, because all records of a micro-batch share these random numbers. Set it "
             "to 0 in the model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, "
-            f"'config', m)) for n in ({names},) if hasattr(o, n)].{then}",
+            f"'config', m)) for n in ({names},) if hasattr(o, n)]{then}.",
         )
     # DeBERTa and Funnel have dropout on tables of positions, which have no batch dimension.
     of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]

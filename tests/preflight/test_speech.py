@@ -134,3 +134,22 @@ def test_weights_beside_checkpointed_layers_train_without_checkpointing_or_are_f
     assert "turn" not in found
     found = moved(checked_trainer_of(tmp_path, model=turned(), gradient_checkpointing=False, **steps))
     assert {"turn", "shift"} <= found
+
+
+def wavlm(target_modules):
+    base = wav2vec2(hf.WavLMForSequenceClassification, hf.WavLMConfig, mask_time_prob=0.0, layerdrop=0.0)
+    saved = ["projector", "classifier"]
+    return get_peft_model(base, LoraConfig(r=2, target_modules=target_modules, modules_to_save=saved))
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask is deprecated:UserWarning")
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "intermediate_dense"]])
+def test_adapters_of_layers_that_the_model_does_not_call_are_refused_and_each_layer_that_is_named_trains(tmp_path, targets):
+    """WavLM's attention passes the weights of its projections to a function."""
+    with refused("adapters-not-called", match="q_proj") as raised:
+        of_speech(tmp_path, wavlm(targets)).train()
+    named = re.findall("'(.*?)'", re.search(r"such as (.*)\.$", str(raised.value))[1])
+    assert {"intermediate_dense", "output_dense"} <= {*named}
+    assert not {"q_proj", "v_proj"} & {*named}
+    found = moved(of_speech(tmp_path, wavlm(named)))
+    assert all(any(f".{each}.lora_B" in name for name in found) for each in named)
