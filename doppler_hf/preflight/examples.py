@@ -15,12 +15,13 @@ Nothing about the examples is released: the outcome depends on model, loss, data
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
@@ -352,12 +353,45 @@ def refuse_unreached(model: nn.Module, losses_of: Losses, probe: Probe, *, unrea
         if not never:
             break
     if never:
+        _refuse_uncalled_adapters(model, losses_of, probe, never=never)
         tops = sorted({_outermost_unreached(model, name, never) for name in never})
         lines = "; ".join(f"trainer.model.get_{kind}({name!r}).requires_grad_(False)" for name, kind in tops)
         raise Refusal(
             "unreached-parameters",
             f"No loss of the tried records depends on {listed(name for name, _ in tops)}, so only noise would change these "
             f"parameters. Freeze them before trainer.train(): {lines}. Or set train_unreached_parameters=True.",
+        )
+
+
+def _refuse_uncalled_adapters(model: nn.Module, losses_of: Losses, probe: Probe, *, never: Set[str]) -> None:
+    """Refuse adapters of layers whose weights the model reads without a call, as WavLM's attention: they have no effect."""
+    called: set[nn.Module] = set()
+    with register_module_forward_pre_hook(lambda module, _: called.add(module)), torch.no_grad():
+        losses_of(probe.collated(probe.short))
+    layers = dict(model.named_modules())
+    adapted = {name: module for name, module in layers.items() if "base_layer" in module._modules}
+    # A tower that this data does not need is not called as a whole, and may be frozen.
+    unused = [
+        name
+        for name, module in adapted.items()
+        if module not in called
+        and layers[name.rpartition(".")[0]] in called
+        and any(each.startswith(f"{name}.") for each in never)
+    ]
+    if unused:
+        block = re.match(r"(.*\.\d+\.)?", unused[0])[0]  # type: ignore[index]
+        inside = tuple(f"{name}." for name in adapted)
+        others = [
+            name.rpartition(".")[-1]
+            for name, module in layers.items()
+            if module in called and name.startswith(block) and not name.startswith(inside)
+            if name in adapted or type(module) is nn.Linear
+        ]
+        such = f", such as {', '.join(map(repr, dict.fromkeys(others)))}" if others else ""
+        raise Refusal(
+            "adapters-not-called",
+            f"The adapters of {listed(unused)} have no effect, because the model uses the weights of these layers without "
+            f"calling them. Name layers in target_modules that the model calls{such}.",
         )
 
 

@@ -21,6 +21,7 @@ from doppler_hf.run.private_run import PrivateRun
 ENOUGH_TOKENS: Final = 2**20  # This is more than a micro-batch has.
 # LayerDrop leaves out a layer for all rows, and SpecAugment rounds the number of its masks in the same way for all rows.
 _OF_TABLES: Final = re.compile(r"(?:^|\.)(?:pos|sin|cos)_dropout$")
+_OF_MASKS: Final = re.compile(r"(?:^|\.)masked_spec_embed$")
 _FOR_ALL_ROWS: Final = re.compile(r"^(?:\w+_)?layer_?drop$|^mask_\w*prob$")
 
 # Values of PEFT's `init_lora_weights` that compute initial weights from batches of a data set.
@@ -244,11 +245,16 @@ def _refuse_shared_random_numbers(model: nn.Module) -> None:
                 shared.add(name)
     if shared:
         names = ", ".join(map(repr, sorted(shared)))
+        # Without masks nothing uses the vector that SpecAugment puts in their place.
+        fillers = [name for name, each in model.named_parameters() if each.requires_grad and _OF_MASKS.search(name)]
+        frozen = "; ".join(f"model.get_parameter({name!r}).requires_grad_(False)" for name in fillers)
+        is_masked = frozen and any(name.startswith("mask") for name in shared)
+        then = f". Then freeze the vector that fills the masks, which is no longer used: {frozen}" if is_masked else ""
         raise Refusal(
             "shared-random-numbers",
             f"{names} must be 0 in a private run, because all records of a micro-batch share these random numbers. Set it "
             "to 0 in the model and its configs: for m in model.modules(): [setattr(o, n, 0.0) for o in (m, getattr(m, "
-            f"'config', m)) for n in ({names},) if hasattr(o, n)].",
+            f"'config', m)) for n in ({names},) if hasattr(o, n)]{then}.",
         )
     # DeBERTa and Funnel have dropout on tables of positions, which have no batch dimension.
     of_tables = [name for name, module in model.named_modules() if _OF_TABLES.search(name) and vars(module).get("p", 0) > 0]

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -80,8 +81,8 @@ def why_not_loaded(model: PreTrainedModel) -> str | None:
     if getattr(model, "is_quantized", False):
         return None
     try:
-        # The meta device initializes nothing and draws no random number.
-        with torch.device("meta"), no_init_weights(), warnings.catch_warnings(action="ignore"):
+        # The meta device computes nothing. Draws on the CPU, as of Wav2Vec2's mask, are taken back.
+        with torch.device("meta"), no_init_weights(), torch.random.fork_rng([]), warnings.catch_warnings(action="ignore"):
             made = type(model)(copy.deepcopy(model.config))
     except TypeError:
         return "its class needs more arguments than a configuration"
@@ -92,16 +93,31 @@ def why_not_loaded(model: PreTrainedModel) -> str | None:
         if name not in own or name not in theirs:
             where = "has" if name in own else "does not have"
             return f"it {where} a layer {name!r}, unlike a new {type(model).__name__}"
-        if type(own[name]) is not type(theirs[name]):
-            return f"{name!r} is a {type(own[name]).__name__}, but would be a {type(theirs[name]).__name__}"
+    for name in own:
+        if (kind := _kind(own[name])) != (other := _kind(theirs[name])):
+            return f"{name!r} is a {_words(kind)}, but would be a {_words(other)}"
         if _shapes(own[name]) != _shapes(theirs[name]):
             return f"{name!r} would have weights of a different shape"
     return None
 
 
 def _with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that have weights or saved buffers of their own."""
-    return ((name, module) for name, module in model.named_modules() if _shapes(module))
+    """Yield the layers that have weights or saved buffers of their own, or a parametrization that computes them."""
+    return (
+        (name, module) for name, module in model.named_modules() if _shapes(module) or parametrize.is_parametrized(module)
+    )
+
+
+def _kind(module: nn.Module) -> list[type]:
+    """Return the class of a layer, or of all that computes a parametrized weight."""
+    # Torch makes a new class for each parametrized layer, so the class before that is compared.
+    kind = parametrize.type_before_parametrizations(module)
+    is_of_weight = isinstance(module, parametrize.ParametrizationList)
+    return [*map(type, module)] if is_of_weight else [kind]
+
+
+def _words(kinds: list[type]) -> str:
+    return " and a ".join(kind.__name__ for kind in kinds)
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -14,7 +14,11 @@ from doppler_hf.training_args.checks import refuse_bases_in_front
 
 # A method of Transformers → why an override of it has no effect, and the fix.
 _NOT_CALLED: Final = {
-    "_get_train_sampler": (" in a private run, because ε holds only for its own random batches", "Remove it"),
+    "_get_train_sampler": (
+        " in a private run, because ε holds only for its own random batches",
+        "Remove it. For imbalanced classes, return weights of the records from compute_per_sample_loss: "
+        f"{page('guides/own-loss', 'imbalanced-classes')}",
+    ),
     "get_optimizer_cls_and_kwargs": (
         " in a private run, whose optimizer is a DopplerOptimizer", "Remove it, and set base_optimizer",
     ),

@@ -230,5 +230,5 @@ def test_a_collator_that_reorders_the_rows_of_users_is_refused(tmp_path, options
     """And of the views of an example."""
     reordering = lambda examples: pad(sorted(examples, key=lambda row: row["input_ids"][0]))  # noqa: E731
     trainer = trainer_of(tmp_path, collator=reordering, gradient_accumulation_steps=1, **options)
-    with refused("rows-mixed"):
+    with refused("rows-reordered"):
         trainer.train()

@@ -81,6 +81,34 @@ def test_mixing_of_one_batch_in_ten_is_found(tmp_path, coin):
     refused_training(tmp_path, "rows-mixed", collator=collator)
 
 
+class Recurrent(nn.Module):
+    """An LSTM over packed rows, which torch wants in descending order of their lengths if they are called sorted."""
+
+    def __init__(self, *, enforce_sorted):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lstm, self.head = nn.Embedding(50, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
+        self.enforce_sorted = enforce_sorted
+
+    def forward(self, input_ids, attention_mask):
+        lengths = attention_mask.sum(dim=1).cpu()
+        rows = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(input_ids), lengths, batch_first=True, enforce_sorted=self.enforce_sorted
+        )
+        return self.head(self.lstm(rows)[1][0][-1])
+
+
+@pytest.mark.parametrize("is_reverse", [True, False])
+def test_rows_sorted_by_length_are_refused_with_what_trains_in_their_order(tmp_path, is_reverse):
+    def by_length(examples):
+        return pad(sorted(examples, key=lambda row: len(row["input_ids"]), reverse=is_reverse))
+
+    options = dict(cls=OfLogits, remove_unused_columns=False)
+    model = Recurrent(enforce_sorted=True)
+    refused_training(tmp_path, "rows-reordered", match="enforce_sorted=False", collator=by_length, model=model, **options)
+    trains(tmp_path, model=Recurrent(enforce_sorted=False), **options)
+
+
 def padded_on_the_left(examples):
     padded = ("input_ids", "attention_mask")
     batch = pad([row | {name: row[name][::-1] for name in padded} for row in examples])

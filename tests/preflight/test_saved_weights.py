@@ -16,6 +16,8 @@ from peft import (
     get_peft_model,
 )
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -31,6 +33,10 @@ from transformers import (
     FlaubertModel,
     ResNetConfig,
     ResNetForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+    WavLMConfig,
+    WavLMForSequenceClassification,
     default_data_collator,
 )
 
@@ -334,10 +340,65 @@ def without_pooler(model):
     return model
 
 
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class WithParametrizedHead(BertForSequenceClassification):
+    """The head has no bias, so that all of its weights are in the parametrization."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.classifier = nn.Linear(16, 2, bias=False)
+        parametrize.register_parametrization(self.classifier, "weight", Doubled())
+
+
+def another_parametrization():
+    model = WithParametrizedHead(tiny_bert().config)
+    parametrize.remove_parametrizations(model.classifier, "weight")
+    parametrize.register_parametrization(model.classifier, "weight", Halved())
+    return model
+
+
+def another_parametrized_layer():
+    model = WithParametrizedHead(tiny_bert().config)
+    model.classifier = NonDynamicallyQuantizableLinear(16, 2, bias=False)
+    parametrize.register_parametrization(model.classifier, "weight", Doubled())
+    return model
+
+
+def speech(model=Wav2Vec2ForSequenceClassification, config=Wav2Vec2Config):
+    """A model with weight norm, for which torch makes a class of its own."""
+    sizes = dict(conv_dim=[8], conv_kernel=[4], conv_stride=[2], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    return model(config(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, **sizes))
+
+
+def without_weight_norm():
+    model = speech()
+    parametrize.remove_parametrizations(model.wav2vec2.encoder.pos_conv_embed.conv, "weight")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (tiny_bert, None),
+        (speech, None),
+        (lambda: speech(WavLMForSequenceClassification, WavLMConfig), None),
+        (
+            without_weight_norm,
+            "it does not have a layer 'wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight', unlike a new "
+            "Wav2Vec2ForSequenceClassification",
+        ),
+        (lambda: WithParametrizedHead(tiny_bert().config), None),
+        (another_parametrization, "'classifier.parametrizations.weight' is a Halved, but would be a Doubled"),
+        (another_parametrized_layer, "'classifier' is a NonDynamicallyQuantizableLinear, but would be a Linear"),
         (lambda: tiny_bert(num_labels=7), None),
         (lambda: more_labels(tiny_bert()), "'classifier' would have weights of a different shape"),
         (

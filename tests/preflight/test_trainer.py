@@ -1,6 +1,7 @@
 """Methods and attributes that were set on a trainer, or on Transformers' class, and would have no effect."""
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.errors import page
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 from tests.support.unspent import assert_unspent, refusal_unspent
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/own-loss.md"
 
 
 def own(self, *args, **kwargs):
@@ -46,6 +50,14 @@ def test_a_method_without_effect_is_refused_wherever_it_is_set(tmp_path, monkeyp
         with pytest.raises(ValueError, match="has no effect"):
             trainer_of(tmp_path)
     trained(trainer)
+
+
+def test_a_sampler_for_rare_classes_is_refused_with_the_weights_that_take_its_place(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer._get_train_sampler = types.MethodType(own, trainer)
+    message = refusal_unspent(trainer, "method-without-effect")
+    assert page("guides/own-loss", "imbalanced-classes") in message
+    assert "\n## Imbalanced classes" in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("name", ARE_REPLACED)

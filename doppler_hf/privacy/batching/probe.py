@@ -26,7 +26,7 @@ _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
     "data_collator returns a different row for a record in a batch than for the record alone, or changes the order of "
     "rows. Then one record would change the rows of others. Use a collator that makes each row from its own record alone: "
-    "no MixUp, CutMix or packing, no sorting, and no numbers that are computed from the whole batch."
+    "no MixUp, CutMix or packing, no shuffling, and no numbers that are computed from the whole batch."
 )
 
 Inputs = dict[str, Any]
@@ -77,12 +77,22 @@ class Probe:
         first, second = self.collated(rows), self.collated(rows, seed=1)
         stable = [name for name in first if isinstance(first[name], Tensor) and same(first[name], second[name])]
         self._is_random = not all(name in stable for name in first if isinstance(first[name], Tensor))
-        for place, row in enumerate(rows):
-            alone = self.collated([row])
+        parts = [self.collated([row]) for row in rows]
+
+        def is_at(place: int, alone: Inputs) -> bool:
             of_batch = cut_out(first, place, alone, number=len(rows))
-            # Sensitivity: a row must be the same as for the example alone, and at the place of its example.
-            if any(has_rows(first[name], len(rows)) and not same(of_batch[name], alone[name]) for name in stable):
-                raise Refusal("rows-mixed", _MIXED_ROWS)
+            return all(same(of_batch[name], alone[name]) for name in stable if has_rows(first[name], len(rows)))
+
+        # Sensitivity: a row must be the same as for the example alone, and at the place of its example.
+        if not all(is_at(place, alone) for place, alone in enumerate(parts)):
+            if all(any(is_at(place, alone) for place in range(len(rows))) for alone in parts):
+                raise Refusal(
+                    "rows-reordered",
+                    "data_collator changes the order of rows, for example by sorting them by length, so the gradient of one "
+                    "record would be taken for that of another. Return the rows in the order of the list. If the model "
+                    "calls torch's pack_padded_sequence, set enforce_sorted=False there.",
+                )
+            raise Refusal("rows-mixed", _MIXED_ROWS)
         if self._is_random or self._draws():
             self._refuse_mixing()
 

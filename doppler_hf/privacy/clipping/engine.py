@@ -150,22 +150,42 @@ class BookKeepingEngine:
             parameter.grad = None
         loss.backward()
         if notes.failed:
-            kinds = ", ".join(sorted({type(self._model.get_submodule(name)).__name__ for name in notes.failed}))
             error = next(iter(notes.failed.values()))
-            # Numbers are removed from the message, because they may be lengths of examples, and messages end up in logs.
-            words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
-            raise Refusal(
-                "layer-without-rule",
-                f"Per-sample gradients of the layers {listed(notes.failed)} ({kinds}) failed with {type(error).__name__} "
-                f"({words}). Freeze these layers with requires_grad_(False), or train adapters of another kind, such as "
-                f"LoRA: {page('start/troubleshooting', 'model')}.",
-            ) from error
+            raise Refusal("layer-without-rule", self._failed(error)) from error
         unexplained = [name for name, parameter in trainable.items() if parameter.grad is not None]
         if unexplained:
             # These parameters were used by their own layers and also outside of them, most often in a penalty on the
             # weights.
             twice = [name for name in unexplained if trainable[name] in notes.uses]
             raise Refusal("no-per-sample-gradient", self._unexplained(unexplained, has_penalty=bool(twice)))
+
+    def _failed(self, error: Exception) -> str:
+        failed = {name: self._model.get_submodule(name) for name in self.notes.failed}
+        kinds = ", ".join(sorted({type(module).__name__ for module in failed.values()}))
+        # Numbers are removed from the message, because they may be lengths of examples, and messages end up in logs.
+        words = re.sub(r"\b\d+\b", "…", re.split(r"\n|\. |\.$", str(error))[0])
+        why = f"failed with {type(error).__name__} ({words})"
+        own = {name: [f"{name}.{key}".lstrip(".") for key, _ in trainable_of(module)] for name, module in failed.items()}
+        others = f"or train adapters of another kind, such as LoRA: {page('start/troubleshooting', 'model')}."
+        if not any(
+            len(own[name]) < sum(each.requires_grad for each in module.parameters()) for name, module in failed.items()
+        ):
+            return (
+                f"Per-sample gradients of the layers {listed(failed)} ({kinds}) {why}. Freeze these layers with "
+                f"requires_grad_(False), {others}"
+            )
+        # Freezing a module would freeze its inner layers, too, which may be the whole encoder.
+        weights = [each for name in failed for each in own[name]]
+        line = f"model.get_parameter({weights[0]!r}).requires_grad_(False)"
+        if len(weights) > 1:
+            line = f"for name in {weights}: model.get_parameter(name).requires_grad_(False)"
+        if self.notes.failed.keys() == self.notes.fail_when_checkpointed:
+            why = "cannot be computed, because layers inside have gradient checkpointing"
+            others = "or train without gradient checkpointing (gradient_checkpointing=False)."
+        return (
+            f"Per-sample gradients of {listed(weights)}, which {kinds} uses outside of its inner layers, {why}. Freeze "
+            f"these weights alone: {line}; {others}"
+        )
 
     def _unexplained(self, names: Sequence[str], *, has_penalty: bool) -> str:
         # All names are listed. Otherwise a user who freezes the first would get the next error.

@@ -501,6 +501,7 @@ class Notes:
         self.uses: dict[Tensor, Uses] = {}  # parameter → its uses; the backward pass fills this
         self.repeated: list[str] = []  # layers whose output has no batch and was repeated for each example
         self.failed: dict[str, Exception] = {}  # layers without a rule, and why functorch does not fit them
+        self.fail_when_checkpointed: set[str] = set()  # those that it fits without gradient checkpointing inside
         # During a check, these are the examples whose losses are differentiated. Gradients are then compared and not kept.
         self.examined: Bool[Tensor, " examples"] | None = None
         self.coupled: set[Tensor] = set()  # parameters at which these examples have a gradient in the rows of other examples

@@ -1,8 +1,9 @@
-"""A layer's own parameters and how to substitute them, the modes of layers, and names of layers in messages."""
+"""A layer's own parameters and how to substitute them, modes and checkpointing of layers, and their names in messages."""
 
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -69,3 +70,22 @@ def modes_kept(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
     finally:
         for module, was_training in training.items():
             module.training = was_training
+
+
+@contextlib.contextmanager
+def checkpointing_off(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Switch gradient checkpointing inside a module off for the block, which gets the modules that had it on."""
+    switched = [each for each in module.modules() if vars(each).get("gradient_checkpointing")]
+    # With checkpointing, Transformers also has hooks by which the outputs of embeddings require gradients.
+    hooked: list[Any] = [each for each in module.modules() if vars(each).get("_require_grads_hooks")]
+    try:
+        for each in switched:
+            each.gradient_checkpointing = False  # type: ignore[assignment]
+        for model in hooked:
+            model.disable_input_require_grads()
+        yield switched
+    finally:
+        for each in switched:
+            each.gradient_checkpointing = True  # type: ignore[assignment]
+        for model in hooked:
+            model.enable_input_require_grads()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from doppler_hf.privacy.clipping.copies import one_per_example, output_per_example
 from doppler_hf.privacy.clipping.gradients import Notes
-from doppler_hf.privacy.clipping.layers import modes_kept, substituted, trainable_of
+from doppler_hf.privacy.clipping.layers import checkpointing_off, modes_kept, substituted, trainable_of
 
 # The errors that a layer may raise when it is called in a way for which it was not written.
 LAYER_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError)
@@ -200,16 +200,28 @@ class LayerWithoutRule:
             pull_back = torch.func.vjp(outputs, own)[1]
             return pull_back(of_outputs)[0]
 
-        try:
+        def gradients_of_rows() -> Mapping[str, Tensor]:
             with warnings.catch_warnings(action="ignore"):  # Vmap warns about slow operations.
                 # Vmap raises an error if the layer draws random numbers: a second draw of dropout would not be the one whose
                 # loss is differentiated.
                 return torch.func.vmap(gradient_of_one)([values[index] for index in batched], list(gradients))
+
+        try:
+            return gradients_of_rows()
         except torch.OutOfMemoryError:
             raise
         except LAYER_ERRORS as error:
             self.notes.failed[self._name] = error  # The engine raises one error for all such layers together.
-            return {}
+        # Functorch does not take gradient checkpointing of inner layers. If it fails without that, too, the second error is
+        # the one to mend.
+        with checkpointing_off(module) as switched:
+            if switched:
+                try:
+                    gradients_of_rows()
+                    self.notes.fail_when_checkpointed.add(self._name)
+                except LAYER_ERRORS as error:
+                    self.notes.failed[self._name] = error
+        return {}
 
 
 class _Tap(torch.autograd.Function):
