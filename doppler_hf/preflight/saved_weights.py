@@ -110,10 +110,10 @@ def _with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _kind(module: nn.Module) -> list[type]:
     """Return the class of a layer, or of all that computes a parametrized weight."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return [type(each) for each in module]
     # Torch makes a new class for each parametrized layer, so the class before that is compared.
-    kind = parametrize.type_before_parametrizations(module)
-    is_of_weight = isinstance(module, parametrize.ParametrizationList)
-    return [*map(type, module)] if is_of_weight else [kind]
+    return [parametrize.type_before_parametrizations(module)]
 
 
 def _words(kinds: list[type]) -> str:
