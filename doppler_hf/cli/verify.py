@@ -34,7 +34,7 @@ from rich.text import Text
 from doppler_hf.cli.checked_files import CheckedFiles, checked_files
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.privacy.accounting.accounting import get_total_epsilon
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, get_total_epsilon
 from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledgers_in
@@ -180,11 +180,13 @@ def earlier_ledgers(ledger: PrivacyLedger) -> str:
     if not ledger.earlier:
         return ""
     # Their steps are in other ledgers, or in none if a search was interrupted.
-    others = [f"{name} (ε = {spent.epsilon:.4g})" for name, spent in ledger.earlier_trainings.items()]
-    return (
-        f"The ε of the others is as this ledger states it. Verify their ledgers, too; by the row *ledger* they are "
-        f"{', '.join(others)}."
-    )
+    others = [
+        f"{name} (ε = {spent.epsilon:.4g})"
+        for name, spent in ledger.earlier_trainings.items()
+        if not name.startswith(INTERRUPTED_SEARCH)
+    ]
+    named = f" In their row *ledger* they have the names {', '.join(others)}." if others else ""
+    return f"The ε of the others is as this ledger states it. Verify their ledgers, too.{named}"
 
 
 def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:

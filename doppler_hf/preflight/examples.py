@@ -52,6 +52,8 @@ _MOST_ON_ACCELERATOR: Final = 6e11
 _MOST_ROWS: Final = 256
 # Losses with random numbers are compared in batches of unusual sizes, some of them larger than eight.
 _ENOUGH: Final = 19
+# How often a batch is computed again before losses that differ are taken for a fault and not for chance.
+_MANY: Final = 16
 # With more weights than this, not counting embeddings, a pass of one example takes too long on a CPU to check many.
 _FEW_WEIGHTS: Final = 1 << 24
 
@@ -149,7 +151,8 @@ class _Comparison:
                 try:
                     return self._compared(*found)
                 except ValueError:
-                    if not self._is_random():
+                    # A layer that is left out in some passes may be so in several in a row.
+                    if not self._is_random(again=_MANY):
                         raise
                 # A layer may mix rows in training mode only, as Mixup does. Chance gives no loss a gradient in another row.
                 if found[1] is not None:
@@ -186,9 +189,9 @@ class _Comparison:
     def _place_of_coupling(self) -> tuple[Tensor, str | None]:
         return place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
 
-    def _is_random(self) -> bool:
+    def _is_random(self, *, again: int = 3) -> bool:
         with self.clipped.unwatched():
-            return is_random(self.losses_of, self.whole)
+            return is_random(self.losses_of, self.whole, again=again)
 
     def _compared(self, losses: Tensor, place: str | None) -> set[str]:
         probe, model, losses_of = self.probe, self.model, self.losses_of

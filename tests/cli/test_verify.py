@@ -396,7 +396,7 @@ def test_earlier_runs_are_named_by_their_ledgers(tmp_path, capsys):
     after(ledger, 2).save(tmp_path)
     assert check(tmp_path) == 0
     output = said(capsys)
-    assert "they are 0123456789abcdef (ε = 2)." in output
+    assert "they have the names 0123456789abcdef (ε = 2)." in output
     assert f"ledger {ledger.name}" in output
     assert check(tmp_path, "--json") == 0
     assert json.loads(capsys.readouterr().out)["earlier"] == {"0123456789abcdef": {"epsilon": 2.0, "delta": 1e-5}}

@@ -60,6 +60,7 @@ class Mechanism:
             ledger=types.SimpleNamespace(runs=[types.SimpleNamespace(steps_reserved=1)], run_id="none"),
             forget_rounds=lambda: None,
             words={},
+            chosen_step=None,
         )
 
     def evaluate(self):

@@ -86,9 +86,9 @@ def away_from_zero(model: nn.Module) -> Iterator[None]:
             parameter.zero_()
 
 
-def is_random(losses_of: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether the losses of a batch are random, by computing them four times."""
+def is_random(losses_of: Any, inputs: dict[str, Any], *, again: int = 3) -> bool:
+    """Return whether the losses of a batch are random, by computing them again, so many times at most."""
     with torch.no_grad():
         first = losses_of(dict(inputs))
         # Repeat several times, since a layer that is only sometimes left out does not show every time.
-        return any(not same(losses_of(dict(inputs)), first) for _ in range(3))
+        return any(not same(losses_of(dict(inputs)), first) for _ in range(again))
