@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     result = script.use_trainer(args, check)
     console.print(table_of(result))
     console.print(verdict(result), soft_wrap=True)
+    # Privacy: the figures go to the screen and into no file, since distances and couplings are computed from examples,
+    # without noise.
     console.print(
         "These figures are computed from training records without noise, so ε does not cover them. Do not publish them.",
         soft_wrap=True,

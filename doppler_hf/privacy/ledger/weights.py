@@ -20,18 +20,8 @@ _NO_WEIGHTS: Final = ("training_args.bin",)
 _OF_SHARDED: Final = re.compile(r"-\d{5}-of-\d{5}\.|\.index\.json$")
 # In what else weights are kept: formats that no ledger knows, and folders beside the model.
 _OTHER_FORMATS: Final = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-    ".keras",
-    ".tflite",
-)
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".keras", ".tflite"
+)  # fmt: skip
 _LFS: Final = b"version https://git-lfs"
 
 Stamp = tuple[int, int, int]
