@@ -30,6 +30,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 from scripts.regime.spectrum import Released, Signal
 from scripts.regime.tasks import TASKS, Loaded, network_of
 from scripts.studies.runs import StudyTrainer
+from scripts.studies.studies import GALORE
 
 # How often a run is evaluated, at equal distances.
 POINTS: Final = 10
@@ -40,11 +41,12 @@ _AT_ONCE: Final = 500  # images of an evaluation
 
 @dataclass(frozen=True)
 class Method:
-    """An algorithm: the base optimizer, the filter, and the noise over the steps."""
+    """An algorithm: the base optimizer, the filter, the noise over the steps, and whether GaLore projects its updates."""
 
     base: str
     low_pass_filter: str
     noise_shape: str = "white"
+    is_projected: bool = False
 
 
 METHODS: Final[Mapping[str, Method]] = {
@@ -60,6 +62,9 @@ METHODS: Final[Mapping[str, Method]] = {
     "LP-DPAdamBC, first-order-v1": Method("adam_bc", "first-order-v1"),
     "LP-DPAdamBC, first-order-v2": Method("adam_bc", "first-order-v2"),
     "LP-DPAdamBC, second-order": Method("adam_bc", "second-order"),
+    "DPGaLore, β₁ = 0": Method("adam_bc", "none", is_projected=True),
+    "LP-DPGaLore, first-order-v1": Method("adam_bc", "first-order-v1", is_projected=True),
+    "DPGaLore, β₁ = 0.9": Method("adam_bc", "momentum", is_projected=True),
     "ours, auto": Method("adam_bc", "auto", noise_shape="auto"),
 }
 """Name → method."""
@@ -219,6 +224,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             base_optimizer=method.base,
             low_pass_filter=method.low_pass_filter,
             noise_shape="auto" if cell.epsilon is None else method.noise_shape,
+            **(GALORE if method.is_projected else {}),
             learning_rate=cell.learning_rate,
             lr_scheduler_type=cell.schedule,
             rehearse=False,
@@ -256,6 +262,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
     found = {
         **dataclasses.asdict(cell),
         "low_pass_filter": str(chosen_filter(args, statement)),
+        "optim_args": args.optim_args,
         "first_rate": trainer.optimizer.optimizer.defaults["lr"],
         "delta": statement.target_delta,
         "noise_multiplier": statement.noise_multiplier,

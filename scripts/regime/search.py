@@ -200,6 +200,9 @@ def reported_cells(search: Search) -> list[Cell]:
 
 SGD_LINES: Final = ("DPSGD", "LP-DPSGD, first-order-v1", "DPSGD with momentum")
 ADAM_LINES: Final = ("DPAdamBC, β₁ = 0", "LP-DPAdamBC, first-order-v1", "DPAdamBC, β₁ = 0.9")
+GALORE_LINES: Final = ("DPGaLore, β₁ = 0", "LP-DPGaLore, first-order-v1", "DPGaLore, β₁ = 0.9")
+# Whose networks have matrices that are worth a projection.
+PROJECTED_TASKS: Final = ("mnist-perceptron",)
 MORE_SGD_LINES: Final = ("LP-DPSGD, first-order-v2", "LP-DPSGD, second-order")
 MORE_ADAM_LINES: Final = (
     "DPAdam, β₁ = 0", "DPAdam, β₁ = 0.9", "LP-DPAdamBC, first-order-v2", "LP-DPAdamBC, second-order"
@@ -220,9 +223,18 @@ CONDITIONS: Final = (
 """What differs from ε = 8, B = 1,000, a constant rate, vanilla clipping and Poisson sampling, in the order of its worth."""
 
 
+def family_of(method: str) -> tuple[str, str, str]:
+    """Return the methods without a filter, with the paper's and with momentum that have a method's base optimizer."""
+    if METHODS[method].is_projected:
+        return GALORE_LINES
+    return SGD_LINES if METHODS[method].base == "sgd" else ADAM_LINES
+
+
 def lines_of(task: str) -> list[list[Line]]:
     """Return the lines of a task in groups, the ones that decide first; a group's rates are found before any is reported."""
     groups = [_group(task, methods, ()) for methods in (SGD_LINES, ADAM_LINES, MORE_SGD_LINES)]
+    if task in PROJECTED_TASKS:
+        groups.append(_group(task, GALORE_LINES, ()))
     groups.append([Line(task, "ours, auto", (ALLOCATION, ("schedule", "cosine")), is_reported=True)])
     groups.append(_group(task, MORE_ADAM_LINES, ()))
     for terms in CONDITIONS[1:]:
@@ -234,6 +246,6 @@ def lines_of(task: str) -> list[list[Line]]:
 def _group(task: str, methods: Sequence[str], terms: tuple[tuple[str, Any], ...], *, is_reported: bool = True) -> list[Line]:
     lines = []
     for method in methods:
-        base = SGD_LINES[0] if METHODS[method].base == "sgd" else ADAM_LINES[0]
+        base = family_of(method)[0]
         lines.append(Line(task, method, terms, None if method == base else base, is_reported))
     return lines

@@ -21,7 +21,9 @@ def tiny(monkeypatch):
     }
 
     def network():
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        # A matrix that a projection of rank 16 makes smaller is among its weights.
+        hidden = (torch.nn.Linear(16, 20), torch.nn.Tanh(), torch.nn.Linear(20, 20), torch.nn.Tanh())
+        return torch.nn.Sequential(torch.nn.Flatten(), *hidden, torch.nn.Linear(20, 3))
 
     # One dictionary, which all modules of the study share.
     for name in list(tasks.TASKS):

@@ -48,7 +48,11 @@ def test_a_cell_has_the_privacy_that_it_says(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", further(["LP-DPSGD, second-order", "DPAdam, β₁ = 0.9", "DPAdamBC, β₁ = 0", "ours, auto"], quick=["ours, auto"])
+    "name",
+    further(
+        ["LP-DPSGD, second-order", "DPAdam, β₁ = 0.9", "DPAdamBC, β₁ = 0", "LP-DPGaLore, first-order-v1", "ours, auto"],
+        quick=["ours, auto"],
+    ),
 )
 def test_every_method_trains(tiny, tmp_path, name):
     from scripts.regime.cells import train_cell
@@ -58,6 +62,7 @@ def test_every_method_trains(tiny, tmp_path, name):
     assert 0 <= found["held_out"] <= 1
     wanted = methods()[name].low_pass_filter
     assert wanted in ("auto", found["low_pass_filter"])
+    assert (found["optim_args"] is not None) == ("GaLore" in name)
     assert ("spectrum_of_signal" in found) == (name != "ours, auto")
 
 
@@ -231,7 +236,7 @@ def test_the_command_fills_the_file_goes_on_and_writes_the_page(tiny, short, tmp
     assert "| tiny | 5 |" in page
     assert "| DPSGD |" in page
     assert page.count("### tiny: what the gradient says") == 1
-    assert "| tiny, best rate tried |" in page
+    assert "| tiny | 1, 0.8 | " in page
     (tmp_path / "found.md").unlink()
     assert run(tmp_path, "--page") == 0
     assert (tmp_path / "found.md").read_text() == page
