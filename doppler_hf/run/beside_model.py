@@ -77,7 +77,7 @@ def ledger_of_weights_in(folder: Path) -> PrivacyLedger | None:
     return None if ledger.unknown_weights(folder) else ledger
 
 
-def states(card: Path, ledger: PrivacyLedger) -> bool:
+def has_part_of(card: Path, ledger: PrivacyLedger) -> bool:
     """Return whether a card already has a part of a run, with this ledger as it is now."""
     text = card.read_text("utf-8") if card.exists() else ""
     return BEGIN in text and ledger.head in text

@@ -17,7 +17,7 @@ from doppler_hf.privacy.batching.micro_batches import PrivateLoader
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.terms import guarantee_in_words
 from doppler_hf.privacy.ledger.weights import weight_files
-from doppler_hf.run.beside_model import ledger_of_weights_in, ledger_saved_with_model, states, write_card
+from doppler_hf.run.beside_model import has_part_of, ledger_of_weights_in, ledger_saved_with_model, write_card
 from doppler_hf.run.card_part import CARD_NAME
 from doppler_hf.run.checkpoints import step_of_checkpoint
 from doppler_hf.run.digests import note_shards
@@ -53,7 +53,7 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
         run = self._run if self._run is not None and self._run.covers_weights_of(self.model) else None
         # A trainer that has not trained the weights in the folder knows less of them than their ledger.
         there = ledger_of_weights_in(card.parent) if is_ours and run is None else None
-        if there is not None and states(card, there):
+        if there is not None and has_part_of(card, there):
             print(
                 f"{card} was left as it is: it is the card of the run that trained the weights there, and this trainer has "
                 "not trained them. Text that you add to it by hand stays."
