@@ -272,12 +272,12 @@ def test_public_names():
     assert all(hasattr(doppler_hf, name) for name in doppler_hf.__all__)
     assert not hasattr(doppler_hf, "no_such_name")
     assert sorted(doppler_hf.filters.__all__) == [
-        "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "auto_filter",
-        "auto_noise_shape", "autocorrelation",
+        "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PAPER_FILTERS", "PowerEstimate", "StabilityLimit",
+        "auto_filter", "auto_noise_shape", "autocorrelation",
         "butterworth", "corrected_noise_gain",
         "estimate_power", "filter_figures", "frequency_response",
         "group_delay", "impulse_response", "momentum", "moving_average",
-        "noise_gain", "optimal_fir", "step_response",
+        "noise_gain", "optimal_fir", "stability_limit", "step_response",
     ]  # fmt: skip
     assert doppler_hf.optim.__all__ == ["DopplerOptimizer"]
     assert sorted(doppler_hf.privacy.__all__) == [

@@ -27,7 +27,8 @@ READING: Final = (
     "delay: by how many steps slow changes of the gradient arrive later.\n"
     "settled: steps until the answer to a sudden change stays within 2 % of its final value.\n"
     "started: steps until the noise that is left is within 10 % of its final amount.\n"
-    "largest pole: nearer to 1, the filter remembers longer.\n"
+    "max pole: the largest; nearer to 1, the filter remembers longer.\n"
+    "max ηλ: learning rate times curvature up to which SGD is stable; 2 without a filter.\n"
     f"See {page('method/filters')}."
 )
 
@@ -56,14 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 def figures_table(filters: Mapping[str, LowPassFilter]) -> Table:
     """Return a table of the figures, one filter per row."""
-    numbers = ["order", "noise\npassed", "cutoff", "delay", "settled", "started", "largest\npole"]
+    numbers = ["order", "noise\npassed", "cutoff", "delay", "settled", "started", "max\npole", "max\nηλ"]
     columns = [Column("filter", overflow="fold"), *(Column(name, justify="right", no_wrap=True) for name in numbers)]
-    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
     for name, low_pass_filter in filters.items():
         figures = filter_figures(low_pass_filter)
         gains = figures.noise_gain, figures.cutoff, figures.delay
         steps = figures.settling_steps, figures.startup_steps
-        cells = *(f"{each:.4g}" for each in gains), *(f"{each:,}" for each in steps), f"{figures.largest_pole:.4g}"
+        largest = figures.largest_pole, figures.stability_limit
+        cells = *(f"{each:.3g}" for each in gains), *(f"{each:,}" for each in steps), *(f"{each:.4g}" for each in largest)
         table.add_row(name, str(figures.order), *cells)
     return table
 

@@ -6,7 +6,8 @@
 - response: impulse, step and frequency response, delay, noise gain, and a summary of them
 - on_circle: polynomials at a frequency, in twice the precision of float64
 - spectrum: measured autocorrelations and signal power, and the best filter for them
-- closed_loop, auto: the loss that noise costs, and the filter and noise shape with the smallest loss
+- closed_loop: the largest stable rate, and the loss that noise costs
+- auto: the filter and noise shape with the smallest loss
 - earlier_names: deprecated functions
 
 A response of no steps, or at no frequency, is an empty array, and a sum over no steps is 0. A mean, a design and a choice
@@ -17,7 +18,7 @@ from typing import Any
 
 from doppler_hf.deprecated import attribute_of
 from doppler_hf.filters.auto import auto_filter, auto_noise_shape
-from doppler_hf.filters.closed_loop import ClosedLoop
+from doppler_hf.filters.closed_loop import ClosedLoop, StabilityLimit, stability_limit
 from doppler_hf.filters.design import (
     PAPER_FILTERS,
     butterworth,
@@ -44,11 +45,12 @@ from doppler_hf.filters.spectrum import (
 )
 
 __all__ = [
-    "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "auto_filter",
-    "auto_noise_shape", "autocorrelation",
+    "PAPER_FILTERS", "ClosedLoop", "FilterFigures", "LowPassFilter", "NoiseShape", "PowerEstimate", "StabilityLimit",
+    "auto_filter", "auto_noise_shape", "autocorrelation",
     "butterworth", "corrected_noise_gain",
     "estimate_power", "filter_figures", "frequency_response",
-    "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir", "step_response",
+    "group_delay", "impulse_response", "momentum", "moving_average", "noise_gain", "optimal_fir",
+    "stability_limit", "step_response",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ The scale begins at x = 10 η̂ / Σ η, where the gradient changes by its own l
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 import scipy.optimize
@@ -24,6 +24,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters.design import positive_integer
 from doppler_hf.filters.low_pass_filter import LowPassFilter
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
+from doppler_hf.filters.on_circle import values_on_circle
 
 # In the flattest direction, the gradient changes by its own length within this share of the path of the weights.
 TURN_SHARE: Final = 0.1
@@ -34,6 +35,54 @@ WORTHWHILE: Final = 0.02  # A smaller gain in loss is not worth a delay, a buffe
 # of long runs this saves a quarter of the loss.
 LARGEST_ROOTS: Final[Mapping[float, float]] = {0.9: 0.0, 0.99: WORTHWHILE}
 _DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # Sizes of the grid.
+
+
+class StabilityLimit(NamedTuple):
+    """Up to where SGD with a filter is stable, and how it oscillates there.
+
+    Attributes:
+        x: The largest stable x = ηλ, learning rate times curvature. Above it, the weights oscillate more and more.
+        period: The period of the oscillation at x, in steps.
+    """
+
+    x: float
+    period: float
+
+
+def stability_limit(filter: LowPassFilter) -> StabilityLimit:
+    """Return the largest product of learning rate and curvature that SGD with a filter bears.
+
+    A root of (1 - z⁻¹) A + x z⁻¹ B is at z = e^{iω} where x = -(z - 1) A/B is real and positive. For a small x, all roots
+    are inside the unit circle, so the limit is the smallest such x.
+
+    Example:
+        >>> tuple(round(each, 2) for each in stability_limit(LowPassFilter(b=(1.0,), a=(1.0,))))
+        (2.0, 2.0)
+        >>> tuple(round(each, 2) for each in stability_limit(LowPassFilter(b=(0.1,), a=(1.0, -0.9))))
+        (38.0, 2.0)
+    """
+
+    def x_at(frequencies: NDArray[np.float64]) -> Complex128[np.ndarray, " frequencies"]:
+        b, a = (values_on_circle(each, frequencies) for each in (filter.b, filter.a))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.conj(values_on_circle((1.0, -1.0), frequencies)) * a / b)
+
+    def imaginary(frequency: float) -> float:
+        return float(x_at(np.array([frequency])).imag[0])
+
+    # Slow filters have their limit near zero, others up to one, where x is real.
+    grid = np.union1d(np.geomspace(1e-8, 1, _FREQUENCIES), np.linspace(0, 1, _FREQUENCIES + 1)[1:])
+    x = x_at(grid)
+    is_real = np.isfinite(x.real) & (x.real > 0) & (np.abs(x.imag) <= 1e-15 * x.real)
+    candidates = dict(zip(grid[is_real], x.real[is_real], strict=True))
+    # Where x has a pole between two frequencies its sign changes, too, but its real part is large there.
+    changes = np.flatnonzero((x.imag[:-1] * x.imag[1:] < 0) & (x.real[:-1] > 0) & (x.real[1:] > 0))
+    near = np.minimum(x.real[changes], x.real[changes + 1])
+    for at in changes[near <= 1.5 * min(near, default=0.0)]:
+        frequency = scipy.optimize.brentq(imaginary, grid[at], grid[at + 1], xtol=1e-18)
+        candidates[frequency] = float(x_at(np.array([frequency])).real[0])
+    first = min(candidates, key=candidates.__getitem__)
+    return StabilityLimit(float(candidates[first]), float(2 / first))
 
 
 @final

@@ -14,6 +14,7 @@ from jaxtyping import Complex128, Float64
 from numpy.typing import NDArray
 
 from doppler_hf.errors import Refusal
+from doppler_hf.filters.closed_loop import stability_limit
 from doppler_hf.filters.low_pass_filter import LowPassFilter, filtered, impulse_blocks, number_of_steps
 from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 from doppler_hf.filters.on_circle import delays_on_circle, values_on_circle
@@ -102,6 +103,7 @@ class FilterFigures:
     settling_steps: int  # steps until the step response stays within 2 % of 1
     startup_steps: int  # steps until Σ_{τ≤t} κ_τ² / c_t², the noise of m_t / c_t, stays within 10 % of the noise gain
     largest_pole: float  # largest modulus of a pole, 0 without feedback; its error is about 1e-16^(1/m) if m poles coincide
+    stability_limit: float  # largest stable product of learning rate and curvature, for SGD; 2 without a filter
 
 
 def filter_figures(filter: LowPassFilter) -> FilterFigures:
@@ -116,6 +118,7 @@ def filter_figures(filter: LowPassFilter) -> FilterFigures:
         settling_steps=_steps_until_it_stays(np.abs(response - 1) <= SETTLED),
         startup_steps=_steps_until_it_stays(np.abs(energy / response**2 / energy[-1] - 1) <= STARTED),
         largest_pole=float(max(np.abs(np.roots(filter.a)), default=0.0)),
+        stability_limit=stability_limit(filter).x,
     )
 
 

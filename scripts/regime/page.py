@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from doppler_hf.filters import PAPER_FILTERS, noise_gain
+from doppler_hf.filters import PAPER_FILTERS, noise_gain, stability_limit
 from scripts.regime.cells import METHODS
 from scripts.regime.results import Results
 from scripts.regime.search import SGD_LINES, Line, Search, family_of, lines_of, reported_cells, search_of
-from scripts.regime.spectrum import Released, Signal, power_after, predicted_gain
+from scripts.regime.spectrum import Released, Signal, peak_period, power_after, predicted_gain
 from scripts.regime.tasks import TASKS
 from scripts.studies.tuning import difference
 
@@ -71,6 +71,21 @@ whose rates were chosen by the last weights. The usual conditions are {USUAL}.
 | task | conditions | difference | seeds | of the last weights | of their averages |
 |---|---|---|---|---|---|
 """.strip()
+EDGE: Final = """
+## At the edge of stability
+
+In a direction in which the loss has curvature λ, SGD with learning rate η is stable up to a limit of ηλ. At this limit the
+weights oscillate. Limit and period follow from the filter's coefficients alone (`doppler_hf.filters.stability_limit`).
+Without privacy and with all examples in each step, networks are known to train at this limit
+([Cohen et al. 2021](https://arxiv.org/abs/2103.00065)). The last columns have the period at which the signal has most power,
+in the run with the best rate.
+""".strip()
+AFTER_EDGE: Final = """
+The period of `first-order-v1` was seen where it is predicted. Without a filter, the gradient turns around at every step, and
+the filter would remove this. With the filter, training has an oscillation of its own, which is slow enough to pass. So the
+signal per noise behind the filter rises, but the weights do not get on faster. Nor does this filter allow a larger rate in a
+given direction, as momentum does.
+""".strip()
 SPECTRUM: Final = Signal.name
 AVERAGE: Final = "test_of_average"
 SIGNAL: Final = """
@@ -93,7 +108,7 @@ DPSGD, to compare the theory with what was found:
 def write_page(results: Results, path: Path) -> None:
     """Write the page of the results that there are."""
     parts = [TITLE, FIRST_PART.format(date=results.date), *_answers(results), *_where_it_is_low_pass(results)]
-    parts += [*_missing(results), SIGNAL]
+    parts += [*_at_the_edge(results), *_missing(results), SIGNAL]
     for task in TASKS:
         parts += [*_tables(task, results), *_theory(task, results)]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -178,6 +193,38 @@ def _found_at_equal_rates(compared: Sequence[Mapping[str, dict[str, Any]]]) -> d
         for gains, values in differences.items()
     }
     return {"right": right, "right_of_average": right_of_average, "gained": said[True], "lost": said[False]}
+
+
+def _at_the_edge(results: Results) -> Iterator[str]:
+    """Yield the largest stable rate of each filter, and the period of the signal at its best rate, by task."""
+    found = {task: _best_runs(task, results) for task in TASKS}
+    tasks = [task for task, rows in found.items() if rows]
+    if not tasks:
+        return
+    lines = [f"| filter | largest ηλ | period there, steps | {' | '.join(tasks)} |", "|---" * (3 + len(tasks)) + "|"]
+    for name in FILTERS:
+        limit = stability_limit(PAPER_FILTERS[name])
+        periods = (_period(found[task][name]) if name in found[task] else "–" for task in tasks)
+        lines.append(f"| {name} | {limit.x:.3g} | {limit.period:.1f} | {' | '.join(periods)} |")
+    yield EDGE
+    yield "\n".join(lines)
+    if any("first-order-v1" in rows for rows in found.values()):
+        yield AFTER_EDGE
+
+
+def _period(row: dict[str, Any]) -> str:
+    period = peak_period(signal_of(row))
+    return f"{period:.1f}" if math.isfinite(period) else "slow"
+
+
+def _best_runs(task: str, results: Results) -> dict[str, dict[str, Any]]:
+    """Return filter → run of SGD at its best rate under the usual conditions, of those that recorded their signal."""
+    runs = {}
+    for method, terms in METHODS.items():
+        search = search_of(Line(task, method), results)
+        if terms.base == "sgd" and search.best is not None and SPECTRUM in search.rows[search.best]:
+            runs[terms.low_pass_filter] = search.rows[search.best]
+    return runs
 
 
 def _step_length(row: dict[str, Any]) -> float:
@@ -319,15 +366,12 @@ def _prediction(task: str, results: Results) -> Iterator[str]:
     """Yield the signal per noise with each filter at its own best rate, and whether the predicted best is the best."""
     found: dict[str, tuple[float, str]] = {}
     predicted: dict[str, float] = {}
-    for method, terms in METHODS.items():
-        search = search_of(Line(task, method), results)
-        if terms.base != "sgd" or search.best is None or SPECTRUM not in (row := search.rows[search.best]):
-            continue
-        signal, used = signal_of(row), PAPER_FILTERS[terms.low_pass_filter]
+    for name, row in _best_runs(task, results).items():
+        signal, used = signal_of(row), PAPER_FILTERS[name]
         after = power_after(used, signal) / noise_gain(used)
         rho = ", ".join(f"{signal[lag] / signal[0]:.2f}" for lag in (1, 5, 10))
-        found[terms.low_pass_filter] = row["held_out"], f"{signal[0]:.4f} → {after:.4f} | {rho}"
-        if terms.low_pass_filter == "none":
+        found[name] = row["held_out"], f"{signal[0]:.4f} → {after:.4f} | {rho}"
+        if name == "none":
             predicted = {name: predicted_gain(PAPER_FILTERS[name], signal) for name in FILTERS}
     if not predicted:
         return

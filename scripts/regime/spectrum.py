@@ -161,3 +161,16 @@ def predicted_gain(filter: LowPassFilter, autocorrelation: Float64[np.ndarray, "
     rho = autocorrelation / autocorrelation[0]
     known = np.pad(rho, (0, len(kappa) - len(rho)), mode="edge")
     return float(max(np.sum(kappa * known), 0.0) ** 2 / np.sum(kappa**2))
+
+
+def peak_period(autocorrelation: Float64[np.ndarray, " lags"]) -> float:
+    """Return the period in steps at which a signal has most power; infinite where slow changes have most.
+
+    The power is that of Blackman and Tukey, with a triangular window over the lags, whose number is the longest period.
+    """
+    number = len(autocorrelation)
+    window = np.concatenate([[0.5], 1 - np.arange(1, number) / number])
+    omega = np.linspace(2 * np.pi / number, np.pi, 32 * number)
+    power = np.cos(np.outer(omega, np.arange(number))) @ (window * autocorrelation)
+    first = int(np.argmax(power))
+    return float(2 * np.pi / omega[first]) if first else np.inf

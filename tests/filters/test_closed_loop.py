@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.signal
 
-from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape
+from doppler_hf.filters import ClosedLoop, LowPassFilter, NoiseShape, filter_figures, stability_limit
 from doppler_hf.filters import closed_loop as module
 from tests.support.pairwise import pairwise
 from tests.support.refusals import refused
@@ -125,3 +125,52 @@ def test_directions_must_have_a_curvature(x):
 def test_bad_input_is_refused(steps, rates, code):
     with refused(code):
         ClosedLoop.of_run(steps, rates)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.9, 0.999, 0.99999])
+def test_momentum_is_stable_up_to_a_known_limit(beta):
+    limit = stability_limit(LowPassFilter.parse(f"momentum:beta={beta}"))
+    np.testing.assert_allclose(limit, (2 * (1 + beta) / (1 - beta), 2.0), rtol=1e-9)
+
+
+def trained(low_pass_filter, x, steps):
+    """Return the weight of a quadratic at each step of SGD, from 1, for η = 1 and λ = x."""
+    order = max(len(low_pass_filter.b), len(low_pass_filter.a))
+    b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
+    weights, gradients, outputs = [1.0], np.zeros(order), np.zeros(order)
+    for _ in range(steps):
+        gradients = np.concatenate([[x * weights[-1]], gradients[:-1]])
+        outputs = np.concatenate([[b @ gradients - a[1:] @ outputs[:-1]], outputs[:-1]])
+        weights.append(weights[-1] - outputs[0])
+    return np.array(weights)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none", "momentum", "first-order-v1", "first-order-v2", "second-order", "f1", "f2", "f6",
+        "moving-average:taps=7", "hann:length=9", "butterworth:order=1,cutoff=0.03", "butterworth:order=4,cutoff=0.5",
+        "b=0.6,0,0.4;a=1", "b=1,-0.5,0.5;a=1",
+    ],
+)  # fmt: skip
+def test_training_is_stable_below_the_limit_and_oscillates_as_it_says(name):
+    low_pass_filter = LowPassFilter.parse(name)
+    limit = stability_limit(low_pass_filter)
+    steps = math.ceil(600 * limit.period)
+    below, at, above = (np.abs(trained(low_pass_filter, share * limit.x, steps)) for share in (0.97, 1.0, 1.03))
+    parts = (slice(steps // 2, 3 * steps // 4), slice(3 * steps // 4, None))
+    first, last = (np.array([each[part].max() for each in (below, at, above)]) for part in parts)
+    assert last[0] < first[0] / 2
+    assert last[1] == pytest.approx(first[1], rel=0.02)
+    assert last[2] > 2 * first[2]
+    signs = np.sign(trained(low_pass_filter, limit.x, steps)[steps // 2 :])
+    assert 2 * len(signs) / np.count_nonzero(signs[1:] != signs[:-1]) == pytest.approx(limit.period, rel=0.02)
+
+
+def test_a_slow_filter_has_a_low_limit():
+    """Its delay of d steps is a quarter of a period at the limit, where the weights lag behind by another quarter."""
+    slow = LowPassFilter.parse("butterworth:order=4,cutoff=0.001")
+    limit = stability_limit(slow)
+    delay = filter_figures(slow).delay
+    assert limit.x == pytest.approx(math.pi / 2 / delay, rel=0.05)
+    assert limit.period == pytest.approx(4 * delay, rel=0.06)

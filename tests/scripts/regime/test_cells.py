@@ -321,3 +321,18 @@ def test_the_mean_of_four_is_the_average_pool():
         side = options.get("side", 32)
         assert network(torch.randn(2, 3, side, side)).shape == (2, 10)
     assert len(TASKS) > 1
+
+
+@pytest.mark.parametrize("period", [2.0, 3.7, 10.26, 24.0])
+def test_the_period_is_where_the_power_is(period):
+    from scripts.regime.spectrum import peak_period
+
+    lags = np.arange(64)
+    damped = 0.97**lags * np.cos(2 * np.pi * lags / period)
+    assert peak_period(0.7 * damped + 0.3 * (lags == 0)) == pytest.approx(period, rel=0.03)
+
+
+def test_a_signal_that_changes_slowly_has_no_period():
+    from scripts.regime.spectrum import peak_period
+
+    assert peak_period(0.98 ** np.arange(64.0)) == np.inf
