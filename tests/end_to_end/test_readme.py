@@ -34,7 +34,6 @@ from doppler_hf.cli import main, planned_runs
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
-from doppler_hf.privacy.accounting.attack import percent
 from doppler_hf.run import search, search_space
 from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
@@ -425,7 +424,9 @@ def test_the_page_for_beginners_has_the_figures_of_the_plan_that_it_prints(epsil
     assert words[-2:] == ["--epsilon", "3"]
     assert main([*words[:-1], str(epsilon), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert f"| ε = {epsilon} | at most {percent(plan['attack']['tpr_at_1e-2_fpr'])} |" in text
+    # σ differs in the fourth digit between processors and numbers of threads, by the simulation in its search.
+    said = float(re.search(rf"\| ε = {epsilon} \| at most ([\d.]+) % \|", text)[1])
+    assert 0.0 <= said - 100 * plan["attack"]["tpr_at_1e-2_fpr"] < 0.02 * said
     if epsilon == 3:
         noise = {
             (other["epochs"], other["expected_batch_size"]): other["noise_multiplier"]
