@@ -10,6 +10,7 @@ noise follow from its seed, so that the result is the same as without the interr
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import shutil
@@ -66,6 +67,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "LP-DPGaLore, first-order-v1": Method("adam_bc", "first-order-v1", is_projected=True),
     "DPGaLore, β₁ = 0.9": Method("adam_bc", "momentum", is_projected=True),
     "ours, auto": Method("adam_bc", "auto", noise_shape="auto"),
+    "ours, Muon": Method("muon", "auto", noise_shape="auto"),
 }
 """Name → method."""
 
@@ -78,6 +80,7 @@ class Cell:
         learning_rate: The first rate; `None` for that of the package's rule.
         epsilon: ε at δ = N^−1.1; `None` for a run without noise, whose gradients are clipped all the same.
         tests_once: Whether the weights at the end are evaluated on the test set.
+        views: How many randomly moved versions of an image a step looks at; 1 for the image itself.
     """
 
     task: str
@@ -92,6 +95,7 @@ class Cell:
     epochs: int = 50
     seed: int = 100
     tests_once: bool = False
+    views: int = 1
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             per_sample_max_grad_norm=cell.clip_norm,
             clipping=cell.clipping,
             sampling=cell.sampling,
+            augmentation_multiplicity=cell.views,
             base_optimizer=method.base,
             low_pass_filter=method.low_pass_filter,
             noise_shape="auto" if cell.epsilon is None else method.noise_shape,
@@ -250,7 +255,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             model=network,
             args=args,
             train_dataset=data.train,
-            data_collator=data.batch,
+            data_collator=data.batch if cell.views == 1 else functools.partial(data.moved_batch, flips=task.flips),
             callbacks=[follower, *(recorder.callback for recorder in recorders)],
         )
         for recorder in recorders:

@@ -24,7 +24,8 @@ class Results:
             with path.open("r+b") as file:
                 file.truncate(end)
         rows = [json.loads(line) for line in written[:end].decode().splitlines()]
-        self._rows = {Cell(**{name: row[name] for name in _NAMES}): row for row in rows}
+        # What a row does not have was added to cells later, and is as by default.
+        self._rows = {Cell(**{name: row[name] for name in _NAMES if name in row}): row for row in rows}
 
     def __len__(self) -> int:
         return len(self._rows)

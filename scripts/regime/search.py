@@ -163,6 +163,8 @@ def _cells(task: str, groups: Sequence[Sequence[Line]], results: Results) -> Ite
     for group, lines in enumerate(groups):
         if group == 1 and (cell := noiseless_cell(task, results)) is not None and results.get(cell) is None:
             yield cell, None
+        if group == 1:
+            yield from ((cell, None) for cell in further_cells(task) if results.get(cell) is None)
         if group == 2:
             yield from ((cell, None) for cell in papers_cells(task, results) if results.get(cell) is None)
         searches = [search_of(line, results) for line in lines]
@@ -191,6 +193,16 @@ def noiseless_cell(task: str, results: Results) -> Cell | None:
     return None if search.best is None else search.cell(search.best, epsilon=None)
 
 
+def further_cells(task: str) -> list[Cell]:
+    """Return what may raise accuracy beside a filter, with the package's own learning rate, which needs no search."""
+    usual = Cell(task, FURTHER[0], None, sampling="allocation", schedule="cosine", tests_once=True)
+    cells = [dataclasses.replace(usual, method=method, batch_size=size) for size in (1000, 5000) for method in FURTHER]
+    cells += [dataclasses.replace(usual, views=4)]
+    return (
+        [dataclasses.replace(cell, seed=seed) for cell in cells for seed in REPORTED_SEEDS] if task in FURTHER_TASKS else []
+    )
+
+
 def reported_cells(search: Search) -> list[Cell]:
     """Return the cells of a complete line that are reported, at its best rate; none where none are."""
     if search.best is None or not search.line.is_reported:
@@ -203,6 +215,9 @@ ADAM_LINES: Final = ("DPAdamBC, β₁ = 0", "LP-DPAdamBC, first-order-v1", "DPAd
 GALORE_LINES: Final = ("DPGaLore, β₁ = 0", "LP-DPGaLore, first-order-v1", "DPGaLore, β₁ = 0.9")
 # Whose networks have matrices that are worth a projection.
 PROJECTED_TASKS: Final = ("mnist-perceptron",)
+# Of these methods no rate is searched.
+FURTHER: Final = ("ours, auto", "ours, Muon")
+FURTHER_TASKS: Final = ("cifar10-half",)
 MORE_SGD_LINES: Final = ("LP-DPSGD, first-order-v2", "LP-DPSGD, second-order")
 MORE_ADAM_LINES: Final = (
     "DPAdam, β₁ = 0", "DPAdam, β₁ = 0.9", "LP-DPAdamBC, first-order-v2", "LP-DPAdamBC, second-order"

@@ -30,6 +30,7 @@ class Task:
         weight: The share of the time that is spent on this task, in relation to the others.
         later: After how many seconds of the others, for one of weight 1, its turn comes first.
         is_left_out: Whether it is trained only where it is asked for.
+        flips: Whether an image and its mirror image show the same.
     """
 
     source: str
@@ -39,6 +40,7 @@ class Task:
     weight: float = 1.0
     later: float = 0.0
     is_left_out: bool = False
+    flips: bool = False
 
 
 class MeanOfFour(nn.Module):
@@ -63,10 +65,12 @@ def cnn_of_mnist() -> nn.Module:
 
 TASKS: Final[Mapping[str, Task]] = {
     "mnist-perceptron": Task("mnist", perceptron, 500),
-    "cifar10-half": Task("cifar10", partial(five_layers, width=16, side=16), 250, pooled=2, weight=2.0, later=2500.0),
-    "cifar10": Task("cifar10", partial(five_layers, width=16), 125, weight=2.0, later=5000.0),
+    "cifar10-half": Task(
+        "cifar10", partial(five_layers, width=16, side=16), 250, pooled=2, weight=2.0, later=2500.0, flips=True
+    ),
+    "cifar10": Task("cifar10", partial(five_layers, width=16), 125, weight=2.0, later=5000.0, flips=True),
     "mnist": Task("mnist", cnn_of_mnist, 250, later=5000.0),
-    "cifar10-full": Task("cifar10", five_layers, 50, is_left_out=True),
+    "cifar10-full": Task("cifar10", five_layers, 50, is_left_out=True, flips=True),
 }
 """Name → task. `cifar10` is the five-layer CNN with a quarter of its channels, `cifar10-half` the same on 16 x 16 pixels."""
 
@@ -107,6 +111,23 @@ class Loaded:
         """Return a batch of some rows, with pixels from -1 to 1."""
         index = torch.as_tensor(rows)
         return {"inputs": self.inputs[split][index].float() / 127.5 - 1.0, "labels": self.labels[split][index]}
+
+    def moved_batch(self, rows: Sequence[int], *, flips: bool) -> dict[str, Tensor]:
+        """Return a batch of some rows, each moved at random by up to an eighth of its side, and mirrored if it may be."""
+        batch = self.batch(rows)
+        images = batch["inputs"]
+        number, _, height, width = images.shape
+        most = height // 8
+        around = F.pad(images, (most,) * 4, mode="reflect")
+        down, right = torch.randint(2 * most + 1, (2, number))
+        columns = torch.arange(width).expand(number, -1)
+        if flips:
+            columns = torch.where(torch.rand(number, 1) < 0.5, columns.flip(1), columns)
+        vertical, horizontal = down[:, None] + torch.arange(height), right[:, None] + columns
+        of_row = torch.arange(number)[:, None, None]
+        # Indices on both sides of a slice bring their own dimensions to the front.
+        batch["inputs"] = around[of_row, :, vertical[:, :, None], horizontal[:, None, :]].permute(0, 3, 1, 2).contiguous()
+        return batch
 
 
 def load(task: Task, *, data_dir: str | None, cache_dir: Path) -> Loaded:

@@ -336,3 +336,45 @@ def test_a_signal_that_changes_slowly_has_no_period():
     from scripts.regime.spectrum import peak_period
 
     assert peak_period(0.98 ** np.arange(64.0)) == np.inf
+
+
+def test_views_are_the_image_moved_by_an_eighth_and_mirrored():
+    from scripts.regime.tasks import Loaded, RowNumbers
+
+    images = torch.randint(0, 256, (40, 3, 16, 16), dtype=torch.uint8)
+    data = Loaded({"train": images}, {"train": torch.arange(40)}, RowNumbers(range(40)), [])
+    seen = set()
+    for flips in (False, True):
+        rows = [3, 7, 5] * 40
+        batch = data.moved_batch(rows, flips=flips)
+        assert batch["labels"].tolist() == rows
+        assert batch["inputs"].shape == (120, 3, 16, 16)
+        around = torch.nn.functional.pad(data.batch(rows)["inputs"], (2, 2, 2, 2), mode="reflect")
+        for view, image in zip(batch["inputs"], around, strict=True):
+            possible = {
+                (down, right, mirrored): image[:, down : down + 16, right : right + 16].flip(2 if mirrored else ())
+                for down in range(5)
+                for right in range(5)
+                for mirrored in ((False, True) if flips else (False,))
+            }
+            (found,) = [move for move, wanted in possible.items() if torch.equal(view, wanted)]
+            seen.add(found)
+    assert len({move[:2] for move in seen}) == 25
+    assert {move[2] for move in seen} == {False, True}
+
+
+def test_several_views_train_at_the_same_privacy(tiny, tmp_path):
+    from scripts.regime.cells import train_cell
+
+    found = [train_cell(cell_of(views=views), tiny, folder=tmp_path / str(views)) for views in (1, 2)]
+    assert found[0]["noise_multiplier"] == found[1]["noise_multiplier"]
+    assert found[1]["views"] == 2
+
+
+def test_a_row_from_before_a_condition_existed_has_its_default(tmp_path):
+    from scripts.regime.results import Results
+
+    row = TIMES | vars(cell_of()) | {"held_out": 0.5}
+    del row["views"]
+    (tmp_path / "found.jsonl").write_text(json.dumps(row) + "\n")
+    assert Results(tmp_path / "found.jsonl").get(cell_of())["held_out"] == 0.5
