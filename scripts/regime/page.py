@@ -90,10 +90,10 @@ FURTHER: Final = """
 ## What else raises accuracy
 
 All runs have 50 epochs at ε = 8 without public data. The first lines are of the table of methods, with Poisson sampling and
-a constant rate that was searched. *ours* has the package's defaults: random allocation, the noise's shape and the filter by
-`auto`, and no learning rate given, with a cosine schedule. *4 views* are four moved and mirrored versions of each image
-([how](../../docs/guides/images.md#several-views-of-an-image)). *Average* is that of the weights. Test accuracy is in %, ±
-the standard error over seeds.
+a constant rate that was searched. *ours* has the package's defaults: random allocation, automatic clipping, the noise's
+shape and the filter by `auto`, and no learning rate given. The schedule is a cosine. *4 views* are four moved and mirrored
+versions of each image ([how](../../docs/guides/images.md#several-views-of-an-image)). *Average* is that of the weights.
+Test accuracy is in %, ± the standard error over seeds.
 """.strip()
 SPECTRUM: Final = Signal.name
 AVERAGE: Final = "test_of_average"

@@ -195,7 +195,7 @@ def noiseless_cell(task: str, results: Results) -> Cell | None:
 
 def further_cells(task: str) -> list[Cell]:
     """Return what may raise accuracy beside a filter, with the package's own learning rate, which needs no search."""
-    usual = Cell(task, FURTHER[0], None, sampling="allocation", schedule="cosine", tests_once=True)
+    usual = Cell(task, FURTHER[0], None, sampling="allocation", schedule="cosine", clipping="automatic", tests_once=True)
     cells = [dataclasses.replace(usual, method=method, batch_size=size) for size in (1000, 5000) for method in FURTHER]
     cells += [dataclasses.replace(usual, views=4)]
     return (
