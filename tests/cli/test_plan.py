@@ -223,6 +223,8 @@ WIDE = {
 @pytest.mark.parametrize("name", thorough(*WIDE))
 def test_no_row_of_a_table_wraps_at_80_columns(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(planning, "EPOCH_FACTORS", (1, *planning.EPOCH_FACTORS[-1:]))  # the ends, which are the widest
+    monkeypatch.setattr(planning, "BATCH_SIZE_FACTORS", (planning.BATCH_SIZE_FACTORS[0], 1, planning.BATCH_SIZE_FACTORS[-1]))
     text = printed(["plan", *WIDE[name]], capsys)
     assert max(map(len, text.splitlines())) <= 80
     assert "" not in rows(text), "the second line of a row has no name"

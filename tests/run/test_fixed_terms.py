@@ -126,14 +126,24 @@ SEEN_BY_STEPS = [
 ]  # fmt: skip
 
 
+ANSWERED = dict(noise_seed=1, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """A run that nothing changes, and the names of the files that it writes."""
+    folder = tmp_path_factory.mktemp("unchanged")
+    trainer = trained(trainer_of(folder, **ANSWERED))
+    return trainer, {path.name for path in folder.rglob("*")}
+
+
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize(("name", "value"), [SEEN_BY_STEPS[0], SEEN_BY_STEPS[2], *thorough(*SEEN_BY_STEPS[3:])])
 @pytest.mark.parametrize("is_late", [False, *thorough(True)])
-def test_a_change_that_a_step_would_see_is_undone_and_the_run_goes_on(tmp_path, name, value, event, is_late):
+def test_a_change_that_a_step_would_see_is_undone_and_the_run_goes_on(tmp_path, unchanged, name, value, event, is_late):
     """A callback that another one adds during the run is called after ours at first."""
-    options = dict(noise_seed=1, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
-    as_planned = trained(trainer_of(tmp_path / "a", **options))
-    trainer = trainer_of(tmp_path / "b", **options)
+    as_planned, files = unchanged
+    trainer = trainer_of(tmp_path, **ANSWERED)
     own = On(**{event: setting(name, value)})
     trainer.add_callback(On(step_begin=at(0, lambda **_: trainer.add_callback(own))) if is_late else own)
     with warnings.catch_warnings(record=True) as warned:
@@ -147,7 +157,7 @@ def test_a_change_that_a_step_would_see_is_undone_and_the_run_goes_on(tmp_path, 
     assert trainer.privacy.ledger.runs[-1].is_closed
     assert trainer.privacy.epsilon() == as_planned.privacy.epsilon()
     assert_trained_alike(trainer, as_planned)
-    assert {path.name for path in (tmp_path / "b").rglob("*")} == {path.name for path in (tmp_path / "a").rglob("*")}
+    assert {path.name for path in tmp_path.rglob("*")} == files
 
 
 def test_several_changes_at_once_are_each_said(tmp_path):
