@@ -1,5 +1,6 @@
 """A run without the callbacks that count, log and stop does not begin; callbacks look at batches that are not its own."""
 
+import functools
 import gc
 import threading
 
@@ -80,23 +81,36 @@ def look(train_dataloader, **_):
     return next(iter(train_dataloader))
 
 
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory):
+    """Runs without a look, by the number of workers."""
+
+    @functools.cache
+    def run(workers):
+        folder = tmp_path_factory.mktemp("unseen")
+        return trained(trainer_of(folder, cls=Sees, data=numbered(), noise_seed=1, dataloader_num_workers=workers))
+
+    return run
+
+
 @pytest.mark.parametrize("workers", [0, *thorough(1)])
 @pytest.mark.parametrize(
     "event",
     ["train_begin", "step_begin", "step_end", *thorough("epoch_begin", "substep_end", "optimizer_step", "log", "epoch_end")],
 )
 @pytest.mark.parametrize("how", ["loader", "trainer", *thorough("all of it")])
-def test_a_callback_may_look_at_batches_and_changes_nothing_of_the_run(tmp_path, event, workers, how):
+def test_a_callback_may_look_at_batches_and_changes_nothing_of_the_run(tmp_path, unseen, event, workers, how):
     """The batches are of the collator, as in Transformers, and the run's own batches are the same as without a look."""
-    options = dict(noise_seed=1, dataloader_num_workers=workers)
-    as_planned = trained(trainer_of(tmp_path / "a", cls=Sees, data=numbered(), **options))
-    seen = []
+    as_planned, seen = unseen(workers), []
 
     def callback(train_dataloader, **_):
         loader = trainer.get_train_dataloader() if how == "trainer" else train_dataloader
         seen.extend([*loader] if how == "all of it" else [next(iter(loader))])
 
-    trainer = trainer_of(tmp_path / "b", cls=Sees, data=numbered(), callbacks=[On(**{event: callback})], **options)
+    trainer = trainer_of(
+        tmp_path, cls=Sees, data=numbered(), callbacks=[On(**{event: callback})], noise_seed=1,
+        dataloader_num_workers=workers,
+    )  # fmt: skip
     assert_trained_alike(trained(trainer), as_planned)
     assert trainer.seen == as_planned.seen
     assert trainer.privacy.ledger.steps_run == 4
