@@ -142,5 +142,11 @@ def table(lines: Sequence[Line]) -> str:
 
 def difference(paired: np.ndarray) -> str:
     """Write the mean of paired differences, with Student's interval."""
+    low, high = interval(paired)
+    return f"{paired.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def interval(paired: np.ndarray) -> tuple[float, float]:
+    """Return Student's interval for the mean of paired differences."""
     half = stats.t.ppf((1 + CONFIDENCE) / 2, len(paired) - 1) * paired.std(ddof=1) / len(paired) ** 0.5
-    return f"{paired.mean():+.2f} [{paired.mean() - half:+.2f}, {paired.mean() + half:+.2f}]"
+    return paired.mean() - half, paired.mean() + half
