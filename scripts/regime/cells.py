@@ -56,6 +56,7 @@ METHODS: Final[Mapping[str, Method]] = {
     "LP-DPSGD, first-order-v1": Method("sgd", "first-order-v1"),
     "LP-DPSGD, first-order-v2": Method("sgd", "first-order-v2"),
     "LP-DPSGD, second-order": Method("sgd", "second-order"),
+    **{f"LP-DPSGD, f{number}": Method("sgd", f"f{number}") for number in range(1, 7)},
     "DPAdam, β₁ = 0": Method("adam", "none"),
     "DPAdam, β₁ = 0.9": Method("adam", "momentum"),
     "DPAdamBC, β₁ = 0": Method("adam_bc", "none"),

@@ -246,8 +246,8 @@ def _at_the_edge(results: Results) -> Iterator[str]:
     if not tasks:
         return
     lines = [f"| filter | largest ηλ | period there, steps | {' | '.join(tasks)} |", "|---" * (3 + len(tasks)) + "|"]
-    for name in FILTERS:
-        limit = stability_limit(PAPER_FILTERS[name])
+    for name, low_pass_filter in PAPER_FILTERS.items():
+        limit = stability_limit(low_pass_filter)
         periods = (_period(found[task][name]) if name in found[task] else "–" for task in tasks)
         lines.append(f"| {name} | {limit.x:.3g} | {limit.period:.1f} | {' | '.join(periods)} |")
     yield EDGE
@@ -414,6 +414,8 @@ def _prediction(task: str, results: Results) -> Iterator[str]:
     found: dict[str, tuple[float, str]] = {}
     predicted: dict[str, float] = {}
     for name, row in _best_runs(task, results).items():
+        if name not in FILTERS:
+            continue
         signal, used = signal_of(row), PAPER_FILTERS[name]
         after = power_after(used, signal) / noise_gain(used)
         rho = ", ".join(f"{signal[lag] / signal[0]:.2f}" for lag in (1, 5, 10))

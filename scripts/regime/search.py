@@ -219,6 +219,8 @@ PROJECTED_TASKS: Final = ("mnist-perceptron",)
 FURTHER: Final = ("ours, auto", "ours, Muon")
 FURTHER_TASKS: Final = ("cifar10-half",)
 MORE_SGD_LINES: Final = ("LP-DPSGD, first-order-v2", "LP-DPSGD, second-order")
+# The filters of the paper's comparison of filters.
+COMPARED_LINES: Final = tuple(f"LP-DPSGD, f{number}" for number in range(1, 7))
 MORE_ADAM_LINES: Final = (
     "DPAdam, β₁ = 0", "DPAdam, β₁ = 0.9", "LP-DPAdamBC, first-order-v2", "LP-DPAdamBC, second-order"
 )  # fmt: skip
@@ -252,6 +254,7 @@ def lines_of(task: str) -> list[list[Line]]:
         groups.append(_group(task, GALORE_LINES, ()))
     groups.append([Line(task, "ours, auto", (ALLOCATION, ("schedule", "cosine")), is_reported=True)])
     groups.append(_group(task, MORE_ADAM_LINES, ()))
+    groups.append(_group(task, COMPARED_LINES, (), is_reported=False))
     for terms in CONDITIONS[1:]:
         groups += [_group(task, methods, terms) for methods in (SGD_LINES, ADAM_LINES)]
         groups.append(_group(task, (*MORE_SGD_LINES, *MORE_ADAM_LINES), terms, is_reported=False))
