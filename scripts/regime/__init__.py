@@ -5,6 +5,7 @@
 - spectrum: the autocorrelation of a run's private gradients
 - results: the file of all cells, a line each
 - search: which rate is tried next, and in which order lines are filled
+- curvature: the largest eigenvalue at the weights of a run
 - page: the tables
 - command: the command line
 """

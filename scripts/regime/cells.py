@@ -198,7 +198,14 @@ def last_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun | None = None) -> dict[str, Any]:
+def train_cell(
+    cell: Cell,
+    data: Loaded,
+    *,
+    folder: Path,
+    hopeless: HopelessRun | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> dict[str, Any]:
     """Train once, and return accuracies, the numbers of the mechanism, and the spectrum of the private gradients.
 
     Args:
@@ -206,6 +213,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
         data: The task's.
         folder: Where it is saved while it runs; a run that is there continues.
         hopeless: When it is stopped early.
+        callbacks: Further callbacks, which must not draw from the global generators.
     """
     task, method = TASKS[cell.task], METHODS[cell.method]
     steps = round(cell.epochs * len(data.train) / cell.batch_size)
@@ -257,7 +265,7 @@ def train_cell(cell: Cell, data: Loaded, *, folder: Path, hopeless: HopelessRun 
             args=args,
             train_dataset=data.train,
             data_collator=data.batch if cell.views == 1 else functools.partial(data.moved_batch, flips=task.flips),
-            callbacks=[follower, *(recorder.callback for recorder in recorders)],
+            callbacks=[follower, *(recorder.callback for recorder in recorders), *callbacks],
         )
         for recorder in recorders:
             recorder.attach(trainer)
