@@ -35,13 +35,15 @@ WORTHWHILE: Final = 0.02  # A smaller gain in loss is not worth a delay, a buffe
 # of long runs this saves a quarter of the loss.
 LARGEST_ROOTS: Final[Mapping[float, float]] = {0.9: 0.0, 0.99: WORTHWHILE}
 _DIRECTIONS, _RATES, _FREQUENCIES = 16, 10, 2048  # Sizes of the grid.
+_MOST_RESONANT: Final = 64  # The most coefficients of a filter whose resonances are looked for.
 
 
 class StabilityLimit(NamedTuple):
     """Up to where SGD with a filter is stable, and how it oscillates there.
 
     Attributes:
-        x: The largest stable x = ηλ, learning rate times curvature. Above it, the weights oscillate more and more.
+        x: x = ηλ, learning rate times curvature, below which SGD is stable. Just above it, the weights oscillate more and
+            more.
         period: The period of the oscillation at x, in steps.
     """
 
@@ -50,7 +52,7 @@ class StabilityLimit(NamedTuple):
 
 
 def stability_limit(filter: LowPassFilter) -> StabilityLimit:
-    """Return the largest product of learning rate and curvature that SGD with a filter bears.
+    """Return the product of learning rate and curvature up to which SGD with a filter is stable.
 
     A root of (1 - z⁻¹) A + x z⁻¹ B is at z = e^{iω} where x = -(z - 1) A/B is real and positive. For a small x, all roots
     are inside the unit circle, so the limit is the smallest such x.
@@ -70,19 +72,37 @@ def stability_limit(filter: LowPassFilter) -> StabilityLimit:
     def imaginary(frequency: float) -> float:
         return float(x_at(np.array([frequency])).imag[0])
 
-    # Slow filters have their limit near zero, others up to one, where x is real.
-    grid = np.union1d(np.geomspace(1e-8, 1, _FREQUENCIES), np.linspace(0, 1, _FREQUENCIES + 1)[1:])
+    grid = _grid_of(filter)
     x = x_at(grid)
     is_real = np.isfinite(x.real) & (x.real > 0) & (np.abs(x.imag) <= 1e-15 * x.real)
     candidates = dict(zip(grid[is_real], x.real[is_real], strict=True))
-    # Where x has a pole between two frequencies its sign changes, too, but its real part is large there.
-    changes = np.flatnonzero((x.imag[:-1] * x.imag[1:] < 0) & (x.real[:-1] > 0) & (x.real[1:] > 0))
-    near = np.minimum(x.real[changes], x.real[changes + 1])
-    for at in changes[near <= 1.5 * min(near, default=0.0)]:
+    # The sign of the imaginary part changes where x is real, and where B is nearly 0 and x is large.
+    is_finite = np.isfinite(x.real)
+    changes = np.flatnonzero(is_finite[:-1] & is_finite[1:] & (x.imag[:-1] * x.imag[1:] < 0))
+    smaller = np.minimum(x.real[changes], x.real[changes + 1])
+    for at in changes[np.argsort(np.maximum(smaller, 0.0), kind="stable")]:
+        if candidates and min(x.real[at], x.real[at + 1]) > 1.5 * min(candidates.values()):
+            break
         frequency = scipy.optimize.brentq(imaginary, grid[at], grid[at + 1], xtol=1e-18)
-        candidates[frequency] = float(x_at(np.array([frequency])).real[0])
+        found = x_at(np.array([frequency]))[0]
+        if np.isfinite(found.real) and found.real > 0 and abs(found.imag) < 1e-3 * found.real:
+            candidates[frequency] = float(found.real)
     first = min(candidates, key=candidates.__getitem__)
     return StabilityLimit(float(candidates[first]), float(2 / first))
+
+
+def _grid_of(filter: LowPassFilter) -> Float64[np.ndarray, " frequencies"]:
+    """Return frequencies above 0 and up to 1, close together near 0, for slow filters, and near resonances."""
+    grid = np.union1d(np.geomspace(1e-8, 1, _FREQUENCIES), np.linspace(0, 1, _FREQUENCIES + 1)[1:])
+    if filter.order > _MOST_RESONANT:
+        return grid
+    near = np.geomspace(1e-3, 1e3, 64)
+    offsets = np.concatenate([-near[::-1], [0.0], near])
+    for root in np.concatenate([np.roots(filter.a), np.roots(filter.b)]):
+        if root.imag >= 0 and 0.98 < abs(root) < 1.02:
+            around = (abs(np.angle(root)) + max(abs(1 - abs(root)), 1e-9) * offsets) / np.pi
+            grid = np.union1d(grid, around[(around > 1e-8) & (around <= 1)])
+    return grid
 
 
 @final

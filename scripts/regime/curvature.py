@@ -2,7 +2,7 @@
 
 With g the mean of the clipped gradients, a step of size η in a direction in which the Jacobian of g has the eigenvalue λ is
 stable up to the ηλ of `stability_limit`. The largest eigenvalue is found by the power method: products of the Jacobian with
-a direction are differences of g, and each new direction is the last product. The images are those that are held out, of which
+a direction are differences of g, and each new direction is the last product. The images are held-out ones, of which
 the network has learnt none by heart.
 """
 

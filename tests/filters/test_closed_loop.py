@@ -174,3 +174,57 @@ def test_a_slow_filter_has_a_low_limit():
     delay = filter_figures(slow).delay
     assert limit.x == pytest.approx(math.pi / 2 / delay, rel=0.05)
     assert limit.period == pytest.approx(4 * delay, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("b", "a", "limit"),
+    [
+        (
+            (0.9966391361671602, 2.0381857966609025, 0.9596155908899375),
+            (1, 1.9944580476291172, 0.999982476088882),
+            (0.000433971, 2.0486),
+        ),
+        (
+            (0.49983615525, 0.99089912922, 1.56091511171, 1.56073018925, 0.98779399139, 0.49691593988),
+            (1, 0.98204840668, 2.14026357844, 0.98060313743, 0.99417535416),
+            (1.98515, 4.0172),
+        ),
+    ],
+)
+def test_a_limit_beside_a_sharp_resonance_is_found(b, a, limit):
+    """Their poles are so near to the circle that the resonance is between two frequencies of an even grid."""
+    np.testing.assert_allclose(stability_limit(LowPassFilter(b=b, a=a)), limit, rtol=1e-4)
+
+
+def is_stable(low_pass_filter, x):
+    order = max(len(low_pass_filter.b), len(low_pass_filter.a))
+    b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
+    return np.abs(np.roots(np.convolve([1.0, -1.0], a) + x * np.concatenate([[0.0], b]))).max() < 1
+
+
+def test_it_is_right_for_filters_of_all_kinds():
+    generator, tried = np.random.default_rng(0), 0
+    while tried < 60:
+        pairs = generator.integers(1, 3)
+        angles = generator.uniform(0.05, 3.1, pairs)
+        moduli = [1 - 10 ** generator.uniform(lowest, -0.5, pairs) for lowest in (-5.5, -4)]
+        poles, zeros = (modulus * np.exp(1j * each) for modulus, each in zip(moduli, (angles, angles + 0.05), strict=True))
+        a, b = (np.poly([*each, *each.conj()]).real for each in (poles, zeros))
+        try:
+            low_pass_filter = LowPassFilter(b=tuple(b * a.sum() / b.sum()), a=tuple(a))
+        except ValueError:  # its step response is negative somewhere
+            continue
+        tried += 1
+        x = stability_limit(low_pass_filter).x
+        assert x > 0
+        assert is_stable(low_pass_filter, 0.98 * x)
+        assert not is_stable(low_pass_filter, 1.0001 * x)  # far above x it may be stable again
+
+
+@pytest.mark.parametrize("name", ["first-order-v1", "f3", "f4", "b=0.01,0.01;a=1,-0.98"])
+def test_a_filter_of_first_order_that_blocks_the_highest_frequency_leaves_the_loss_as_it_is(name):
+    """With s = (z - 1)/(z + 1) it is 1/(1 + Ts), and E w² = η² σ²/(x(2 - x)) for every T."""
+    low_pass_filter = LowPassFilter.parse(name)
+    for x in (0.001, 0.1, 0.9, 1.9):
+        assert settled_loss(x, low_pass_filter, NoiseShape.parse("white")) == pytest.approx(1 / (2 - x), rel=1e-6)
+    assert settled_loss(1.9, LowPassFilter.parse("momentum"), NoiseShape.parse("white")) < 0.6
