@@ -6,6 +6,7 @@
 - results: the file of all cells, a line each
 - search: which rate is tried next, and in which order lines are filled
 - curvature: the largest eigenvalue at the weights of a run
+- theory: what theory says of the runs
 - page: the tables
 - command: the command line
 """

@@ -1,9 +1,13 @@
 """What the theory asks of a run: the autocorrelation of the signal in its private gradients, and what filters make of it.
 
-`Released` records g_t = s_t + w_t, as anybody may. The white noise w_t of known size adds its power to the mean of ‖g_t‖²
-and nothing to the means of ⟨g_t, g_{t−τ}⟩, so that those less the noise estimate the signal's autocorrelation, C_τ. Where
-the signal is far below the noise, this takes more steps than a run has. `Signal` therefore records s_t itself, the mean of
-the clipped gradients: the data of the study are public. Both keep a small image of each gradient (`CountSketch`).
+`Released` records g_t = s_t + w_t, as anybody may. The white noise w_t of known size adds its power to the mean of ‖g_t‖²,
+so that those means and the means of ⟨g_t, g_{t−τ}⟩ estimate the signal's autocorrelation, C_τ. Where the signal is far below
+the noise, this takes more steps than a run has. `Signal` therefore records s_t itself, the mean of the clipped gradients:
+the data of the study are public. Both keep a small image of each gradient (`CountSketch`).
+
+Noise moves the weights, and the next gradients pull them back. So in a direction of curvature λ, C_1 contains −ηλ of the
+power that the noise has there, and further lags what follows from it. Where a signal is as weak as the noise of the draws, a
+negative C_1 may come from that alone.
 
 The draws add noise of their own to s_t, which is as white as the mechanism's. Under Poisson sampling with probability q the
 sum over a draw has the variance q(1 − q) Σ ‖clip(gᵢ)‖² over all examples, which (1 − q) Σ ‖clip(gᵢ)‖² over the draw

@@ -1,4 +1,4 @@
-"""The page says how often the theorem predicted the best filter, and what the paper's filter did where it should gain."""
+"""The page says what the intervals exclude, and what the paper's filter did where it should gain."""
 
 import dataclasses
 
@@ -14,7 +14,9 @@ def row_of(method, rate, held_out, *, rho=None, average=None, **more):
     row = dataclasses.asdict(Cell("tiny", method, rate, **more)) | {"held_out": held_out, "seconds": 1.0}
     row |= {"held_out_of_average": held_out if average is None else average, "curve": [held_out] * 10}
     if rho is not None:
-        row["spectrum_of_signal"] = {"autocorrelation": [rho**lag for lag in range(LAGS)], "of_draws": [0.0]}
+        row["spectrum_of_signal"] = {
+            "autocorrelation": [rho**lag for lag in range(LAGS)], "of_draws": [0.0] * 3, "parts": [[1.0, rho, rho**10]] * 3
+        }  # fmt: skip
     return row
 
 
@@ -39,17 +41,39 @@ def page(tiny, tmp_path):
 LP = "LP-DPSGD, first-order-v1"
 
 
-def test_a_prediction_is_right_where_the_filter_that_it_names_is_best(page):
+def test_the_filter_is_compared_where_its_ratio_is_above_1_and_where_it_is_below(page):
     found = page(
-        row_of("DPSGD", 0.4, 0.50, rho=0.9), row_of(LP, 0.4, 0.53, rho=0.9),  # gains as predicted
-        row_of("DPSGD", 0.8, 0.60, rho=-0.9), row_of(LP, 0.8, 0.64, rho=-0.9, average=0.59),  # gains against it
-        row_of("DPSGD", 1.6, 0.70, rho=-0.9), row_of(LP, 1.6, 0.68, rho=-0.9),  # loses as predicted
-        row_of("DPSGD", 3.2, 0.70, rho=0.9),  # was not compared
+        row_of("DPSGD", 0.4, 0.50, rho=0.9), row_of(LP, 0.4, 0.53, rho=0.9),
+        row_of("DPSGD", 0.8, 0.60, rho=-0.9), row_of(LP, 0.8, 0.64, rho=-0.9),
+        row_of("DPSGD", 1.6, 0.70, rho=-0.9), row_of(LP, 1.6, 0.68, rho=-0.9),
+        row_of("DPSGD", 3.2, 0.60, rho=0.9),  # was not compared
     )  # fmt: skip
-    assert "is the best in 2 of 3 settings by the last weights, and in 3 by their average" in found
-    assert "its accuracy at the same rate is +3.0 (+3.0 to +3.0) points" in found
-    assert "where it predicts a loss, +1.0 (-2.0 to +4.0) points" in found
-    assert "(ρ₁ < 0) in 1 of 1 tasks" in found  # at 1.6, the first of the two best ones
+    assert "was trained at 1 rates at which its ratio is above 1: the accuracy of the last weights changes by +3.0" in found
+    assert "At 2 rates the ratio is below 1, and the accuracy changes by +1.0 (-2.0 to +4.0) points" in found
+    assert "| -0.90 | -0.90, -0.90, -0.90 |" in found
+
+
+def test_the_answer_says_what_an_interval_excludes(page):
+    rates = {"DPSGD": 0.8, LP: 1.6}
+    tuned = [
+        row_of(name, best * factor, 0.6 - 0.1 * (factor != 1), clip_norm=norm, rho=-0.9)
+        for name, best in rates.items()
+        for factor, norm in ((0.5, 1.0), (1, 1.0), (2, 1.0))
+    ]
+    tuned += [row_of("DPSGD", 0.8 / norm, 0.5, clip_norm=norm, rho=-0.9) for norm in (0.25, 4.0)]
+
+    def reported(changes):
+        return [
+            row_of(name, best, 0.6, seed=seed, tests_once=True)
+            | {"test": 0.6 + (name == LP) * change, "test_of_average": 0.6}
+            for name, best in rates.items()
+            for seed, change in enumerate(changes)
+        ]
+
+    narrow = page(*tuned, *reported([0.001, 0.0, -0.001]))
+    assert "**No gain is shown so far. Leave" in narrow
+    assert "The 95 % interval, -0.25 to +0.25, excludes such a gain." in narrow
+    assert "All 2 intervals contain 0." in narrow
 
 
 def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
@@ -60,7 +84,7 @@ def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
     )  # fmt: skip
     assert "| tiny | 1, 0.4 | 0.90 |" in found
     assert "50.0, 50.0 | – | – | – | – |" in found
-    assert "settings" not in found.split("## How much there is")[0]
+    assert "was trained at" not in found
 
 
 def test_the_table_of_further_means_has_what_was_run(page, monkeypatch):

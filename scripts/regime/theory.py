@@ -1,0 +1,277 @@
+"""What theory says of the runs: does the gradient change slowly, and what is left of the noise on a quadratic?"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, noise_gain, stability_limit
+from scripts.regime.cells import METHODS
+from scripts.regime.results import Results
+from scripts.regime.search import SGD_LINES, Line, search_of
+from scripts.regime.spectrum import Released, Signal, peak_period, power_after, predicted_gain
+from scripts.regime.tasks import TASKS
+
+# The filters that are compared, by their names in `METHODS`.
+FILTERS: Final = ("none", "momentum", "first-order-v1", "first-order-v2", "second-order")
+# ηλ for which the loss from noise is shown.
+CURVATURES: Final = (0.01, 0.1, 0.5, 1.0, 1.5, 1.9)
+SPECTRUM: Final = Signal.name
+# What runs have in common that differ in the filter alone.
+_CONDITIONS: Final = ("epsilon", "batch_size", "schedule", "clipping", "epochs", "sampling", "seed")
+LOW_PASS: Final = """
+## Does the gradient change slowly?
+
+The paper's theorem needs a small learning rate (ηλ ≤ 1 for the largest curvature λ, without a filter), and gradients that
+change slowly. Its bound for a filter, at the best rate, then depends on (Σ κ_τ ρ_τ)²/Σ κ_τ², where κ_τ is the filter's
+weight for the gradient of τ steps ago. ρ_τ is the correlation of the *signal*, which is the gradient before noise is added,
+with itself τ steps before: 1 means the same direction, −1 the opposite one. This *ratio* is 1 without a filter, and the
+larger the better. Where ρ₁ is negative, the theorem does not apply, and a ratio below 1 is no more than a hint.
+
+At the best rate of DPSGD, successive gradients tend to point in opposite directions (ρ₁ < 0) in {turning} of the {tasks}
+tasks whose best rate is known. The table has the runs of DPSGD whose signal was recorded, with ρ₁ over the whole run and in
+each third of it. The first third has most of the signal. In the later thirds of MNIST the signal is so weak that a negative
+ρ₁ may come from the noise alone: noise moves the weights, and the next gradient pulls them back.
+
+The last columns have the accuracies of the filters at the same rate, on the held-out images: of the last weights, and of
+their average. These are single runs, and between two evaluations of a run accuracy changes by 1 to 2 points on CIFAR-10. So
+the order of the filters in one row says little.
+""".strip()
+AT_EQUAL_RATES: Final = """
+`first-order-v1` was trained at {gaining} rates at which its ratio is above 1: the accuracy of the last weights changes by
+{gained} points. At {losing} rates the ratio is below 1, and the accuracy changes by {lost} points (mean, and range).
+""".strip()
+QUADRATIC: Final = """
+## What a quadratic says
+
+On a quadratic loss, the gradient pulls the weights back, and noise moves them. In a direction of curvature λ this costs a
+loss of ½ η L times the noise's variance. L depends on ηλ and on the filter alone, and can be computed
+(`doppler_hf.filters.ClosedLoop`). Above a largest ηλ, training is unstable, and there it oscillates with a period that
+follows from the filter as well (`stability_limit`):
+""".strip()
+AFTER_QUADRATIC: Final = """
+- **`first-order-v1`, f3 and f4 leave the loss from noise exactly as it is without a filter,** L = 1/(2 − ηλ), at every
+  rate and in every direction. A filter of first order with two equal weights b is 1/(1 + Ts) with s = (z − 1)/(z + 1), and T
+  cancels in the result. So the filter gains nothing by removing noise.
+- `momentum` and `first-order-v2` remove noise in sharp directions, and bear larger rates. `second-order` and f6 add noise.
+- In flat directions, where ηλ is near 0, no filter changes anything. The weights add up the steps, and a filter spreads the
+  noise of one step over the next ones without changing its sum.
+
+By these losses the order of the filters is `first-order-v2`, `momentum`, `first-order-v1` together with none, and last
+`second-order`. The paper's proof has another order, because it treats earlier noise as independent of the present weights.
+But the weights have moved by it.
+""".strip()
+PERIODS: Final = """
+## At which period does training oscillate?
+
+The table has the period in steps at which the signal has most power, by C·η. *Slow* is a period beyond 64 steps. The first
+column has the period that a quadratic has at the largest stable ηλ.
+""".strip()
+AFTER_PERIODS: Final = """
+With `first-order-v1` and `second-order` training oscillates at about the period of that limit, also where the rate is
+changed several times over. Without a filter, a period of 2 says only that ηλ is above 1. Of such an oscillation
+`first-order-v1` passes 9 % of the power, as much as of the noise, so that behind the filter it is no better told from noise
+than before it.
+""".strip()
+
+
+def whether_it_is_low_pass(results: Results) -> Iterator[str]:
+    """Yield the signal's autocorrelation at every rate of DPSGD, and what the filters did at the same rate."""
+    tables = {task: _at_equal_rates(task, results) for task in TASKS}
+    best = [runs["none"] for task in TASKS if "none" in (runs := best_runs(task, results))]
+    if not any(tables.values()):
+        return
+    yield LOW_PASS.format(turning=sum(signal_of(row)[1] < 0 for row in best), tasks=len(best))
+    rows = [
+        "| task | C, η | ρ₁ | ρ₁ in thirds | ratio of first-order-v1 | " + " | ".join(FILTERS) + " |",
+        "|---" * (5 + len(FILTERS)) + "|",
+    ]
+    for task, runs in tables.items():
+        for run in runs:
+            signal, none = signal_of(run["none"]), run["none"]
+            accuracies = (f"{percent(run[name])}, {_of_average(run[name])}" if name in run else "–" for name in FILTERS)
+            rows.append(
+                f"| {task} | {none['clip_norm']:g}, {none['learning_rate']:g} | {signal[1] / signal[0]:.2f} | "
+                f"{_in_thirds(none)} | {predicted_gain(PAPER_FILTERS['first-order-v1'], signal):.2f} | "
+                f"{' | '.join(accuracies)} |"
+            )
+    yield "\n".join(rows)
+    both = [run for runs in tables.values() for run in runs if "first-order-v1" in run]
+    if both:
+        yield AT_EQUAL_RATES.format(**_found_at_equal_rates(both))
+
+
+def _in_thirds(row: dict[str, Any]) -> str:
+    """Write ρ₁ in each third of a run."""
+    pairs = zip(row[SPECTRUM]["parts"], row[SPECTRUM]["of_draws"], strict=True)
+    return ", ".join(f"{part[1] / max(part[0] - draws, abs(part[1])):.2f}" for part, draws in pairs)
+
+
+def _at_equal_rates(task: str, results: Results) -> list[dict[str, dict[str, Any]]]:
+    """Return filter → row of the runs at the rates of DPSGD under the usual conditions, sorted by C times the rate."""
+    filters = {terms.low_pass_filter: name for name, terms in METHODS.items() if terms.base == "sgd"}
+    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
+    found: dict[tuple[float, float], dict[str, dict[str, Any]]] = {}
+    for row in results.rows(task):
+        if row["held_out"] is None or any(row[name] != getattr(usual, name) for name in _CONDITIONS):
+            continue
+        for name, method in filters.items():
+            if row["method"] == method:
+                found.setdefault((row["clip_norm"], row["learning_rate"]), {})[name] = row
+    with_theory = [runs for runs in found.values() if SPECTRUM in runs.get("none", {})]
+    return sorted(with_theory, key=lambda runs: (step_length(runs["none"]), runs["none"]["clip_norm"]))
+
+
+def _found_at_equal_rates(both: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, str | int]:
+    """Return how the accuracy differs with the paper's filter where its ratio is above 1, and where it is below."""
+    differences: dict[bool, list[float]] = {True: [], False: []}
+    for run in both:
+        ratio = predicted_gain(PAPER_FILTERS["first-order-v1"], signal_of(run["none"]))
+        differences[ratio > 1].append(100 * (run["first-order-v1"]["held_out"] - run["none"]["held_out"]))
+    said = {
+        gains: f"{np.mean(values):+.1f} ({min(values):+.1f} to {max(values):+.1f})" if values else "–"
+        for gains, values in differences.items()
+    }
+    return {
+        "gaining": len(differences[True]), "gained": said[True], "losing": len(differences[False]), "lost": said[False]
+    }  # fmt: skip
+
+
+def what_a_quadratic_says(results: Results) -> Iterator[str]:
+    """Yield the loss from noise with each filter by curvature, the largest stable rate, and which periods were seen."""
+    shown = " | ".join(f"L at ηλ = {x:g}" for x in CURVATURES)
+    lines = [f"| filter | {shown} | largest ηλ | period there |", "|---" * (3 + len(CURVATURES)) + "|"]
+    for name, low_pass_filter in PAPER_FILTERS.items():
+        limit = stability_limit(low_pass_filter)
+        losses = (ClosedLoop(np.array([x])).loss(low_pass_filter) for x in CURVATURES)
+        written = " | ".join(f"{loss:.3f}" if math.isfinite(loss) else "unstable" for loss in losses)
+        lines.append(f"| {name} | {written} | {limit.x:.3g} | {limit.period:.1f} |")
+    yield QUADRATIC
+    yield "\n".join(lines)
+    yield AFTER_QUADRATIC
+    yield from _best_accuracies(results)
+    yield from _periods(results)
+
+
+def _best_accuracies(results: Results) -> Iterator[str]:
+    """Yield the order of the filters at their own best rates, to be compared with the losses."""
+    for task in TASKS:
+        runs = best_runs(task, results)
+        if len(runs) > 2:
+            ordered = sorted(runs.items(), key=lambda run: -run[1]["held_out"])
+            yield (
+                f"The held-out accuracies on `{task}`, each filter at its own best rate, in one run: "
+                + ", ".join(f"{name} {percent(row)} %" for name, row in ordered)
+                + "."
+            )
+
+
+def _periods(results: Results) -> Iterator[str]:
+    runs = {task: _by_filter(task, results) for task in TASKS}
+    tasks = [task for task, found in runs.items() if found]
+    names = [name for name in PAPER_FILTERS if any(name in runs[task] for task in tasks)]
+    if not names:
+        return
+    lines = [f"| filter | at the limit | {' | '.join(tasks)} |", "|---" * (2 + len(tasks)) + "|"]
+    for name in names:
+        cells = []
+        for task in tasks:
+            rows = sorted(runs[task].get(name, []), key=step_length)
+            by_step = {f"{step_length(row):g}": _period(row) for row in rows}
+            cells.append("; ".join(f"{step}: {period}" for step, period in by_step.items()) or "–")
+        lines.append(f"| {name} | {stability_limit(PAPER_FILTERS[name]).period:.1f} | {' | '.join(cells)} |")
+    yield PERIODS
+    yield "\n".join(lines)
+    yield AFTER_PERIODS
+
+
+def _by_filter(task: str, results: Results) -> dict[str, list[dict[str, Any]]]:
+    """Return filter → runs of SGD that recorded their signal, under the usual conditions."""
+    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in results.rows(task):
+        terms = METHODS[row["method"]]
+        if terms.base == "sgd" and SPECTRUM in row and all(row[name] == getattr(usual, name) for name in _CONDITIONS):
+            found.setdefault(terms.low_pass_filter, []).append(row)
+    return found
+
+
+def _period(row: dict[str, Any]) -> str:
+    period = peak_period(signal_of(row))
+    return f"{period:.1f}" if math.isfinite(period) else "slow"
+
+
+def best_runs(task: str, results: Results) -> dict[str, dict[str, Any]]:
+    """Return filter → run of SGD at its best rate under the usual conditions, of those that recorded their signal."""
+    runs = {}
+    for method, terms in METHODS.items():
+        search = search_of(Line(task, method), results)
+        if terms.base == "sgd" and search.best is not None and SPECTRUM in search.rows[search.best]:
+            runs[terms.low_pass_filter] = search.rows[search.best]
+    return runs
+
+
+def step_length(row: dict[str, Any]) -> float:
+    """Return C times the learning rate, the length of the step that one record makes, but for B."""
+    return float(row["clip_norm"] * row["learning_rate"])
+
+
+def signal_of(row: dict[str, Any]) -> np.ndarray:
+    """Return the autocorrelation of a run's signal in units of the noise, without the noise of the draws."""
+    found = np.array(row[SPECTRUM]["autocorrelation"])
+    # Where all of lag 0 is the noise of draws, by the error of the estimate, the next lag takes its place.
+    found[0] = max(found[0] - np.mean(row[SPECTRUM]["of_draws"]), abs(found[1]))
+    return found
+
+
+def what_the_gradient_says(task: str, results: Results) -> Iterator[str]:
+    """Yield what the autocorrelation of DPSGD's signal predicts at every rate, and what was found at the best ones."""
+    of_sgd = [row for row in results.rows(task) if row["method"] == SGD_LINES[0] and SPECTRUM in row]
+    if not of_sgd:
+        return
+    rows = [
+        "| ε, B, schedule, C | rate | held out, % | signal, draws | ρ₁, ρ₁₀ | released | " + " | ".join(FILTERS[1:]) + " |"
+    ]
+    rows.append("|---" * (6 + len(FILTERS) - 1) + "|")
+    for row in sorted(of_sgd, key=_place):
+        signal = signal_of(row)
+        gains = " | ".join(f"{predicted_gain(PAPER_FILTERS[name], signal):.2f}" for name in FILTERS[1:])
+        rho, released = signal / signal[0], row.get(Released.name, {}).get("autocorrelation")
+        epsilon, batch_size, schedule, clip_norm, rate = _place(row)
+        rows.append(
+            f"| {'∞' if epsilon == -math.inf else f'{-epsilon:g}'}, {batch_size:,}, {schedule}, {clip_norm:g} | {rate:g} | "
+            f"{percent(row)} | {signal[0]:.4f}, {np.mean(row[SPECTRUM]['of_draws']):.4f} | {rho[1]:.2f}, {rho[10]:.2f} | "
+            f"{'–' if released is None else f'{released[0]:.4f}, {released[1]:.4f}'} | {gains} |"
+        )
+    yield f"### {task}: what the gradient says"
+    yield "\n".join(rows)
+    yield from _with_each_filter(task, results)
+
+
+def _place(row: dict[str, Any]) -> tuple[float, int, str, float, float]:
+    """Return −ε, B, schedule, C and rate, in whose order the runs stand."""
+    epsilon = math.inf if row["epsilon"] is None else row["epsilon"]
+    return -epsilon, row["batch_size"], row["schedule"], row["clip_norm"], row["learning_rate"]
+
+
+def _with_each_filter(task: str, results: Results) -> Iterator[str]:
+    """Yield the signal per noise with each filter at its own best rate."""
+    lines = ["| filter | signal per noise at its best rate, before → behind the filter | ρ₁, ρ₅, ρ₁₀ | held out, % |"]
+    lines.append("|---|---|---|---|")
+    for name, row in best_runs(task, results).items():
+        signal, used = signal_of(row), PAPER_FILTERS[name]
+        after = power_after(used, signal) / noise_gain(used)
+        rho = ", ".join(f"{signal[lag] / signal[0]:.2f}" for lag in (1, 5, 10))
+        lines.append(f"| {name} | {signal[0]:.4f} → {after:.4f} | {rho} | {percent(row)} |")
+    if len(lines) > 2:
+        yield "\n".join(lines)
+
+
+def percent(row: dict[str, Any]) -> str:
+    """Write a run's held-out accuracy in %."""
+    return "stopped" if row["held_out"] is None else f"{100 * row['held_out']:.1f}"
+
+
+def _of_average(row: dict[str, Any]) -> str:
+    return f"{100 * row['held_out_of_average']:.1f}"
