@@ -5,24 +5,28 @@ from its last tenth. Two processes may not fill the
 same file at once.
 
   python -m scripts.reproduce paper-regime --data-dir DATA --minutes 600
+  python -m scripts.reproduce paper-regime --data-dir DATA --curvature
   python -m scripts.reproduce paper-regime --page
 """
 
 import argparse
 import functools
+import json
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from doppler_hf.errors import Refusal
 from scripts.regime.cells import train_cell
+from scripts.regime.curvature import cells_to_measure, measured
 from scripts.regime.page import write_page
-from scripts.regime.results import Results
+from scripts.regime.results import Results, cell_of
 from scripts.regime.search import lines_of, next_cell
 from scripts.regime.tasks import TASKS, Loaded, load
 from scripts.studies.data import digest_of
@@ -47,6 +51,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--results", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
     add("--out", type=Path, default=Path("out/regime"), metavar="DIR", help="for images and the lock; default: %(default)s")
     add("--page", action="store_true", help="train nothing, but write the page of the results that there are")
+    add("--curvature", action="store_true", help="train SGD's runs of the best rates again, to measure their curvature")
     return parser.parse_args(argv)
 
 
@@ -59,7 +64,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             f"--minutes and --jobs must be positive, got {args.minutes} and {args.jobs}. Leave them out for all.",
         )
     if args.page:
-        write_page(Results(args.results), args.results.with_suffix(".md"))
+        rewrite_page(args, Results(args.results))
         return 0
     for name in args.tasks if args.data_dir is not None else ():
         if not Path(args.data_dir, TASKS[name].source).is_dir():
@@ -70,7 +75,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(args.out / "regime.lock", timeout=0):
-            fill(args)
+            measure(args) if args.curvature else fill(args)
     except Timeout:
         raise Refusal(
             "results-in-use", f"{args.out} is in use by another process. Give another --out and --results, or wait."
@@ -104,7 +109,43 @@ def fill(args: argparse.Namespace) -> None:
         shutil.rmtree(folder)
         trained += 1
         say(f"  {row['curve']}, {row['seconds']:.0f} s" + (", stopped early" if row["stopped_at"] else ""))
-        write_page(results, args.results.with_suffix(".md"))
+        rewrite_page(args, results)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure the curvature of runs with the best rates, one after another, a line of a file of its own for each."""
+    results, path, begun = Results(args.results), curvatures_of(args.results), time.perf_counter()
+    for name in args.tasks:
+        known = [cell_of(row) for row in read_rows(path)]
+        missing = [cell for cell in cells_to_measure(name, results) if cell not in known]
+        data = load(TASKS[name], data_dir=args.data_dir, cache_dir=args.out) if missing else None
+        for cell in missing:
+            if args.minutes is not None and time.perf_counter() - begun > 60 * args.minutes:
+                return
+            assert data is not None
+            folder = args.out / "curvature"
+            shutil.rmtree(folder, ignore_errors=True)  # an interrupted run begins again
+            row = measured(cell, data, folder=folder)
+            shutil.rmtree(folder)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            say(f"{cell}: {row['largest_eigenvalue']}")
+            rewrite_page(args, results)
+
+
+def curvatures_of(results: Path) -> Path:
+    """Return the file of measured curvatures beside that of the results."""
+    return results.with_name(f"{results.stem}-curvature.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none if there is no such file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def rewrite_page(args: argparse.Namespace, results: Results) -> None:
+    """Write the page beside the results."""
+    write_page(results, args.results.with_suffix(".md"), curvatures=read_rows(curvatures_of(args.results)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

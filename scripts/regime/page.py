@@ -105,10 +105,15 @@ table of a task has the signal of the runs with each filter, which changes the p
 """.strip()
 
 
-def write_page(results: Results, path: Path) -> None:
-    """Write the page of the results that there are."""
+def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, Any]] = ()) -> None:
+    """Write the page of the results that there are, and of the curvatures that were measured."""
     parts = [TITLE, FIRST_PART.format(date=results.date), *_answer(results), SETTING, *_answers(results)]
-    parts += [*_averages(results), *what_a_quadratic_says(results), *whether_it_is_low_pass(results), *_what_else(results)]
+    parts += [
+        *_averages(results),
+        *what_a_quadratic_says(results, curvatures),
+        *whether_it_is_low_pass(results),
+        *_what_else(results),
+    ]
     parts += [*_missing(results), SIGNAL]
     for task in TASKS:
         parts += [*_tables(task, results), *what_the_gradient_says(task, results)]

@@ -24,8 +24,7 @@ class Results:
             with path.open("r+b") as file:
                 file.truncate(end)
         rows = [json.loads(line) for line in written[:end].decode().splitlines()]
-        # What a row does not have was added to cells later, and is as by default.
-        self._rows = {Cell(**{name: row[name] for name in _NAMES if name in row}): row for row in rows}
+        self._rows = {cell_of(row): row for row in rows}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -58,3 +57,8 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
         return row
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """Return the cell of a row; what a row does not have was added to cells later, and is as by default."""
+    return Cell(**{name: row[name] for name in _NAMES if name in row})

@@ -68,6 +68,10 @@ PERIODS: Final = """
 The table has the period in steps at which the signal has most power, by C·η. *Slow* is a period beyond 64 steps. The first
 column has the period that a quadratic has at the largest stable ηλ.
 """.strip()
+CURVATURE: Final = """
+How sharp is the loss where the runs are? λ is the largest eigenvalue of the Jacobian of the mean clipped gradient of 2,000
+held-out images, at the weights after a share of the run. The runs repeat those with the best rates.
+""".strip()
 AFTER_PERIODS: Final = """
 With `first-order-v1` and `second-order` training oscillates at about the period of that limit, also where the rate is
 changed several times over. Without a filter, a period of 2 says only that ηλ is above 1. Of such an oscillation
@@ -138,7 +142,7 @@ def _found_at_equal_rates(both: Sequence[Mapping[str, dict[str, Any]]]) -> dict[
     }  # fmt: skip
 
 
-def what_a_quadratic_says(results: Results) -> Iterator[str]:
+def what_a_quadratic_says(results: Results, curvatures: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the loss from noise with each filter by curvature, the largest stable rate, and which periods were seen."""
     shown = " | ".join(f"L at ηλ = {x:g}" for x in CURVATURES)
     lines = [f"| filter | {shown} | largest ηλ | period there |", "|---" * (3 + len(CURVATURES)) + "|"]
@@ -152,6 +156,24 @@ def what_a_quadratic_says(results: Results) -> Iterator[str]:
     yield AFTER_QUADRATIC
     yield from _best_accuracies(results)
     yield from _periods(results)
+    yield from _curvatures(curvatures)
+
+
+def _curvatures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the largest eigenvalues that were measured, in units in which 2 is the limit without a filter."""
+    if not rows:
+        return
+    shares = list(rows[0]["largest_eigenvalue"])
+    after = " | ".join(f"ηλ after {100 * float(share):.0f} %" for share in shares)
+    lines = [f"| task | filter | C·η | {after} | largest stable ηλ |", "|---" * (4 + len(shares)) + "|"]
+    for row in sorted(
+        rows, key=lambda row: (list(TASKS).index(row["task"]), list(PAPER_FILTERS).index(row["low_pass_filter"]))
+    ):
+        found = " | ".join(f"{row['learning_rate'] * row['largest_eigenvalue'][share]:.2f}" for share in shares)
+        limit = stability_limit(PAPER_FILTERS[row["low_pass_filter"]]).x
+        lines.append(f"| {row['task']} | {row['low_pass_filter']} | {step_length(row):g} | {found} | {limit:.3g} |")
+    yield CURVATURE
+    yield "\n".join(lines)
 
 
 def _best_accuracies(results: Results) -> Iterator[str]:

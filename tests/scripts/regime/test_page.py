@@ -23,15 +23,13 @@ def row_of(method, rate, held_out, *, rho=None, average=None, **more):
 @pytest.fixture
 def page(tiny, tmp_path):
     """Return the page of some rows."""
-    from scripts.regime.cells import Cell
     from scripts.regime.page import write_page
-    from scripts.regime.results import Results
+    from scripts.regime.results import Results, cell_of
 
     def written(*rows):
         results = Results(tmp_path / "results.jsonl")
-        names = [each.name for each in dataclasses.fields(Cell)]
         for row in rows:
-            results.add(Cell(**{name: row[name] for name in names}), lambda cell, row=row: row)
+            results.add(cell_of(row), lambda cell, row=row: row)
         write_page(results, tmp_path / "page.md")
         return " ".join((tmp_path / "page.md").read_text().split())
 
