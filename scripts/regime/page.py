@@ -75,7 +75,7 @@ FURTHER: Final = """
 
 All runs have 50 epochs at ε = 8 without public data. The first lines are of the table of methods, with Poisson sampling and
 a constant rate that was searched. *ours* has the package's defaults: random allocation, automatic clipping, the noise's
-shape and the filter by `auto`, and no learning rate given. The schedule is a cosine. *4 views* are four moved and mirrored
+shape and the filter by `auto`, and no learning rate given. *4 views* are four moved and mirrored
 versions of each image ([how](../../docs/guides/images.md#several-views-of-an-image)). *Average* is that of the weights.
 Test accuracy is in %, ± the standard error over seeds.
 """.strip()
@@ -186,7 +186,7 @@ def _what_else(results: Results) -> Iterator[str]:
         groups: dict[str, list[Cell]] = {}
         for cell in further_cells(task):
             views = f", {cell.views} views" if cell.views > 1 else ""
-            groups.setdefault(f"{cell.method}, B = {cell.batch_size:,}{views}", []).append(cell)
+            groups.setdefault(f"{cell.method}, {cell.schedule} rate, B = {cell.batch_size:,}{views}", []).append(cell)
         ours = {name: _reported(cells, results) for name, cells in groups.items()}
         if not any(ours.values()):
             continue

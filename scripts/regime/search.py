@@ -195,12 +195,14 @@ def noiseless_cell(task: str, results: Results) -> Cell | None:
 
 def further_cells(task: str) -> list[Cell]:
     """Return what may raise accuracy beside a filter, with the package's own learning rate, which needs no search."""
-    usual = Cell(task, FURTHER[0], None, sampling="allocation", schedule="cosine", clipping="automatic", tests_once=True)
-    cells = [dataclasses.replace(usual, method=method, batch_size=size) for size in (1000, 5000) for method in FURTHER]
-    cells += [dataclasses.replace(usual, views=4)]
-    return (
-        [dataclasses.replace(cell, seed=seed) for cell in cells for seed in REPORTED_SEEDS] if task in FURTHER_TASKS else []
-    )
+    if task not in FURTHER_TASKS:
+        return []
+    usual = Cell(task, FURTHER[0], None, sampling="allocation", clipping="automatic", tests_once=True)
+    changes: list[dict[str, Any]] = [
+        {"method": method, "schedule": schedule} for schedule in ("constant", "cosine") for method in FURTHER
+    ]
+    changes += [{"batch_size": 5000}, {"views": 4}]
+    return [dataclasses.replace(usual, **change, seed=seed) for change in changes for seed in REPORTED_SEEDS]
 
 
 def reported_cells(search: Search) -> list[Cell]:
