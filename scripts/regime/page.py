@@ -75,9 +75,9 @@ FURTHER: Final = """
 
 All runs have 50 epochs at ε = 8 without public data. The first lines are of the table of methods, with Poisson sampling and
 a constant rate that was searched. *ours* has the package's defaults: random allocation, automatic clipping, the noise's
-shape and the filter by `auto`, and no learning rate given. *4 views* are four moved and mirrored
-versions of each image ([how](../../docs/guides/images.md#several-views-of-an-image)). *Average* is that of the weights.
-Test accuracy is in %, ± the standard error over seeds.
+shape and the filter by `auto`, and no learning rate given. *4 views* are four moved and mirrored versions of each image
+([how](../../docs/guides/images.md#several-views-of-an-image)). *Average* is that of the weights. Test accuracy is in %, ±
+the standard error over seeds.
 """.strip()
 MISSING: Final = """
 ## How much there is
