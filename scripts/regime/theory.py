@@ -79,8 +79,9 @@ of this curvature has periods of 4.8 to 6.3 steps, and 5.2 to 5.8 were seen.
 """.strip()
 AFTER_PERIODS: Final = """
 Seven filters of the paper have a largest ηλ of at most 2. At C·η = 1.6 on the perceptron, each of them oscillates with the
-period of its limit, to within 5 %. `momentum`, `first-order-v2` and f1 bear more, and do not. Where the rate is changed
-several times over, the period stays. Without a filter, a period of 2 says only that ηλ is above 1.
+period of its limit, to within 6 %. `momentum`, `first-order-v2` and f1 bear more, and do not. The period is the same at
+higher rates, and at a rate that is small enough the oscillation is missing. Without a filter, a period of 2 says only that
+ηλ is above 1.
 
 Of such an oscillation `first-order-v1` passes 9 % of the power, as much as of the noise, so that behind the filter it is no
 better told from noise than before it.
