@@ -73,9 +73,10 @@ How sharp is the loss where the runs are? λ is the largest eigenvalue of the Ja
 held-out images, at the weights after a share of the run. The runs repeat those with the best rates.
 """.strip()
 AFTER_CURVATURE: Final = """
-On `cifar10-half` without a filter, ηλ is above its limit of 2. A quadratic would be unstable there. The oscillation stays
-small probably because the length of a clipped gradient is at most C. With `momentum`, ηλ is far below its limit. A quadratic
-of this curvature has periods of 4.8 to 6.3 steps, and 5.2 to 5.8 were seen.
+On `cifar10-half` ηλ is a little above its limit of 2 without a filter, and also with `first-order-v1` at twice the rate: the
+loss there is half as sharp. A quadratic would be unstable. The oscillation stays small probably because the length of a
+clipped gradient is at most C. With `momentum`, ηλ is far below its limit. A quadratic of this curvature has periods of 4.8
+to 6.3 steps, and 5.2 to 5.8 were seen.
 """.strip()
 AFTER_PERIODS: Final = """
 Seven filters of the paper have a largest ηλ of at most 2. At C·η = 1.6 on the perceptron, each of them oscillates with the
