@@ -30,7 +30,8 @@ TERMS: Final = {
 USUAL: Final = "ε = 8, B = 1,000, constant rate, vanilla clipping, Poisson sampling"
 FIRST_PART: Final = """
 - **Command:** `python -m scripts.reproduce paper-regime --data-dir DATA`; this page is written from
-  [paper-regime.jsonl](paper-regime.jsonl), which has a line for each training
+  [paper-regime.jsonl](paper-regime.jsonl), which has a line for each training. With `--curvature` the command measures the
+  curvatures
 - **Seeds, hardware, date:** 100 chooses the rates, 0, 1 and 2 are reported; one thread of a busy CPU; {date}
 """.strip()
 SETTING: Final = """

@@ -55,12 +55,12 @@ AFTER_QUADRATIC: Final = """
   rate and in every direction. A filter of first order with two equal weights b is 1/(1 + Ts) with s = (z − 1)/(z + 1), and T
   cancels in the result. So the filter gains nothing by removing noise.
 - `momentum` and `first-order-v2` remove noise in sharp directions, and bear larger rates. `second-order` and f6 add noise.
-- In flat directions, where ηλ is near 0, no filter changes anything. The weights add up the steps, and a filter spreads the
-  noise of one step over the next ones without changing its sum.
+- In flat directions, where ηλ is near 0, all filters are almost alike. The weights add up the steps, and a filter spreads
+  the noise of one step over the next ones without changing its sum.
 
 By these losses the order of the filters is `first-order-v2`, `momentum`, `first-order-v1` together with none, and last
-`second-order`. The paper's proof has another order, because it treats earlier noise as independent of the present weights.
-But the weights have moved by it.
+`second-order`. The paper's proof treats earlier noise as independent of the present weights. But the weights have moved by
+it.
 """.strip()
 PERIODS: Final = """
 ## At which period does training oscillate?

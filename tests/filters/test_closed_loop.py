@@ -196,6 +196,25 @@ def test_a_limit_beside_a_sharp_resonance_is_found(b, a, limit):
     np.testing.assert_allclose(stability_limit(LowPassFilter(b=b, a=a)), limit, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("modulus", "angle", "share", "turned"),
+    [
+        (0.9999, 2.0, 0.1, 0.0),
+        (0.99996, 0.22819, -0.00015, -0.86),
+        (0.9999967, 0.71018, -0.0034, -0.07),
+        (0.9999959, 0.66989, -0.00145, -0.37),
+    ],
+)
+def test_a_resonance_between_two_frequencies_of_the_grid_is_found(modulus, angle, share, turned):
+    """Both crossings of a weak one are between two frequencies of the even grid, whose ends then have the same sign."""
+    a = np.array([1.0, -2 * modulus * math.cos(angle), modulus**2])
+    b = a + share * np.array([1.0, -modulus * math.cos(angle + turned), 0.0])
+    low_pass_filter = LowPassFilter(b=tuple(b * a.sum() / b.sum()), a=tuple(a))
+    x = stability_limit(low_pass_filter).x
+    assert is_stable(low_pass_filter, 0.98 * x)
+    assert not is_stable(low_pass_filter, 1.0001 * x)
+
+
 def is_stable(low_pass_filter, x):
     order = max(len(low_pass_filter.b), len(low_pass_filter.a))
     b, a = (np.pad(each, (0, order - len(each))) for each in (low_pass_filter.b, low_pass_filter.a))
