@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from scripts.regime.cells import METHODS, POINTS, Cell, HopelessRun
 from scripts.regime.results import Results
+from scripts.regime.tasks import TASKS
 
 SGD, ADAM = "sgd", "adam"
 # The largest rate of the paper's grid for SGD and the one between for Adam, and the grids' factors.
@@ -21,7 +22,6 @@ FACTOR: Final[Mapping[str, float]] = {SGD: 2.0, ADAM: 10**0.5}
 # The places of the rates 0.1, 0.4 and 0.8, which is the largest of the paper's grid.
 PAPERS_PLACES: Final = (-3, -1, 0)
 TUNING_SEED: Final = 100
-REPORTED_SEEDS: Final = (0, 1, 2)
 # Clip norms that are compared once for each task, with DPSGD at rates that keep rate times norm.
 CLIP_NORMS: Final = (1.0, 0.25, 4.0)
 
@@ -187,6 +187,11 @@ def papers_cells(task: str, results: Results) -> list[Cell]:
     return [search.cell(place) for search in searches for place in PAPERS_PLACES]
 
 
+def reported_seeds(task: str) -> range:
+    """Return the seeds that are reported of a task, which are not those that chose the rates."""
+    return range(TASKS[task].seeds)
+
+
 def noiseless_cell(task: str, results: Results) -> Cell | None:
     """Return DPSGD without noise at the best rate with it: its gradients are the signal, clipped and of random batches."""
     search = search_of(Line(task, SGD_LINES[0]), results)
@@ -202,14 +207,14 @@ def further_cells(task: str) -> list[Cell]:
         {"method": method, "schedule": schedule} for schedule in ("constant", "cosine") for method in FURTHER
     ]
     changes += [{"batch_size": 5000}, {"views": 4}]
-    return [dataclasses.replace(usual, **change, seed=seed) for change in changes for seed in REPORTED_SEEDS]
+    return [dataclasses.replace(usual, **change, seed=seed) for change in changes for seed in reported_seeds(task)]
 
 
 def reported_cells(search: Search) -> list[Cell]:
     """Return the cells of a complete line that are reported, at its best rate; none where none are."""
     if search.best is None or not search.line.is_reported:
         return []
-    return [search.cell(search.best, seed=seed, tests_once=True) for seed in REPORTED_SEEDS]
+    return [search.cell(search.best, seed=seed, tests_once=True) for seed in reported_seeds(search.line.task)]
 
 
 SGD_LINES: Final = ("DPSGD", "LP-DPSGD, first-order-v1", "DPSGD with momentum")
