@@ -7,7 +7,6 @@ user's own makes up missing labels.
 """
 
 import contextlib
-import copy
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,6 +20,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
 from doppler_hf.preflight.text_labels import refuse_text_as_label
+from doppler_hf.privacy.batching.collators import copied
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
@@ -188,7 +188,7 @@ def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception
     """Return the error of a collator on some rows, or None; neither the rows nor the user's random numbers change."""
     try:
         with filled_generators(0):
-            collate(copy.deepcopy(rows))
+            collate(copied(rows))
     except Exception as error:
         return error
     return None

@@ -9,7 +9,6 @@ What an object holds is found by looking into it. What is hidden, such as a gene
 between after another one.
 """
 
-import copy
 import functools
 import random
 from collections import deque
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
+from doppler_hf.privacy.batching.collators import copied
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators, states_of_generators
 
@@ -167,4 +167,4 @@ def refuse_known_numbers_in_collator(collate: Callable[[list[Any]], Any], rows: 
         return all(same(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
 
     # A collator may modify its input.
-    refuse_known_numbers(lambda: collate(copy.deepcopy(rows)), "data_collator", is_same=is_same)
+    refuse_known_numbers(lambda: collate(copied(rows)), "data_collator", is_same=is_same)

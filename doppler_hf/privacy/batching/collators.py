@@ -1,7 +1,8 @@
 """Transformers' collators, changed so that no example decides about the columns or types of the others."""
 
+import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,36 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def copied(rows: list[Any]) -> list[Any]:
+    """Return a deep copy of rows for a collator that is tried, since it may modify its input.
+
+    A row is often a view of a tensor of all rows. `copy.deepcopy` would copy the whole of that tensor for each row.
+    """
+    return copy.deepcopy(rows, {id(value): value.clone() for value in _tensors_in(rows, set()) if _is_part(value)})
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers and attributes of objects, each object once."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    if inner is None and hasattr(value, "__dict__") and not isinstance(value, type):
+        inner = vars(value).values()
+    if inner is not None and id(value) not in seen:
+        seen.add(id(value))
+        for each in inner:
+            yield from _tensors_in(each, seen)
+
+
+def _is_part(value: Tensor) -> bool:
+    """Return whether a tensor is a plain one that has a part of its memory only."""
+    is_plain = type(value) is Tensor and not value.requires_grad and not vars(value)
+    if not is_plain or value.layout is not torch.strided or value.is_quantized:
+        return False
+    return value.untyped_storage().nbytes() > value.numel() * value.element_size()
 
 
 def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:

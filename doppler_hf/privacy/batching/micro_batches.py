@@ -7,7 +7,6 @@ A random data set or collator may make several views of an example (`augmentatio
 of a unit may be clipped once (`clip_unit_mean`). Rows that are clipped together are neighbours, and no cut separates them.
 """
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.batching.collators import Collator
+from doppler_hf.privacy.batching.collators import Collator, copied
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of, columns_of_numbers, other_lengths_of
 from doppler_hf.privacy.batching.cutting import Cut, PaddedLengths, extremes_in, neighbours_in, padding_multiple, padding_to
 from doppler_hf.privacy.batching.sampling import AllocationSampler, Piece, example_weight
@@ -195,7 +194,7 @@ class PrivateLoader(DataLoader[Any]):
         for group in groups:
             with filled_generators(0):
                 rows = fetch(self.examples, group, numbers=self.numbers)
-                batches.append((rows, (collator or self.collator)(copy.deepcopy(rows))))
+                batches.append((rows, (collator or self.collator)(copied(rows))))
         return batches[0][0], [dict(batch) if isinstance(batch, Mapping) else {} for _, batch in batches]
 
     def set_epoch(self, epoch: int) -> None:

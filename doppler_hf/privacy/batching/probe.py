@@ -1,6 +1,5 @@
 """A few real examples for the checks before the first step, each alone and all together in one batch."""
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
+from doppler_hf.privacy.batching.collators import copied
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
@@ -99,7 +99,7 @@ class Probe:
     def collated(self, rows: Sequence[Any], *, seed: int = 0) -> Inputs:
         """Return a batch of rows; the collator's random numbers depend on the seed only."""
         with filled_generators(seed):
-            batch = self._collator(copy.deepcopy(list(rows)))  # A collator may modify its input.
+            batch = self._collator(copied(list(rows)))  # A collator may modify its input.
         if not isinstance(batch, Mapping):
             raise Refusal(
                 "batch-not-tensors",
@@ -155,7 +155,7 @@ class Probe:
         with filled_generators(0):
             before = next_numbers()
         with filled_generators(0):
-            self._collator(copy.deepcopy(self.short))
+            self._collator(copied(self.short))
             return next_numbers() != before
 
     def _refuse_mixing(self) -> None:

@@ -278,14 +278,38 @@ class BookKeepingEngine:
 
     def _replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
         before = module.__dict__.get(method)
-        # The signature is kept, because `generate` passes the positions of padded prompts only to a forward that names them.
-        functools.update_wrapper(function, getattr(module, method))
         # This bypasses nn.Module.__setattr__, which would look for parameters and sub-modules.
-        module.__dict__[method] = function
+        module.__dict__[method] = _InPlace(function, module, method, before=before)
         if before is None:
             self._cleanup.callback(module.__dict__.pop, method)
         else:
             self._cleanup.callback(module.__dict__.__setitem__, method, before)
+
+
+class _InPlace:
+    """A function in the place of a layer's method during a run; a copy or a pickle of the layer has the layer's own method.
+
+    A function would be copied as it is, and the copy of a model, such as an average of its weights, would compute with the
+    weights of the model that is trained.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], module: nn.Module, method: str, *, before: Callable[..., Any] | None
+    ) -> None:
+        # The signature is kept, because `generate` passes the positions of padded prompts only to a forward that names them.
+        functools.update_wrapper(self, getattr(module, method))
+        self._function, self._module, self._method, self._before = function, module, method, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy of the module exists before its attributes are filled, so that this finds the method of its class.
+        return (getattr, (self._module, self._method)) if self._before is None else (_itself, (self._before,))
+
+
+def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
 
 
 def num_rows(module: nn.Module, input: Tensor | PackedSequence) -> int | None:

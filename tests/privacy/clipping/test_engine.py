@@ -1,6 +1,7 @@
 """The context around the book-keeping engine: what goes in and comes out of it, and that it leaves no trace on the model."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -151,6 +152,42 @@ def test_losses_must_be_one_per_example():
     assert_refused("wrong-shape", model, lambda index: losses(index)[:, None], BATCH)
     assert_refused("wrong-shape", model, lambda index: losses(index).mean(), BATCH)
     assert_refused("other-number-of-losses", model, lambda index: losses(index)[:2], BATCH)
+
+
+def pickled(model):
+    with io.BytesIO() as file:
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+def averaged(model):
+    return torch.optim.swa_utils.AveragedModel(model).module
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, averaged, lambda model: copy.deepcopy(copy.deepcopy(model))])
+@pytest.mark.parametrize("name", ["roberta", "t5-lm", "vit-lora", "llama-dora"])
+def test_a_copy_computes_with_its_own_weights_and_is_not_watched(name, copied):
+    model = build(name)
+    losses = of_model(model)
+    expected = losses().detach()
+    with book_keeping(model) as clipped:
+        clipped.backward(losses())
+        sums = {key: total.clone() for key, total in clipped.sums.items()}
+        clipped.reset()
+        other = copied(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+            torch.testing.assert_close(of_model(other)(), expected, atol=1e-12, rtol=1e-12)
+        # Its own training, between two steps of the run, leaves nothing for the run.
+        of_model(other)().sum().backward()
+        assert all(value.grad is not None for value in other.parameters() if value.requires_grad)
+        with torch.no_grad():
+            for parameter, first in zip(model.parameters(), other.parameters(), strict=True):
+                parameter.copy_(first)
+        clipped.backward(losses())
+        assert_same_sums(clipped.sums, sums, atol=0.0, rtol=0.0)
 
 
 @torch.no_grad()
