@@ -125,14 +125,27 @@ class EvaluatingTrainer(ShardedTrainer):
 
         Transformers computes no loss for a batch without labels. But if the training batches have none either, your loss
         does without them, as one that compares two answers does.
+
+        The loss of a batch is the mean over its own rows or tokens. Transformers counts those of the batches of all
+        processes, and multiplies the loss by the number of processes, also for the many models that do not divide by
+        that count: their `eval_loss` would be as many times too large.
         """
-        if not self._has_loss_without_labels(inputs):
+        accepts, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, False
+        try:
+            if self._has_loss_without_labels(inputs):
+                return self._predict_without_labels(model, inputs, prediction_loss_only, ignore_keys)
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.model_accepts_loss_kwargs = accepts
+
+    def _predict_without_labels(
+        self, model: nn.Module, inputs: dict[str, Any], *others: Any
+    ) -> tuple[Tensor | None, Any, Any]:
         names, can_return_loss = self.label_names, self.can_return_loss
         # Transformers then computes a loss; TRL's trainers set both in the same way.
         self.label_names, self.can_return_loss = [], True
         try:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, logits, labels = super().prediction_step(model, inputs, *others)
         finally:
             self.label_names, self.can_return_loss = names, can_return_loss
         # Each record has one entry, since Transformers and accelerate count and cut what is predicted by records.

@@ -27,7 +27,8 @@ def train(folder, world, case):
     else:
         own = dict(cls=NoSignal, noise_multiplier=2.0, per_sample_max_grad_norm=0.5, per_device_train_batch_size=8 // world)
     trainer = trainer_of(
-        Path(folder) / case, callbacks=[recorder := Recorder()], evaluated=text_data(7, seed=1), use_cpu=True, max_steps=5,
+        Path(folder) / case, callbacks=[recorder := Recorder()], evaluated=text_data(8, seed=1), use_cpu=True, max_steps=5,
+        per_device_eval_batch_size=4,
         gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=5, grad_sample_self_check=case == "equal", **own,
     )  # fmt: skip
     if trainer.args.process_index > 0:  # replicas must not rely on being built alike
@@ -37,6 +38,7 @@ def train(folder, world, case):
     trainer.train()
     ledger = trainer.privacy.ledger
     return {
+        "eval_loss": trainer.evaluate()["eval_loss"],
         "weights": weights(trainer),
         "gradients": torch.stack(recorder.gradients),
         "steps": ledger.steps_run,
@@ -130,6 +132,8 @@ def test_two_processes_equal_one(two_processes, tmp_path):
     one, two = train(tmp_path, 1, "equal"), two_processes["equal"]
     assert torch.equal(two[0]["weights"], two[1]["weights"])
     assert one["batch"] == two[0]["batch"] == 24
+    for run in two:  # Transformers would give twice the loss
+        assert run["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
     # A sum of 24 gradients of norm 1, each after some 50 operations in a row, by parts; and five steps of 0.1 from there.
     # A wrong shard would change 1/24 of it at least.
     rounding = (24 + 50) * torch.finfo(torch.float32).eps
