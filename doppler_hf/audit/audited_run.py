@@ -38,7 +38,8 @@ def motionless_run(args: DopplerTrainingArguments, *, steps: int, folder: str) -
     """Return the arguments of a discarded run that moves no weight."""
     args = discarded_run(args, folder=folder)
     changes = {
-        "max_steps": steps, "learning_rate": 0.0, "target_epsilon": None, "noise_multiplier": 1.0,
+        "max_steps": steps, "learning_rate": 0.0, "allow_any_learning_rate": True, "target_epsilon": None,
+        "noise_multiplier": 1.0,
         "noise_shape": "white",  # under another shape a unit could not be in two consecutive batches
         "logging_strategy": IntervalStrategy.NO, "disable_tqdm": True,
     }  # fmt: skip

@@ -63,22 +63,25 @@ VERY_FAR: Final = 100.0
 def check_given_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
     """Return a warning if the given rate is far from the rule's; refuse it if it is very far, unless any rate is allowed."""
     given = args.learning_rate
-    if given is None or not has_automatic_rate(args):
+    if given is None or (given > 0.0 and not has_automatic_rate(args)):
         return ""
-    if given == 0.0:
-        return "learning_rate=0 trains nothing: leave it out to use the automatic value"
-    rule = automatic_learning_rate(args, statement, model=model)
-    if rule / FAR < given < FAR * rule:
-        return ""
-    far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
-    told = f"learning_rate={given:g} is {far} than the automatic value ({rule:.3g})"
-    if not is_any_rate_allowed(args) and not rule / VERY_FAR < given < VERY_FAR * rule:
+    rule = automatic_learning_rate(args, statement, model=model) if has_automatic_rate(args) else None
+    other = "Set another one" if rule is None else "Leave learning_rate out"
+    if given == 0.0 or rule is None:
+        told, is_very_far = "learning_rate=0 trains nothing", True
+    else:
+        if rule / FAR < given < FAR * rule:
+            return ""
+        far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
+        told = f"learning_rate={given:g} is {far} than the automatic value ({rule:.3g})"
+        is_very_far = not rule / VERY_FAR < given < VERY_FAR * rule
+    if is_very_far and not is_any_rate_allowed(args):
         raise Refusal(
             "rate-far-off",
-            f"{told}, so the run would spend its ε without learning. Leave learning_rate out, or set "
-            "allow_any_learning_rate=True to try it anyway.",
+            f"{told}, so the run would spend its ε without learning. {other}, or set allow_any_learning_rate=True to try it "
+            "anyway.",
         )
-    return f"{told}: leave it out to use that value"
+    return told if rule is None else f"{told}: leave it out to use the automatic value"
 
 
 def has_automatic_rate(args: DopplerTrainingArguments) -> bool:

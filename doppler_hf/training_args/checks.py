@@ -11,7 +11,7 @@ from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
@@ -112,6 +112,10 @@ _WITHOUT_EFFECT: Final = {
         "because processes add their clipped sums without DistributedDataParallel",
     ),
 }
+
+
+# Schedules of Transformers that ignore a warmup.
+_WITHOUT_WARMUP: Final = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 def added_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
@@ -278,6 +282,10 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         "adam_beta1": (
             False, "because the filter computes the first moment",
             f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
+        ),
+        "warmup_steps": (
+            args.lr_scheduler_type not in _WITHOUT_WARMUP, f"with lr_scheduler_type={str(args.lr_scheduler_type.value)!r}",
+            "Set lr_scheduler_type='constant_with_warmup'",
         ),
         "adam_beta2": no_adam,
         "adam_epsilon": no_adam if args.adam_bc_floor is None else (False, f"with adam_bc_floor={args.adam_bc_floor}", ""),

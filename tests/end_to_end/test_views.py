@@ -115,7 +115,8 @@ def test_a_step_is_that_of_mean_gradients_clipped_once(tmp_path, accumulation, e
     recorder = Recorder()
     trainer = image_trainer(
         tmp_path, cls=Watched, model=build("vit"), callbacks=[recorder], clipping="vanilla", noise_seed=1,
-        per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0, max_steps=1, grad_sample_engine=engine,
+        per_sample_max_grad_norm=2.0, noise_multiplier=0.0, learning_rate=0.0,
+        allow_any_learning_rate=True, max_steps=1, grad_sample_engine=engine,
         gradient_accumulation_steps=accumulation, per_device_train_batch_size=8 // accumulation, report_train_loss="raw",
     )  # fmt: skip
     found = trainer.train().training_loss
@@ -136,7 +137,7 @@ def test_a_private_loss_is_of_the_mean_over_views(tmp_path):
             private_loss.add = lambda losses, **options: (added.append(losses), add(losses, **options))
             return values
 
-    options = dict(report_train_loss="private", max_steps=1, learning_rate=0.0, noise_seed=1)
+    options = dict(report_train_loss="private", max_steps=1, learning_rate=0.0, allow_any_learning_rate=True, noise_seed=1)
     trainer = trained(image_trainer(tmp_path, cls=Losses, **options))
     expected = torch.tensor(step_by_hand(trainer)[1])
     torch.testing.assert_close(torch.cat(added).cpu(), expected, atol=1e-5, rtol=1e-4)

@@ -166,7 +166,14 @@ class Smoothed(DopplerTrainer):
 
 def test_the_logged_loss_has_no_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(Weighted, "of_classes", torch.zeros(3))
-    options = dict(noise_multiplier=1e-6, max_steps=3, logging_steps=3, learning_rate=0.0, per_sample_max_loss=20.0)
+    options = dict(
+        noise_multiplier=1e-6,
+        max_steps=3,
+        logging_steps=3,
+        learning_rate=0.0,
+        allow_any_learning_rate=True,
+        per_sample_max_loss=20.0,
+    )
     trainer = trained(trainer_of(tmp_path, cls=Weighted, rehearse=False, **options))
     (logged,) = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert logged > 0.3  # of an untrained model with two classes, divided by the expected size of a batch

@@ -191,7 +191,7 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
     ("options", "words"),
     [
         (dict(learning_rate=1.0), " times larger than the "),
-        (dict(learning_rate=0.0), "learning_rate=0 trains nothing: leave it out"),
+        (dict(learning_rate=0.0, rehearse=False), "learning_rate=0 trains nothing: leave it out"),
         (
             dict(warmup_steps=2),
             "the warmup covers all 2 steps, so the learning rate never reaches its peak: shorten warmup_steps",
@@ -203,6 +203,17 @@ def test_a_rate_a_hundredfold_off_is_refused_before_anything_is_spent(tmp_path, 
 )
 def test_what_learns_or_protects_little_is_told_of(options, words, tmp_path, capsys):
     assert words in told(tmp_path, capsys, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(base_optimizer="sgd"), dict(learning_rate=-0.0)], ids=str)
+def test_a_rate_of_0_is_refused_as_one_that_is_far(options, tmp_path, capsys):
+    options = dict(learning_rate=0.0) | options
+    message = refusal_unspent(trainer_of(tmp_path, **options), "rate-far-off")
+    assert "learning_rate=0 trains nothing, so the run would spend its ε without learning." in message
+    # The fixes.
+    assert ("Set another one" in message) == ("base_optimizer" in options)
+    trained(trainer_of(tmp_path / "again", **options | dict(learning_rate=0.01 if "base_optimizer" in options else None)))
+    assert "learning_rate=0 trains nothing" in told(tmp_path / "allowed", capsys, allow_any_learning_rate=True, **options)
 
 
 def test_where_there_is_no_rule_nothing_is_told(tmp_path, capsys):
@@ -239,11 +250,10 @@ def test_a_rate_that_never_arrives_is_refused_as_one_that_is_far(tmp_path, warmu
 @pytest.mark.parametrize(
     "schedule",
     [
-        dict(lr_scheduler_type="constant", warmup_steps=500),  # which has no warmup
+        dict(lr_scheduler_type="constant_with_warmup", warmup_steps=3),
         dict(warmup_steps=12),
         dict(lr_scheduler_type="cosine", warmup_steps=0.5),
         dict(lr_scheduler_type="inverse_sqrt", warmup_steps=3),
-        dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=6, warmup_steps=500),
     ],
     ids=str,
 )

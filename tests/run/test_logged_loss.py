@@ -467,6 +467,7 @@ def test_a_raw_loss_is_the_mean_over_the_batch_however_it_is_cut(tmp_path, piece
     rows[5] = {"input_ids": [7] * 16, "attention_mask": [1] * 16, "labels": 1}
     options = dict(
         per_device_train_batch_size=64 // pieces, gradient_accumulation_steps=pieces, max_steps=1, learning_rate=0.0,
+        allow_any_learning_rate=True,
         rehearse=False, **RAW,
     )  # fmt: skip
     model = tiny_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -183,7 +183,16 @@ def test_a_trainer_without_privacy_has_no_run(tmp_path):
 def full_batch(tmp_path, *, callback, **overrides):
     """Every example in every draw, no noise and no movement: each release is the same sum, or not one draw's."""
     recorder = Recorder()
-    options = dict(noise_multiplier=0.0, per_device_train_batch_size=12, learning_rate=0.0, max_steps=3) | overrides
+    options = (
+        dict(
+            noise_multiplier=0.0,
+            per_device_train_batch_size=12,
+            learning_rate=0.0,
+            allow_any_learning_rate=True,
+            max_steps=3,
+        )
+        | overrides
+    )
     trainer = trainer_of(tmp_path, callbacks=[recorder, callback], **options)
     return trainer, recorder
 

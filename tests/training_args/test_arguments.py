@@ -50,6 +50,14 @@ REFUSED = [
     (dict(optim_args="rank=4"), "no-effect", "^optim_args='rank=4' .*optim_target_modules"),
     (dict(base_optimizer="muon", optim_target_modules="all-linear"), "no-effect", "^optim_target_modules .*'muon'"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "no-effect", "^adam_bc_floor=1e-06"),
+    (
+        dict(warmup_steps=0.1, lr_scheduler_type="constant"), "no-effect",
+        "^warmup_steps=0.1 .*'constant'. Set lr_scheduler_type='constant_with_warmup'",
+    ),
+    (
+        dict(warmup_steps=5, lr_scheduler_type="greedy", eval_strategy="steps", eval_steps=2),
+        "no-effect", "^warmup_steps=5 .*'greedy'",
+    ),
     (dict(adam_beta2=0.98, base_optimizer="sgd"), "no-effect", "^adam_beta2=0.98 .*base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, base_optimizer="sgd"), "no-effect", "^adam_epsilon=1e-06 .*base_optimizer='sgd'"),
     (dict(adam_epsilon=1e-6, adam_bc_floor=1e-6), "no-effect", "^adam_epsilon=1e-06 .*adam_bc_floor=1e-06"),
