@@ -6,6 +6,7 @@ several examples, because class weights cancel out in the mean of a single examp
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -70,19 +71,26 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     inputs = run.probe.collated(run.probe.short)
     if not isinstance(inputs.get("labels"), Tensor):
         return
-    has_one_label = rules.has_one_label(base, inputs["labels"])
+    # The outputs of a module of the user's own are taken for logits of classes if its labels look like classes.
+    is_own = not isinstance(base, PreTrainedModel)
+    is_class = inputs["labels"].ndim == 1 and not inputs["labels"].is_floating_point()
+    has_one_label = is_class if is_own else rules.has_one_label(base, inputs["labels"])
     found: list[Any] = []
     with without_dropout(model), run.unwatched():
         with model.register_forward_hook(lambda _module, _args, outputs: found.append(outputs)):
             losses, _, weights = trainer._losses(dict(inputs))
-        logits = getattr(found[0], "logits", None) if len(found) == 1 else None
+        logits = _logits_in(found[0]) if len(found) == 1 else None
         labels = trainer._prepare_inputs(inputs)["labels"]
-        if weights is None and isinstance(logits, Tensor) and logits.requires_grad and logits[0].numel() == 1:
+        # The one number that a module of the user's own returns for each row may be a loss itself.
+        is_named = len(found) == 1 and hasattr(found[0], "logits")
+        if weights is None and is_named and isinstance(logits, Tensor) and logits.requires_grad and logits[0].numel() == 1:
             _note_one_output(run, losses, logits, labels)
             return
         if weights is not None or not has_one_label:
             return
         if not isinstance(logits, Tensor) or not logits.requires_grad or logits.ndim != 2:
+            return
+        if len(logits) != len(labels) or int(labels.max()) >= logits.shape[1]:
             return
         (own,) = torch.autograd.grad(losses.sum(), logits, allow_unused=True)
     if own is None:
@@ -96,10 +104,18 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     if not len(factors) or bool((along < _ALONG).any()) or float(factors.max()) < _DIFFERENT * float(factors.min()):
         return
     run.notes.append(
-        "compute_per_sample_loss returns the model's cross-entropy times a factor per record (class weights, focal loss). "
+        "compute_per_sample_loss returns a cross-entropy times a factor per record (class weights, focal loss). "
         "With clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. "
         "Return (losses, weights) with weights from 0 to 1, which are applied after clipping"
     )
+
+
+def _logits_in(outputs: Any) -> Any:
+    """Return what a model's outputs call logits, the first of several, or the only one."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits")
+    first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    return getattr(outputs, "logits", first)
 
 
 def _note_one_output(run: PrivateRun, losses: Tensor, logits: Tensor, labels: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit.neighbours import neighbour_distances
@@ -203,6 +205,51 @@ def test_factors_that_automatic_clipping_cancels_are_told_of(tmp_path, capsys, c
         model.classifier.weight.mul_(100.0)
     trained(trainer_of(tmp_path, cls=cls, model=model, clipping=clipping, max_steps=1, grad_sample_self_check=True))
     assert ("these factors have no effect" in capsys.readouterr().out) is is_told
+
+
+class Own(nn.Module):
+    """A module of one's own; `form` makes its output of the logits."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.words, self.head, self.form = nn.Embedding(100, 8), nn.Linear(8, 3), form
+        with torch.no_grad():
+            self.head.weight.mul_(20.0)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.form(self.head(self.words(input_ids[:, 0])))
+
+
+FORMS = {
+    "tensor": (lambda logits: logits, lambda outputs: outputs),
+    "tuple": (lambda logits: (logits, logits.sum()), lambda outputs: outputs[0]),
+    "dictionary": (lambda logits: {"logits": logits}, lambda outputs: outputs["logits"]),
+    "ModelOutput": (lambda logits: SequenceClassifierOutput(logits=logits), lambda outputs: outputs.logits),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [0, 2])
+def test_factors_for_a_module_of_ones_own_are_told_of_whatever_it_returns(tmp_path, capsys, form, power):
+    made, logits_of = FORMS[form]
+
+    class OfOwn(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            losses = F.cross_entropy(logits_of(model(**inputs)), inputs["labels"], reduction="none")
+            return (1 - torch.exp(-losses.detach())) ** power * losses
+
+    trained(trainer_of(tmp_path, cls=OfOwn, model=Own(made), max_steps=1, grad_sample_self_check=True))
+    assert ("these factors have no effect" in capsys.readouterr().out) is (power == 2)
+
+
+def test_losses_that_a_module_of_ones_own_returns_are_not_taken_for_its_output(tmp_path, capsys):
+    class Squared(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            return model(**inputs)["loss"] ** 2
+
+    model = Own(lambda logits: {"loss": logits.pow(2).mean(dim=1, keepdim=True)[:, 0]})
+    trained(trainer_of(tmp_path, cls=Squared, model=model, max_steps=1, grad_sample_self_check=True))
+    assert "factors" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weights", [OF_CLASSES * 10, OF_CLASSES - 0.5, torch.tensor([1.0, 1.5, 1.0])], ids=str)
