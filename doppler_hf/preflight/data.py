@@ -24,6 +24,7 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
     """Refuse a collator with a seed, and generators that are attributes of data set, transform or collator."""
     for name, owner in (("train_dataset", dataset), ("data_collator", collator)):
         attributes = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
+        attributes += [each for kind in type(owner).__mro__ for each in vars(kind).values()]
         # A transform is an attribute of the data set; in `datasets` it is among the options of the format.
         attributes += [each for options in attributes if isinstance(options, dict) for each in options.values()]
         inner = [value for each in attributes if hasattr(each, "__dict__") for value in vars(each).values()]

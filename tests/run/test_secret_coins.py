@@ -33,6 +33,15 @@ class Kept(Rows):
         return self.kept[index]
 
 
+class OfTheClass(Rows):
+    """Has the generator of `OwnGenerator` as an attribute of its class."""
+
+    generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return self.rows[int(self.generator.integers(len(self.rows)))]
+
+
 class OwnCollator:
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -66,8 +75,12 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "options"), [("train_dataset", dict(data=OwnGenerator())), ("data_collator", dict(collator=OwnCollator()))]
-)
+    ("what", "options"),
+    [
+        ("train_dataset", dict(data=OwnGenerator())), ("train_dataset", dict(data=OfTheClass())),
+        ("data_collator", dict(collator=OwnCollator())),
+    ],
+)  # fmt: skip
 def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what, options):
     with refused("generator-of-its-own", match=what):
         trainer_of(tmp_path, **options).train()
