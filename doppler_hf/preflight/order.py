@@ -162,6 +162,7 @@ def check_with_engine(run: PrivateRun, private_trainer: Any) -> None:
     examples.check_examples(run, private_trainer)
     loss.refuse_another_loss(run, private_trainer)
     loss.note_factors_without_effect(run, private_trainer)
+    records.note_equal_views(run, private_trainer)
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Notes on what counts as a record: copies of rows, groups of adjacent rows, and rows or users in both data sets.
+"""Notes on what counts as a record: copies of rows, groups of adjacent rows, equal views, and rows or users in both data sets.
 
 Privacy: the notes say that there is something, neither how often nor where. They are printed here, and not if a tracker
 would upload what is printed.
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.autograd_check.without_randomness import has_dropout
 from doppler_hf.privacy.batching.columns import LABELS, is_table
 from doppler_hf.privacy.batching.data_digest import bytes_of_row, spread
 from doppler_hf.privacy.batching.micro_batches import fetch_one
@@ -51,6 +52,16 @@ _NAMES_OF_USERS: Final = re.compile(
 # A user with so many times the rows of the median user, and at least so many rows, makes steps slow.
 _MANY_ROWS: Final = 10
 _KNOWN: Final = (int, float, str, bool, list, Tensor, np.ndarray, np.generic)
+
+
+def note_equal_views(run: PrivateRun, trainer: Any) -> None:
+    """Note that all views of a record are the same, so that their mean gradient is that of one view."""
+    views = run.statement.augmentation_multiplicity
+    if views > 1 and not has_dropout(trainer.model) and run.probe.has_equal_views():
+        run.notes.append(
+            f"augmentation_multiplicity={views} makes a step {views} times as long for nothing, because all views of a "
+            "record are the same: change them at random where rows are read or collated, or leave it out"
+        )
 
 
 def note_records(run: PrivateRun, trainer: Any, *, dataset: Any) -> None:

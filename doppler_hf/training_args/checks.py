@@ -97,8 +97,8 @@ IMPRECISE: Final = {
 _FIXES: Final = {
     "fp16": "Use bf16=True instead, or leave fp16 out",
     "deepspeed": "To shard the weights, use FSDP (recipes/accelerate/fsdp2.yaml)",
-    "label_smoothing_factor": "Leave label_smoothing_factor out. For a classifier you may override "
-    "compute_per_sample_loss and return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction='none')",
+    "label_smoothing_factor": "Leave label_smoothing_factor out. For a classifier you may override compute_per_sample_loss: "
+    "return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction='none')",
 }
 # Transformers' argument, or an argument of its `accelerator_config` → the reason why it has no effect.
 _WITHOUT_EFFECT: Final = {

@@ -157,3 +157,39 @@ def test_users_and_budgets_of_tokens_count_as_with_one_view(tmp_path):
         ends.append(torch.stack(recorder.gradients))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-12, rtol=1e-9)  # views that are all the same change nothing
     torch.testing.assert_close(ends[2], ends[0], atol=1e-12, rtol=1e-9)
+
+
+def mirrored_at_times(rows):
+    """Every fourth image mirrored, at random."""
+    images = [image.flip(1) if torch.rand(()) < 0.25 else image for image in torch.tensor(rows["pixel_values"])]
+    return rows | {"pixel_values": images}
+
+
+def with_noise(rows, *, dtype):
+    batch = stack(rows, dtype=dtype)
+    return batch | {"pixel_values": batch["pixel_values"] + torch.randn(batch["pixel_values"].shape, dtype=dtype)}
+
+
+def with_dropout():
+    model = build("vit", torch.float32)
+    model.vit.layers[0].mlp.dropout = torch.nn.Dropout(0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({}, True), (dict(augmentation_multiplicity=1), False), (dict(transform=mirrored_at_times), False),
+        (dict(collator=with_noise), False), (dict(model=with_dropout), False), (dict(dropout=0.1), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_views_that_are_all_the_same_are_told_of(tmp_path, capsys, changes, is_told):
+    changes = dict(changes)
+    data = stripes() if (transform := changes.pop("transform", None)) is None else stripes().with_transform(transform)
+    collator, model = changes.pop("collator", stack), changes.pop("model", lambda: build("vit", torch.float32))()
+    model.config.attention_probs_dropout_prob = changes.pop("dropout", 0.0)
+    trainer = image_trainer(tmp_path, data=data, model=model, max_steps=1, **changes)
+    trainer.data_collator = functools.partial(collator, dtype=torch.float32)
+    trained(trainer)
+    assert ("all views of a record are the same" in " ".join(capsys.readouterr().out.split())) is is_told

@@ -20,13 +20,7 @@ _PROBABILITY: Final = re.compile(r"drop|jitter|mask_\w*prob")
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Put a model into training mode with every probability of its modules and configs at zero, and restore both."""
-    owners = owners_of_options(model)
-    before = [
-        (vars(owner), name, value)
-        for owner in owners
-        for name, value in vars(owner).items()
-        if isinstance(value, float) and (_PROBABILITY.search(name) or isinstance(owner, _DropoutNd))
-    ]
+    before = _probabilities(model)
     with modes_kept(model):
         model.train()
         try:
@@ -36,6 +30,21 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         finally:
             for attributes, name, value in before:
                 attributes[name] = value
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether any probability of a model's modules and configs is above zero."""
+    return any(value > 0.0 for _, _, value in _probabilities(model))
+
+
+def _probabilities(model: nn.Module) -> list[tuple[dict[str, Any], str, float]]:
+    """Return the attributes of modules and configs that have a probability, its name, and its value."""
+    return [
+        (vars(owner), name, value)
+        for owner in owners_of_options(model)
+        for name, value in vars(owner).items()
+        if isinstance(value, float) and (_PROBABILITY.search(name) or isinstance(owner, _DropoutNd))
+    ]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ SHORT: Final = 8
 _LOOKED_AT, _FURTHER, _FOR_A_LABEL = 16, 64, 1 << 14
 # With this many trials, a collator that mixes one batch in ten goes unnoticed in one of 350 starts.
 _TRIALS: Final = 64
+# So many views of so few examples are all equal by chance in one of millions, if every second view is changed.
+_VIEWS: Final = 4
 # At most so many lengths are sorted, because more would take long.
 _SORTED: Final = 1 << 17
 _MIXED_ROWS: Final = (
@@ -149,6 +151,16 @@ class Probe:
         if self._is_random:  # Collated alone, the rows would get different random numbers.
             parts = [cut_out(whole, place, part, number=len(rows)) for place, part in enumerate(parts)]
         return whole, parts
+
+    def has_equal_views(self) -> bool:
+        """Return whether several views of the same example are equal, for some examples, as the loader would make them."""
+        for seed, index in enumerate(self._candidates[:SHORT]):
+            with filled_generators(seed):
+                rows = fetch(self._loader.examples, [index] * _VIEWS, numbers=self._loader.numbers)
+            for value in self.collated(rows, seed=seed).values():
+                if has_rows(value, _VIEWS) and not all(same(view, value[0]) for view in value[1:]):
+                    return False
+        return True
 
     def _draws(self) -> bool:
         """Return whether the collator draws from the global generators, so that their next numbers change."""
