@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from doppler_hf.cli.planned_runs import (
+    SCHEDULES,
     PlannedRun,
     PlannedTerms,
     PlanRequest,
@@ -80,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampling", choices=get_args(Sampling), default="allocation", help="as in training (default: %(default)s)"
     )
     parser.add_argument(
+        "--lr-scheduler-type",
+        choices=[*SCHEDULES],
+        default="linear",
+        help="how the learning rate changes, by which the run chooses noise, filter and rate; without a warmup (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
         "--trials",
         type=float,
         metavar="K",
@@ -126,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if terms.selection is not None:
         facts["search"] = describe_search(request, terms)
     if args.trainable_parameters is not None or args.model is not None:
-        facts |= learning_rate_of(args, facts)
+        facts |= learning_rate_of(args, facts, rates=request.rates(facts["steps"]))
     console = Console()
     if not args.json:
         console.print(facts_table(facts))
@@ -189,6 +198,7 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
         "delay_steps": delay,
         "delay_share_of_steps": delay / planned.steps,
         "sampling": planned.sampling,
+        "lr_scheduler_type": request.lr_scheduler_type,
     }
     return facts, best
 
@@ -234,6 +244,7 @@ def facts_table(facts: dict[str, Any]) -> Table:
         "steps": ("steps T (max_steps)", f"{facts['steps']:,}"),
         "max_grad_norm": ("clip norm C", f"{facts['max_grad_norm']:g}"),
         "sampling": ("sampling", facts["sampling"]),
+        "lr_scheduler_type": ("lr_scheduler_type", facts["lr_scheduler_type"]),
         "noise_multiplier": ("noise multiplier", f"{facts['noise_multiplier']:.4g}"),
         "noise_shape": ("noise_shape", shape),
         "low_pass_filter": ("low_pass_filter", named),
@@ -283,8 +294,8 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise Refusal("no-effect", f"--task {args.task} has no effect without --model. Give the model, or leave --task out.")
 
 
-def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the learning rate that a run chooses with the default optimizer and schedule, and its number of weights.
+def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any], *, rates: Sequence[float]) -> dict[str, Any]:
+    """Return the learning rate that a run chooses with the default optimizer and these `rates`, and its number of weights.
 
     A number of weights gives the most that the rate can be: the sizes of layers, and adapters, may lower it.
     """
@@ -304,7 +315,7 @@ def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any]) -> dict[st
         noise_multiplier=of_gradient(facts["noise_multiplier"]),
         batch_size=facts["batch_size"],
         shape=NoiseShape.parse(facts["noise_shape"]),
-        rates=[1.0 - step / facts["steps"] for step in range(facts["steps"])],
+        rates=rates,
     )
     is_exact = args.model is not None
     return {"trainable_parameters": weights.number, "learning_rate": rate, "learning_rate_is_exact": is_exact}

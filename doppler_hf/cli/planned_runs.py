@@ -7,6 +7,7 @@ that of the gradient and the logged training loss together, so the gradient itse
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -75,6 +76,14 @@ class PlannedRun:
         return self.expected_batch_size * self.steps
 
 
+# Transformers' `lr_scheduler_type` without a warmup → the rate after a share of the run, in units of the first.
+SCHEDULES: Final[Mapping[str, Callable[[float], float]]] = {
+    "linear": lambda share: 1.0 - share,
+    "cosine": lambda share: (1.0 + math.cos(math.pi * share)) / 2,
+    "constant": lambda share: 1.0,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A run of E epochs, or T steps (`max_steps`), with either ε or σ; δ is N^−1.1 by default.
@@ -99,6 +108,11 @@ class PlanRequest:
     max_grad_norm: float = 1.0
     sampling: Sampling = "allocation"
     trials: float | None = None
+    lr_scheduler_type: str = "linear"
+
+    def rates(self, steps: int) -> list[float]:
+        """Return the learning rate of each of so many steps, in units of the first, by the schedule."""
+        return [SCHEDULES[self.lr_scheduler_type](step / steps) for step in range(steps)]
 
     def __post_init__(self) -> None:
         if self.num_examples < 2:
@@ -255,8 +269,8 @@ class PlannedTerms(NamedTuple):
 def planned_terms(request: PlanRequest, low_pass_filter: LowPassFilter | None) -> PlannedTerms:
     """Return the noise shape and filter that a training run, or a trial of a search, would choose, with their σ and T.
 
-    If the request has σ in place of ε, the noise is white. A given filter is kept. Assumed are Adam, a learning rate that
-    falls linearly, and enough memory.
+    If the request has σ in place of ε, the noise is white. A given filter is kept. Assumed are Adam, no warmup, and enough
+    memory.
     """
     single_run = _terms_with(None, request, low_pass_filter)
     if request.trials is None:
@@ -276,15 +290,12 @@ def _terms_with(selection: Selection | None, request: PlanRequest, low_pass_filt
     if request.epsilon is None or run.sampling == "poisson":
         return white
 
-    def rates(steps: int) -> list[float]:
-        return [1 - step / steps for step in range(steps)]
-
     shape = shape_of_equal_epsilon(
         Guarantee(request.epsilon, request.target_delta),
         selection,
         sample_rate=run.sample_rate,
         steps=run.steps,
-        learning_rates=rates(run.steps),
+        learning_rates=request.rates(run.steps),
         low_pass_filter=low_pass_filter,
     )
     if shape.is_white:
@@ -292,6 +303,6 @@ def _terms_with(selection: Selection | None, request: PlanRequest, low_pass_filt
     steps = run.steps
     if request.max_steps is None:  # A run whose length is given in epochs ends when every group has had its turns.
         steps = without_partial_round(steps, sample_rate=run.sample_rate, groups=shape.bands)
-    chosen = low_pass_filter or auto_filter(steps, learning_rates=rates(steps), noise=shape)
+    chosen = low_pass_filter or auto_filter(steps, learning_rates=request.rates(steps), noise=shape)
     shaped = replace(run, steps=steps, noise_multiplier=request.sigma(steps, strategy=shape.c, selection=selection))
     return PlannedTerms(shape, chosen, shaped, run, selection)

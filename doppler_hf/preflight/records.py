@@ -1,4 +1,4 @@
-"""Notes on what counts as a record: copies of rows, groups of adjacent rows, equal views, and rows or users in both data sets.
+"""Notes on what counts as a record: copies, groups of adjacent rows, equal views, and rows or users in both data sets.
 
 Privacy: the notes say that there is something, neither how often nor where. They are printed here, and not if a tracker
 would upload what is printed.

@@ -152,12 +152,20 @@ def test_noise_is_in_units_of_the_clip_norm_with_two_digits_everywhere(tmp_path,
 
 
 @pytest.mark.usefixtures("one_cell")
-def test_the_learning_rate_is_the_one_that_a_training_chooses(tmp_path, capsys):
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_the_learning_rate_is_the_one_that_a_training_chooses(tmp_path, capsys, schedule):
     model = tiny_bert()
     size, folder = sum(each.numel() for each in model.parameters()), tmp_path / "model"
     model.config.save_pretrained(folder)
     words = ["plan", "--num-examples=200", "--batch-size=16", "--max-steps=40", "--epsilon=8"]
-    auto = dict(noise_multiplier=None, target_epsilon=8.0, learning_rate=None, per_device_train_batch_size=8)
+    words.append(f"--lr-scheduler-type={schedule}")
+    auto = dict(
+        noise_multiplier=None,
+        target_epsilon=8.0,
+        learning_rate=None,
+        lr_scheduler_type=schedule,
+        per_device_train_batch_size=8,
+    )
     trainer = trained(trainer_of(tmp_path, model=model, data=text_data(200), **auto, max_steps=40))
     (started,) = re.findall(r"learning rate +(\S+) \(auto", capsys.readouterr().out)
     exact = printed([*words, f"--model={folder}", "--task=text-classification"], capsys)

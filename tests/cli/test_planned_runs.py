@@ -13,7 +13,7 @@ from doppler_hf.filters import NoiseShape, auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
 from doppler_hf.run import auto_noise
-from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape
+from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape, learning_rates_of
 from doppler_hf.run.plan import planned_statement
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.search import trial_of
@@ -84,19 +84,23 @@ def test_alternatives_stay_within_the_data_set(batch_size, batch_sizes, monkeypa
     assert [other.expected_batch_size for other in own] == batch_sizes
 
 
-@pytest.mark.parametrize(("epsilon", "batch", "is_shaped"), [(8.0, 128, True), (1.0, 900, False)])
-def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, is_shaped, monkeypatch):
+@pytest.mark.parametrize(
+    ("epsilon", "batch", "schedule", "is_shaped"),
+    [(8.0, 128, "linear", True), (1.0, 900, "linear", False), (8.0, 128, "constant", True), (8.0, 128, "cosine", True)],
+)
+def test_what_is_said_of_auto_is_what_a_training_takes(tmp_path, epsilon, batch, schedule, is_shaped, monkeypatch):
     compared = []
     monkeypatch.setattr(
         auto_noise, "auto_noise_shape", lambda of, *a, **more: compared.append(of(1)) or auto_noise_shape(of, *a, **more)
     )
     auto = dict(noise_multiplier=None, target_epsilon=epsilon, low_pass_filter="auto", noise_shape="auto")
-    args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1)
+    args = arguments(tmp_path, **auto, num_train_epochs=2, max_steps=-1, lr_scheduler_type=schedule)
     sampler = AllocationSampler(num_examples=2000, expected_batch_size=batch)
     shape = chosen_noise_shape(args, sampler=sampler, num_trained=1000)
     sampler.take_turns(shape.bands)
     statement = planned_statement(args, sampler=sampler, noise_shape=shape)
-    request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon)
+    request = PlanRequest(num_examples=2000, batch_size=batch, epochs=2, epsilon=epsilon, lr_scheduler_type=schedule)
+    assert request.rates(16) == pytest.approx(learning_rates_of(args, steps=16), abs=1e-12)
     del compared[:]  # of the training
     choice = planned_terms(request, None)
     assert compared == [pytest.approx(request.solve().noise_multiplier, rel=0.01)]  # shapes are compared at the ε of the run
