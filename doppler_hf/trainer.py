@@ -32,7 +32,7 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
 from doppler_hf.privacy.losses import Losses, as_losses, losses_of_class, without_adapters
 from doppler_hf.run.callback import PrivacyCallback, end_run
-from doppler_hf.run.checkpoints import step_of_checkpoint, whole_checkpoint
+from doppler_hf.run.checkpoints import given_checkpoint, step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.earlier_ledgers import continued_ledger
 from doppler_hf.run.evaluation import EvaluatingTrainer
@@ -145,7 +145,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         )  # fmt: skip
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer` does. `resume_from_checkpoint=True` skips incomplete checkpoints."""
+        """Train as `Trainer` does. `resume_from_checkpoint=True`, or "true", skips incomplete checkpoints."""
+        resume_from_checkpoint = given_checkpoint(resume_from_checkpoint)
         if not self.args.disable_dp:
             if not self._was_disabled:
                 preflight.check_training(self)

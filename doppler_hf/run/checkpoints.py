@@ -53,6 +53,14 @@ def filter_of_checkpoint(checkpoint: str | None) -> LowPassFilter | None:
     return None if name is None else LowPassFilter.parse(name)
 
 
+def given_checkpoint(resume_from_checkpoint: str | bool | None) -> str | bool | None:
+    """Return True or False for these words, which is what a flag or a recipe can hold, and else the argument."""
+    words = {"true": True, "last": True, "false": False}
+    if isinstance(resume_from_checkpoint, str) and not Path(resume_from_checkpoint).exists():
+        return words.get(resume_from_checkpoint.lower(), resume_from_checkpoint)
+    return resume_from_checkpoint
+
+
 def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: str) -> str | bool | None:
     """Return the checkpoint to resume from: for True, the last complete one in the output folder, else the argument."""
     if resume_from_checkpoint is True:

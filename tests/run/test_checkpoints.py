@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.run.checkpoints import given_checkpoint
 from tests.support.refusals import refused
 from tests.support.trainers import assert_trained_alike, trained, trainer_of
 
@@ -43,16 +44,30 @@ def killed_run(tmp_path, monkeypatch, *, call=2):
             trainer_of(tmp_path, **OPTIONS).train()
 
 
-def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch):
+# A flag of a script is a word.
+@pytest.mark.parametrize("given", [True, "true", "last"])
+def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, given):
     whole = trained(trainer_of(tmp_path / "whole", **OPTIONS))
     killed_run(tmp_path, monkeypatch)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
     resumed = trainer_of(tmp_path, **OPTIONS)
-    resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=given)
     assert resumed.state.global_step == 6
     assert resumed.privacy.ledger.restarts == [2]
     assert resumed.privacy.ledger.steps_run == 4 + 6 - 2  # steps 3 and 4 twice
     assert_trained_alike(resumed, whole)
+
+
+def test_a_word_that_is_false_begins_anew_and_a_folder_of_that_name_is_a_folder(tmp_path, monkeypatch):
+    trained(trainer_of(tmp_path / "before", **OPTIONS))
+    trainer = trainer_of(tmp_path, **OPTIONS)
+    trainer.train(resume_from_checkpoint="False")
+    assert trainer.privacy.ledger.restarts == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "true").mkdir()
+    assert given_checkpoint("true") == "true"
+    assert given_checkpoint("out/checkpoint-2") == "out/checkpoint-2"
+    assert given_checkpoint(None) is None
 
 
 def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, monkeypatch):
