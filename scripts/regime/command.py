@@ -156,5 +156,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command continues with the next cell", file=sys.stderr)
+        print("interrupted; the same command goes on from the last tenth of the training that was saved", file=sys.stderr)
         return 130

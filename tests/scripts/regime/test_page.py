@@ -48,7 +48,7 @@ def test_the_filter_is_compared_where_its_ratio_is_above_1_and_where_it_is_below
     )  # fmt: skip
     assert "was trained at 1 rates at which its ratio is above 1: the accuracy of the last weights changes by +3.0" in found
     assert "At 2 rates the ratio is below 1, and the accuracy changes by +1.0 (-2.0 to +4.0) points" in found
-    assert "| -0.90 | -0.90, -0.90, -0.90 |" in found
+    assert "| -0.90 (-0.90) | -0.90, -0.90, -0.90 |" in found
 
 
 def test_the_answer_says_what_an_interval_excludes(page):
@@ -75,7 +75,7 @@ def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
         row_of(LP, 0.4, 0.53, seed=0), row_of(LP, 0.4, 0.53, epsilon=2.0), row_of(LP, 0.8, 0.53),
         row_of(LP, 0.4, 0.53, clip_norm=4.0), row_of("LP-DPAdamBC, first-order-v1", 0.4, 0.53),
     )  # fmt: skip
-    assert "| tiny | 1, 0.4 | 0.90 |" in found
+    assert "| tiny | 1, 0.4 | 0.90 (0.90) |" in found
     assert "50.0, 50.0 | – | – | – | – |" in found
     assert "was trained at" not in found
 
