@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
                     f"{name}, which has none. Leave one of the two out.",
                 )
     out = args.out / args.study
-    if (out / "runs.jsonl").exists() and not args.resume:
+    finished = out / "runs.jsonl"
+    if finished.exists() and finished.stat().st_size and not args.resume:
         raise Refusal("results-exist", f"{out} holds runs already. Add --resume to continue them, or give another --out.")
     out.mkdir(parents=True, exist_ok=True)
     seeds = Seeds(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + args.tune_seeds), range(args.seeds))

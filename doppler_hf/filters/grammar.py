@@ -16,9 +16,19 @@ AUTO: Final = "auto"  # The run chooses the filter, so this name stands for no f
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return ' (did you mean …?)' with the most similar known word, or '' if the word is known or none is similar."""
-    near = [] if word in known else difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    """Return ' (did you mean …?)' with the most similar known word, or '' if the word is known or none is similar.
+
+    Of equally similar words it is the first.
+    """
+    close = [] if word in known else difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.6)
+    if not close:
+        return ""
+    matcher = difflib.SequenceMatcher(b=word.lower())
+    ratios = {}
+    for each in (each for each in known if each in close):
+        matcher.set_seq1(each)
+        ratios[each] = matcher.ratio()
+    return f" (did you mean {max(ratios, key=ratios.__getitem__)!r}?)"
 
 
 def parse_filter(text: str) -> LowPassFilter:
@@ -94,6 +104,7 @@ def _unreadable(text: str) -> Refusal:
     near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *DESIGNS, AUTO))
     return Refusal(
         "no-such-filter",
-        f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design such as "
-        f"butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See {page('method/filters')}.",
+        f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design ({', '.join(DESIGNS)}) such "
+        "as butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See "
+        f"{page('method/filters')}.",
     )

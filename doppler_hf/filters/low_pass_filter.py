@@ -148,7 +148,7 @@ def _check_poles(a: Sequence[float]) -> None:
 def _check_dc_gain(b: Sequence[float], a: Sequence[float]) -> None:
     gain = math.fsum(b) / math.fsum(a)
     if abs(gain - 1) > DC_GAIN_RTOL:
-        fix = f"Multiply b by {1 / gain:.17g}" if gain else "Choose b with a positive sum"
+        fix = f"Multiply b by {1 / gain:.12g}" if gain else "Choose b with a positive sum"
         raise Refusal(
             "wrong-gain",
             f"The gain of low_pass_filter at frequency zero, sum(b)/sum(a), must be 1; got {gain:.9g}. Another gain "

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
+from doppler_hf.privacy.batching.columns import is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
@@ -109,7 +110,9 @@ def refuse_repeats(args: DopplerTrainingArguments, train_dataset: Any) -> None:
         raise Refusal(
             "repeated-rows",
             "train_dataset has the same rows several times (from select, repeat or Subset), but ε protects one row, not "
-            "several copies of it. Remove the copies, or set privacy_unit_column to a column that they share.",
+            "several copies of it. Remove the copies, or "
+            + ("" if is_table(train_dataset) else "make a datasets.Dataset of it and ")
+            + "set privacy_unit_column to a column that they share.",
         )
 
 

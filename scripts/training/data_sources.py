@@ -91,7 +91,7 @@ def load_images(
         raise Refusal(
             "unknown-value",
             f"dataset_name must be one of {', '.join(IMAGE_HUB_NAMES)}, digits, got {dataset_name!r}. For other images give "
-            "a local folder with --dataset_dir.",
+            f"a local folder with {flag}.",
         )
     hub_name = IMAGE_HUB_NAMES.get(dataset_name, dataset_name)
     names = {"train": "train", "test": "test"}
@@ -106,17 +106,18 @@ def load_splits(
     from datasets import DatasetDict, load_dataset
 
     if dataset_dir is not None:
-        return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), [name for name in splits if name != "train"]))
+        others = [name for name in splits if name != "train"]
+        return load_dataset("parquet", data_files=_files_of(Path(dataset_dir), others, flag=flag))
     with hub_or_folder(hub_name, flag):
         # Not all that the hub has: GLUE's test splits have no labels.
         return DatasetDict(load_dataset(hub_name, config, split=dict(splits)))
 
 
-def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[str]]:
+def _files_of(folder: Path, evaluation_splits: Sequence[str], *, flag: str) -> dict[str, list[str]]:
     from pyarrow import parquet
 
     if not folder.is_dir():
-        raise Refusal("no-such-folder", f"--dataset_dir must be a folder, got {folder}. Give one with train.parquet.")
+        raise Refusal("no-such-folder", f"{flag} must be a folder, got {folder}. Give one with train.parquet.")
     files = {}
     for split in ("train", *evaluation_splits):
         # A split in one file, or in the shards of a download from the hub.
@@ -124,20 +125,18 @@ def _files_of(folder: Path, evaluation_splits: Sequence[str]) -> dict[str, list[
         # Sensitivity: of both, every record would stand in two rows.
         if whole and shards:
             both = f"{whole[0].name} and {shards[0].name}"
-            raise Refusal(
-                "split-twice", f"--dataset_dir {folder} must have each split once, got {both}. Remove one of them."
-            )
+            raise Refusal("split-twice", f"{flag} {folder} must have each split once, got {both}. Remove one of them.")
         if whole or shards:
             files[split] = [str(path) for path in whole or shards]
     for wanted in (("train",), evaluation_splits):
         if not files.keys() & set(wanted):
             names = " or ".join(f"{split}.parquet" for split in wanted)
-            raise Refusal("split-missing", f"--dataset_dir {folder} has no {names}. Add the file.")
+            raise Refusal("split-missing", f"{flag} {folder} has no {names}. Add the file.")
     for split, paths in files.items():
         if not any(parquet.read_metadata(path).num_rows for path in paths):
             raise Refusal(
                 "split-without-rows",
-                f"The split {split!r} in --dataset_dir {folder} has no rows. Check whether a filter removed them all.",
+                f"The split {split!r} in {flag} {folder} has no rows. Check whether a filter removed them all.",
             )
     return files
 
