@@ -104,7 +104,7 @@ def _unreadable(text: str) -> Refusal:
     near = did_you_mean(re.split("[:=]", text)[0], (*PAPER_FILTERS, *DESIGNS, AUTO))
     return Refusal(
         "no-such-filter",
-        f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design ({', '.join(DESIGNS)}) such "
-        "as butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See "
+        f"There is no filter {text!r}{near}. Give a preset ({', '.join(PAPER_FILTERS)}), a design ({', '.join(DESIGNS)}) "
+        "such as butterworth:order=2,cutoff=0.1, or coefficients such as b=0.1,0.1;a=1,-0.8. See "
         f"{page('method/filters')}.",
     )
