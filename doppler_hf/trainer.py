@@ -45,6 +45,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.run.search import default_objective, search, trial_of
+from doppler_hf.run.trained_openly import noted_as_trained_openly
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -159,7 +160,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         checkpoint = kwargs.get("resume_from_checkpoint")
         preflight.check_same_privacy(self, checkpoint=checkpoint)
         if self.args.disable_dp:
-            return super()._inner_training_loop(batch_size, **kwargs)
+            with noted_as_trained_openly(self.model, self.train_dataset):
+                return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
         # An earlier run's wrapped model, optimizer and schedule belong to its model and arguments, so Transformers rebuilds
         # them, as after `model_init`. An optimizer that the user has made since is not wrapped yet, and is kept.

@@ -118,6 +118,8 @@ def check_before_evaluation(private_trainer: Any, evaluated: Any, *, name: str) 
 def check_same_privacy(private_trainer: Any, *, checkpoint: str | None) -> None:
     """Check, when `train` is called, that the run is private if, and only if, the trainer and the checkpoint are."""
     trainer.refuse_another_privacy(private_trainer, checkpoint=checkpoint)
+    trainer.refuse_a_model_in_a_run(private_trainer)
+    trainer.refuse_weights_trained_openly(private_trainer)
 
 
 def check_before_run(private_trainer: Any) -> None:

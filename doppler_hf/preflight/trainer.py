@@ -8,7 +8,9 @@ from transformers import DefaultFlowCallback, Trainer
 
 from doppler_hf.errors import Refusal, TypeRefusal, page
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.clipping.engine import is_in_a_run
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
+from doppler_hf.run.trained_openly import was_trained_openly
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_bases_in_front
 
@@ -205,6 +207,28 @@ def refuse_missing_callbacks(trainer: Any) -> None:
             "Some code has removed it or replaced trainer.callback_handler.callbacks. Put it back with "
             "trainer.add_callback(transformers.trainer_callback.DefaultFlowCallback), and use trainer.remove_callback to "
             "remove single callbacks.",
+        )
+
+
+def refuse_a_model_in_a_run(trainer: Any) -> None:
+    """Refuse a model that a private run is training at this moment, as in a callback of that run."""
+    # Privacy: the ledger of that run would count its own steps alone.
+    if is_in_a_run(trainer.model):
+        raise Refusal(
+            "model-in-a-run",
+            "The model is being trained by a private run, whose ε would not cover another training of it. Train a copy: "
+            "copy.deepcopy(model).",
+        )
+
+
+def refuse_weights_trained_openly(trainer: Any) -> None:
+    """Refuse to begin a private run with weights that were trained without privacy on its data."""
+    if not trainer.args.disable_dp and was_trained_openly(trainer.model, trainer.train_dataset):
+        raise Refusal(
+            "trained-without-privacy",
+            "The weights of the model were trained without privacy (disable_dp=True) on rows of the same train_dataset, so "
+            "the ε of a private run that begins with them would be untrue. Load or make the model anew before the private "
+            "run. If the weights are public all the same, load them with from_pretrained.",
         )
 
 

@@ -27,6 +27,7 @@
 - interrupted_searches: what is kept of a search until it ends, so that it is counted and can continue
 - earlier_ledgers: the ledgers of earlier runs that a run continues
 - lineage: the earlier private runs that trained a model's weights
+- trained_openly: which weights were trained without privacy in this process, and on which data
 - merges: how to recognise weights into which an adapter was merged
 - config_differences: what differs between two configurations, for card_sections and merged_model
 - merged_model: a check that a model is a base with an adapter merged into it

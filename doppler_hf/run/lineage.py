@@ -195,6 +195,11 @@ def _marks(value: Tensor, *, both_halves: bool = False) -> Marks:
     return Marks(_hash(values.float(), value.shape), frozenset(_hash(half.bfloat16(), value.shape) for half in halves))
 
 
+def exact_mark(value: Tensor) -> str:
+    """Return the mark of a tensor's values, '' if it has none."""
+    return _marks(value).exact
+
+
 def _hash(values: Tensor, shape: torch.Size) -> str:
     content = values.contiguous().cpu().view(torch.uint8).numpy()
     said = f"{list(shape)} {values.dtype} ".encode()

@@ -308,6 +308,11 @@ class _InPlace:
         return (getattr, (self._module, self._method)) if self._before is None else (_itself, (self._before,))
 
 
+def is_in_a_run(model: nn.Module) -> bool:
+    """Return whether an engine is attached to a model."""
+    return isinstance(vars(model).get("forward"), _InPlace)
+
+
 def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
