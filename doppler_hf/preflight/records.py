@@ -112,12 +112,19 @@ def refuse_metrics_of_no_users(trainer: Any) -> None:
     column = trainer.args.privacy_unit_column
     if not trainer.args.metrics_per_user:
         return
-    if trainer.compute_metrics is None or trainer.args.batch_eval_metrics:
-        found = "there is none" if trainer.compute_metrics is None else "batch_eval_metrics=True gives it single batches"
+    args = trainer.args
+    others = {
+        "batch_eval_metrics": args.batch_eval_metrics, "eval_do_concat_batches": not args.eval_do_concat_batches,
+        "include_for_metrics": args.include_for_metrics,
+    }  # fmt: skip
+    given = [name for name, is_set in others.items() if is_set]
+    if trainer.compute_metrics is None or given:
+        found = f"{given[0]}={getattr(args, given[0])!r} gives it something else" if given else "there is none"
+        mend = f"Leave {given[0]} out" if given else "Pass compute_metrics"
         raise Refusal(
             "no-metrics-of-users",
-            f"metrics_per_user=True needs a compute_metrics that gets all rows; {found}. Pass compute_metrics, and leave "
-            "batch_eval_metrics out, or leave metrics_per_user out.",
+            "metrics_per_user=True needs a compute_metrics that gets predictions and labels of all rows, and nothing else; "
+            f"{found}. {mend}, or leave metrics_per_user out.",
         )
     for name, each in evaluation_sets(trainer.eval_dataset).items():
         if each is not None and not (is_table(each) and column in each.column_names):

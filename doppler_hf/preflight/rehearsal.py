@@ -5,6 +5,7 @@ Transformers evaluates and saves for the first time after an epoch. A failure th
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import multiprocessing
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -299,9 +300,11 @@ def _metrics_of_first_batch(
     Only one batch is evaluated, because nobody knows how long an evaluation with such a loader takes.
     """
     own = trainer.compute_metrics
-    watched = None if own is None or trainer.args.batch_eval_metrics else Watched(own)
+    is_added_up = own is not None and trainer.args.batch_eval_metrics
+    watched = None if own is None or is_added_up else Watched(own)
+    compute = functools.partial(_as_of_the_last_batch, own) if is_added_up else watched
     with _errors_as_refusals("an evaluation of the first batch of your get_eval_dataloader"):
-        metrics = _evaluated(trainer, trainer.eval_dataset, ignore_keys, compute_metrics=watched, most_batches=1)
+        metrics = _evaluated(trainer, trainer.eval_dataset, ignore_keys, compute_metrics=compute, most_batches=1)
         if watched is not None and watched.errors and isinstance(watched.errors[0], _MISTAKES):
             raise watched.errors[0]
     if watched is not None and watched.errors:
@@ -313,6 +316,11 @@ def _metrics_of_first_batch(
         return None, True
     # Metrics that are added up over batches are returned with the last batch.
     return (None if trainer.args.batch_eval_metrics else metrics), watched is None or bool(watched.seen)
+
+
+def _as_of_the_last_batch(compute_metrics: Any, predictions: Any, compute_result: bool = True) -> Any:
+    """Return metrics that are added up over batches, of one batch: otherwise it would count in the next evaluation."""
+    return compute_metrics(predictions, compute_result=True)
 
 
 class _FirstBatches:
@@ -375,7 +383,7 @@ def _evaluated(
     dataset: Any,
     ignore_keys: list[str] | None,
     *,
-    compute_metrics: Watched | None = None,
+    compute_metrics: Callable[..., Any] | None = None,
     most_batches: int | None = None,
 ) -> dict[str, Any]:
     """Evaluate a data set with a copy of the trainer, without callbacks, trackers, workers and warnings.

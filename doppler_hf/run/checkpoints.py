@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.checkpoint import filter_name_of
+from doppler_hf.privacy import LEDGER_NAME
 
 _INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file is cut off"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
@@ -74,7 +75,9 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
                 f"them was interrupted ({_INTERRUPTED}). To start over, remove the incomplete checkpoints; the ε of both "
                 "runs then add up.",
             )
-        return whole[-1] if whole else True
+        # One that was saved while something other than the private steps had changed the model has no ledger.
+        covered = [checkpoint for checkpoint in whole if (Path(checkpoint) / LEDGER_NAME).exists()]
+        return (covered or whole)[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
         # A folder with a different name may hold only a model to start from.

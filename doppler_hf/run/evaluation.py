@@ -215,9 +215,7 @@ class EvaluatingTrainer(ShardedTrainer):
         evaluated = args[0] if args else kwargs.get("eval_dataset")
         if self.args.metrics_per_user:
             chosen = self.eval_dataset if evaluated is None else evaluated
-            chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen
-            column = self.args.privacy_unit_column
-            self._users = None if isinstance(chosen, dict) or column is None else users_of(chosen, column=column)
+            self._note_users(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
         metrics = super().evaluate(*args, **kwargs)
         if evaluated is not None and training_rows_in(self.train_dataset, evaluated):
             # Privacy: what is published leaves these out.
@@ -227,6 +225,15 @@ class EvaluatingTrainer(ShardedTrainer):
         if run is not None and has_ended and not run.is_little_said and self.is_world_process_zero():
             run.is_little_said = print_if_not_learnt(metrics)
         return metrics
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict as Transformers does; metrics per user are of the users of `test_dataset`."""
+        self._note_users(test_dataset)
+        return super().predict(test_dataset, *args, **kwargs)
+
+    def _note_users(self, dataset: Any) -> None:
+        column = self.args.privacy_unit_column if self.args.metrics_per_user else None
+        self._users = None if isinstance(dataset, dict) or column is None else users_of(dataset, column=column)
 
 
 def _by_record(values: Tensor, *, records: int | None, rows: int) -> Tensor:
@@ -260,7 +267,9 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> 
     if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
         found = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         if isinstance(found, np.ndarray) and found.shape == labels.shape:
-            _add_shares(output, found > 0, labels, prefix)  # a probability above one half
+            # A probability above one half; preprocess_logits_for_metrics may have made probabilities of the logits.
+            are_probabilities = found.size and found.min() >= 0.0 and found.max() <= 1.0
+            _add_shares(output, found > (0.5 if are_probabilities else 0.0), labels, prefix)
 
 
 def _is_column(labels: Any) -> bool:

@@ -1,5 +1,7 @@
 """Models and losses that the stock trainer takes or ends raw, each refused before a step with what trains."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -139,6 +141,20 @@ def test_a_table_that_is_resized_during_the_run_is_told_before_the_step(tmp_path
     model = tiny_bert()
     model.resize_token_embeddings(60)
     trained(trainer_of(tmp_path / "b", model=model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_that_is_converted_during_the_run_is_told_before_the_step(tmp_path, dtype):
+    def convert(model, **_):
+        copied.append(copy.deepcopy(model).to(dtype))  # the fix
+        model.to(dtype)
+
+    copied = []
+    trainer = trainer_of(tmp_path, callbacks=[On(step_end=at(1, convert))])
+    with refused("parameter-converted", match=f"from torch.float32 to {dtype}"):
+        trainer.train()
+    assert trainer.state.global_step == trainer.privacy.ledger.steps_run == 1
+    assert {each.dtype for each in copied[0].parameters()} == {dtype}
 
 
 def test_a_layer_of_another_shape_that_was_trained_before_is_fine(tmp_path):

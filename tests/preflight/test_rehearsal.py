@@ -250,6 +250,32 @@ def test_metrics_that_are_added_up_over_batches_are_no_error(tmp_path):
     assert "eval_accuracy" in trainer.state.log_history[-2]
 
 
+class Adding:
+    """Adds up over batches, and begins anew after the last one, as most such metrics do."""
+
+    def __init__(self):
+        self.rows, self.counts = 0, []
+
+    def __call__(self, prediction, compute_result):
+        self.rows += len(prediction.label_ids)
+        if compute_result:
+            self.counts.append(self.rows)
+            self.rows = 0
+            return {"rows": self.counts[-1]}
+
+
+def test_the_first_batch_of_an_own_loader_does_not_count_in_the_next_evaluation(tmp_path):
+    class OwnLoader(DopplerTrainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return super().get_eval_dataloader(eval_dataset)
+
+    adding = Adding()
+    options = dict(batch_eval_metrics=True, per_device_eval_batch_size=3, max_steps=2, eval_strategy="steps", eval_steps=1)
+    evaluated = text_data(8, seed=1)
+    trained(trainer_of(tmp_path, cls=OwnLoader, compute_metrics=adding, evaluated=evaluated, **EVALUATES | options))
+    assert adding.counts == [3, 8, 8]
+
+
 @pytest.mark.parametrize(("size", "count"), [(1, 2), (200, 64)])
 @pytest.mark.parametrize("kind", [Dataset.from_list, Rows, Dataset.to_iterable_dataset])
 def test_few_rows_are_few_and_no_more_than_there_are(kind, size, count):

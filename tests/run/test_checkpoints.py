@@ -15,7 +15,7 @@ from transformers import Trainer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import given_checkpoint
 from tests.support.refusals import refused
-from tests.support.trainers import assert_trained_alike, trained, trainer_of
+from tests.support.trainers import On, assert_trained_alike, at, trained, trainer_of
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -77,6 +77,21 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, m
     resumed = trainer_of(tmp_path, **OPTIONS)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy.ledger.restarts[-1] == 4
+
+
+def test_a_checkpoint_that_its_ledger_does_not_cover_is_skipped(tmp_path):
+    def freeze(model, **_):
+        model.bert.embeddings.requires_grad_(False)
+
+    trainer = trainer_of(tmp_path, **OPTIONS | dict(save_steps=1), callbacks=[On(step_end=at(2, freeze))])
+    with refused("trained-parameters-changed"):
+        trainer.train()
+    last = tmp_path / "out" / "checkpoint-2"
+    assert last.is_dir()
+    assert not (last / "privacy_ledger.json").exists()
+    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts == [1]
 
 
 def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):

@@ -54,6 +54,17 @@ def test_each_metric_is_averaged_over_users(tmp_path, several, capsys):
     assert "eval_accuracy_per_user" not in made.evaluate(text_data(4, seed=3))
 
 
+def test_predictions_count_the_users_of_what_is_predicted(tmp_path):
+    made, users = trainer(tmp_path), ["x", "y", "y", "y", "y", "y", "y", "y"]
+    made.evaluate()
+    tested = of_users(8, seed=7, users=users)
+    predicted = made.predict(tested)
+    hits = predicted.predictions.argmax(axis=-1) == predicted.label_ids
+    assert predicted.metrics["test_accuracy_per_user"] == pytest.approx((hits[0] + hits[1:].mean()) / 2)
+    assert "test_accuracy_per_user" not in made.predict(tested.remove_columns("user")).metrics
+    assert made.predict(tested.select(range(3))).metrics["test_rows_per_user"] == 1.5
+
+
 def test_the_best_model_may_be_the_best_for_users(tmp_path):
     options = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
     made = trained(trainer(tmp_path, metric_for_best_model="accuracy_per_user", rehearse=True, **options))
@@ -125,6 +136,9 @@ def test_how_many_users_a_mean_is_of_is_logged_and_said_once(tmp_path, capsys):
     [
         (dict(compute_metrics=None), "there is none"),
         (dict(batch_eval_metrics=True, compute_metrics=lambda predicted, compute_result=True: {}), "batch_eval_metrics"),
+        (dict(eval_do_concat_batches=False), "eval_do_concat_batches=False gives it something else. Leave"),
+        (dict(include_for_metrics=["inputs"]), r"include_for_metrics=\['inputs'\] gives it something else"),
+        (dict(include_for_metrics=["loss"]), r"include_for_metrics=\['loss'\]"),
         (dict(evaluated=text_data(8, seed=1)), "needs the column 'user' in eval_dataset,"),
         (dict(evaluated={"a": of_users(8, seed=1), "b": text_data(8, seed=1)}), r"in eval_dataset\['b'\]"),
         (dict(evaluated=[*of_users(8, seed=1)]), "a datasets.Dataset"),

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from transformers import BertForQuestionAnswering
+from transformers.trainer_utils import EvalLoopOutput
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.run.evaluation import add_baselines
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trainer_of
 
@@ -111,3 +114,13 @@ def test_that_a_run_learnt_little_is_said_once(tmp_path, capsys, evaluates):
             trainer.evaluate(metric_key_prefix=prefix) and capsys.readouterr().out for prefix in ("eval", "eval", "eval")
         ]
         assert [each.count("may have learnt little") for each in said] == [not evaluates, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "made", [lambda logits: logits, lambda logits: 1 / (1 + np.exp(-logits)), lambda logits: 1.0 * (logits > 0)]
+)
+def test_labels_are_counted_of_logits_probabilities_and_decisions(made):
+    logits = np.array([[2.0, -1.0], [-3.0, 0.5], [2.0, 0.5], [2.0, -4.0]])
+    output = EvalLoopOutput(made(logits), (logits > 0).astype(np.float32), {}, 4)
+    add_baselines(output, prefix="eval", is_own_loss=False)
+    assert output.metrics == {"eval_most_frequent_predicted_share": 0.5, "eval_most_frequent_right_share": 0.5}

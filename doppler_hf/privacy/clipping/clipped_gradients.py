@@ -127,6 +127,7 @@ class ClippedGradients:
         # both steps, which is post-processing.
         self.parameters = trainable
         self._shapes = {name: parameter.shape for name, parameter in trainable.items()}
+        self._dtypes = {name: parameter.dtype for name, parameter in trainable.items()}
         self._as_made = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         dtypes = sorted({self._sum_dtype(name) for name in trainable}, key=lambda dtype: torch.finfo(dtype).eps)
         self._finest, self._coarsest = dtypes[0], dtypes[-1]  # the dtypes in which sums are computed
@@ -269,7 +270,7 @@ class ClippedGradients:
         self.num_non_finite = torch.zeros((), dtype=self._finest, device=device)
 
     def refuse_other_parameters(self) -> None:
-        """Refuse parameters that were frozen or unfrozen since the context was made."""
+        """Refuse parameters that were frozen, unfrozen, replaced, resized or converted since the context was made."""
         # Sensitivity: the norm is over the parameters that were trainable at first. The gradient of another parameter would
         # be added without clipping.
         parameters = dict(self._model.named_parameters())
@@ -297,6 +298,13 @@ class ClippedGradients:
                     f"The shape of the parameter {name!r} was changed from {tuple(self._shapes[name])} to "
                     f"{tuple(parameter.shape)} during training, for example by resize_token_embeddings, so that the "
                     "optimizer's state no longer fits. Change the model before train().",
+                )
+            if known is not None and parameter.dtype != self._dtypes[name]:
+                raise Refusal(
+                    "parameter-converted",
+                    f"The parameter {name!r} was converted from {self._dtypes[name]} to {parameter.dtype} during training, "
+                    "but the checks of a run are for the precision with which it began. Convert a copy: "
+                    f"copy.deepcopy(model).to({parameter.dtype}).",
                 )
 
     def _sum_dtype(self, name: str) -> torch.dtype:

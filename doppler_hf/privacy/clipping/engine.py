@@ -270,7 +270,8 @@ class BookKeepingEngine:
                     "layer-called-alone",
                     f"The layer {name!r} was called before the model itself, for example by another method of the model, "
                     "so its per-sample gradients cannot be computed. Call model(...) as a whole, once, and let its "
-                    "forward return what the loss needs. After that the loss may call further layers.",
+                    "forward return what the loss needs. After that the loss may call further layers. A callback may call "
+                    "layers under torch.no_grad(), or those of a copy: copy.deepcopy(model).",
                 )
             return watched(*args, **kwargs)
 
