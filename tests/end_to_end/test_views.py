@@ -179,10 +179,12 @@ def with_dropout():
 @pytest.mark.parametrize(
     ("changes", "is_told"),
     [
-        ({}, True), (dict(augmentation_multiplicity=1), False), (dict(transform=mirrored_at_times), False),
-        (dict(collator=with_noise), False), (dict(model=with_dropout), False), (dict(dropout=0.1), False),
+        pytest.param({}, True, id="no change"), pytest.param(dict(augmentation_multiplicity=1), False, id="one view"),
+        pytest.param(dict(transform=mirrored_at_times), False, id="transform"),
+        pytest.param(dict(collator=with_noise), False, id="collator"),
+        pytest.param(dict(model=with_dropout), False, id="layer of dropout"),
+        pytest.param(dict(dropout=0.1), False, id="dropout of the configuration"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_views_that_are_all_the_same_are_told_of(tmp_path, capsys, changes, is_told):
     changes = dict(changes)
