@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr-scheduler-type",
         choices=[*SCHEDULES],
         default="linear",
-        help="how the learning rate changes, by which the run chooses noise, filter and rate; without a warmup (default: "
-        "%(default)s)",
+        help="schedule of the learning rate, without a warmup; noise, filter and automatic learning rate are chosen for it "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--trials",

@@ -59,8 +59,8 @@ def note_equal_views(run: PrivateRun, trainer: Any) -> None:
     views = run.statement.augmentation_multiplicity
     if views > 1 and not has_dropout(trainer.model) and run.probe.has_equal_views():
         run.notes.append(
-            f"augmentation_multiplicity={views} makes a step {views} times as long for nothing, because all views of a "
-            "record are the same: change them at random where rows are read or collated, or leave it out"
+            f"augmentation_multiplicity={views} only costs time: of the records that were tried, all views of a record are "
+            "the same. Add a random transform to the data set or the collator, or leave augmentation_multiplicity out"
         )
 
 
@@ -119,7 +119,7 @@ def refuse_metrics_of_no_users(trainer: Any) -> None:
     }  # fmt: skip
     given = [name for name, is_set in others.items() if is_set]
     if trainer.compute_metrics is None or given:
-        found = f"{given[0]}={getattr(args, given[0])!r} gives it something else" if given else "there is none"
+        found = f"{given[0]}={getattr(args, given[0])!r} passes something else" if given else "there is none"
         mend = f"Leave {given[0]} out" if given else "Pass compute_metrics"
         raise Refusal(
             "no-metrics-of-users",

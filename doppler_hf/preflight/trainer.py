@@ -227,8 +227,8 @@ def refuse_weights_trained_openly(trainer: Any) -> None:
         raise Refusal(
             "trained-without-privacy",
             "The weights of the model were trained without privacy (disable_dp=True) on rows of the same train_dataset, so "
-            "the ε of a private run that begins with them would be untrue. Load or make the model anew before the private "
-            "run. If the weights are public all the same, load them with from_pretrained.",
+            "the ε of a private run that begins with them would be untrue. Load or create a fresh model before the private "
+            "run. If train_dataset holds no private data, save this model, and train what from_pretrained loads.",
         )
 
 

@@ -65,7 +65,7 @@ def explain_gradients_in_a_loss() -> Iterator[None]:
             raise
         raise Refusal(
             "gradient-in-the-loss",
-            "The loss or a callback takes a gradient (torch.autograd.grad or backward()), such as a penalty with "
+            "The loss or a callback takes a gradient (torch.autograd.grad or backward()), for example for a penalty with "
             "create_graph=True. Per-sample gradients come from a single backward pass of the run itself, which cannot be "
             "differentiated again. Leave gradients out of compute_per_sample_loss. A callback may take them of a copy: "
             "copy.deepcopy(model).",

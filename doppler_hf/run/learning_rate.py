@@ -66,7 +66,7 @@ def check_given_learning_rate(args: DopplerTrainingArguments, statement: Privacy
     if given is None or (given > 0.0 and not has_automatic_rate(args)):
         return ""
     rule = automatic_learning_rate(args, statement, model=model) if has_automatic_rate(args) else None
-    other = "Set another one" if rule is None else "Leave learning_rate out"
+    other = "Set a learning_rate above 0" if rule is None else "Leave learning_rate out"
     if given == 0.0 or rule is None:
         told, is_very_far = "learning_rate=0 trains nothing", True
     else:
@@ -78,7 +78,7 @@ def check_given_learning_rate(args: DopplerTrainingArguments, statement: Privacy
     if is_very_far and not is_any_rate_allowed(args):
         raise Refusal(
             "rate-far-off",
-            f"{told}, so the run would spend its ε without learning. {other}, or set allow_any_learning_rate=True to try it "
+            f"{told}, so the run would spend its ε without learning. {other}, or set allow_any_learning_rate=True to use it "
             "anyway.",
         )
     return told if rule is None else f"{told}: leave it out to use the automatic value"

@@ -28,15 +28,15 @@ The paper's theorem needs a small learning rate (ηλ ≤ 1 for the largest curv
 change slowly. Its bound for a filter, at the best rate, then depends on (Σ κ_τ ρ_τ)²/Σ κ_τ², where κ_τ is the filter's
 weight for the gradient of τ steps ago. ρ_τ is the correlation of the *signal*, which is the gradient before noise is added,
 with itself τ steps before: 1 means the same direction, −1 the opposite one. This *ratio* is 1 without a filter, and the
-larger the better. On a quadratic, ρ₁ is 1 − ηλ. So where ρ₁ is negative, the learning rate is larger than the theorem
-allows, and a ratio below 1 is no more than a hint.
+larger the better. On a quadratic, ρ₁ is 1 − ηλ. So a negative ρ₁ can mean that the learning rate is larger than the theorem
+allows. It can also come from noise (below). Then a ratio below 1 is weak evidence.
 
 At the best rate of DPSGD, successive gradients tend to point in opposite directions (ρ₁ < 0) in {turning} of the {tasks}
 tasks whose best rate is known. The table has the runs of DPSGD whose signal was recorded, with ρ₁ over the whole run and in
 each third of it. The first third has most of the signal. In the later thirds of MNIST the signal is so weak that a negative
 ρ₁ may come from the noise alone: noise moves the weights, and the next gradient pulls them back. The random choice of a
-batch does the same, and lowers the covariance at lag 1 by ηλ times its power. Brackets have what ρ₁ would be without this,
-if ηλ is 1 there. On `mnist` at η = 3.2 that decides the sign.
+batch does the same. In brackets, ρ₁ is corrected for the choice of batches alone, as if ηλ were 1. A value above 1 shows
+that ηλ is smaller there. On `mnist` at η = 3.2 the correction decides the sign.
 
 The last columns have the accuracies of the filters at the same rate, on the held-out images: of the last weights, and of
 their average. These are single runs, and between two evaluations of a run accuracy changes on CIFAR-10 by 0.8 points in the
@@ -50,7 +50,8 @@ PREDICTED: Final = """
 ## Is the predicted filter the best one?
 
 Each filter has its own best rate, for which the held-out accuracies are given, of one run each. The theorem predicts the
-filter with the largest ratio for the signal of the run without a filter. The quadratic predicts the order of its losses.
+filter with the largest ratio for the signal of the run without a filter. The quadratic predicts the one with the smallest L.
+A prediction is right if the accuracies of both are equal.
 
 | task | optimizer | held-out accuracy, % | by the theorem | by the quadratic |
 |---|---|---|---|---|
@@ -69,9 +70,10 @@ follows from the filter as well (`stability_limit`):
 """.strip()
 AFTER_QUADRATIC: Final = """
 - **`first-order-v1`, f3 and f4 leave the loss from noise exactly as it is without a filter,** L = 1/(2 − ηλ), at every
-  rate and in every direction. A filter of first order with two equal weights b is 1/(1 + Ts) with s = (z − 1)/(z + 1), and T
-  cancels in the result. So the filter gains nothing by removing noise.
-- `momentum` and `first-order-v2` remove noise in sharp directions, and bear larger rates. `second-order` and f6 add noise.
+  stable rate and in every direction. This holds for all filters of first order with two equal weights b. So the filter gains
+  nothing by removing noise.
+- `momentum` and `first-order-v2` remove noise in sharp directions, and bear larger rates. `second-order`, f2, f5 and f6 add
+  noise.
 - In flat directions, where ηλ is near 0, all filters are almost alike. The weights add up the steps, and a filter spreads
   the noise of one step over the next ones without changing its sum.
 
@@ -88,19 +90,19 @@ column has the period that a quadratic has at the largest stable ηλ.
 CURVATURE: Final = """
 How sharp is the loss where the runs are? λ is the largest eigenvalue of the Jacobian of the mean clipped gradient of 2,000
 held-out images, at the weights after a share of the run. The runs have the settings and seed of those with the best rates,
-but a later version of the package, and end up to 2.2 points away from them. That is how much chance does.
+but a later version of the package. They end up to 2.2 points away from them, by chance or by the version.
 """.strip()
 AFTER_CURVATURE: Final = """
-On `cifar10-half` ηλ is 22 to 64 % above its limit of 2 without a filter, and also with `first-order-v1` at twice the rate:
-the loss there is half as sharp. A quadratic would be unstable. The oscillation stays small probably because the length of a
-clipped gradient is at most C. With `momentum`, ηλ is far below its limit. A quadratic of this curvature has periods of 4.8
-to 6.3 steps, and 5.2 to 5.8 were seen.
+On `cifar10-half` ηλ is 24 to 46 % above its limit of 2 without a filter, and 22 to 64 % with `first-order-v1` at twice the
+rate: the loss there is half as sharp. A quadratic would be unstable. The oscillation stays small probably because the length
+of a clipped gradient is at most C. With `momentum`, ηλ is far below its limit. A quadratic of this curvature has periods of
+4.8 to 6.3 steps, and 5.2 to 5.8 were seen.
 """.strip()
 AFTER_PERIODS: Final = """
 Seven filters of the paper have a largest ηλ of at most 2. At C·η = 1.6 on the perceptron, each of them oscillates with the
-period of its limit, to within 6 %. `momentum`, `first-order-v2` and f1 bear more, and do not. The period is the same at
-higher rates, and at a rate that is small enough the oscillation is missing. Without a filter, a period of 2 says only that
-ηλ is above 1.
+period of its limit, to within 6 %. `momentum`, `first-order-v2` and f1 bear more, and do not. With `first-order-v1` on the
+perceptron, the period is the same at the higher rate, and the oscillation is missing at the lower one. Without a filter, a
+period of 2 says only that ηλ is above 1.
 
 Of such an oscillation `first-order-v1` passes 9 % of the power, as much as of the noise, so that behind the filter it is no
 better told from noise than before it.

@@ -211,7 +211,7 @@ def test_a_rate_of_0_is_refused_as_one_that_is_far(options, tmp_path, capsys):
     message = refusal_unspent(trainer_of(tmp_path, **options), "rate-far-off")
     assert "learning_rate=0 trains nothing, so the run would spend its ε without learning." in message
     # The fixes.
-    assert ("Set another one" in message) == ("base_optimizer" in options)
+    assert ("Set a learning_rate above 0" in message) == ("base_optimizer" in options)
     trained(trainer_of(tmp_path / "again", **options | dict(learning_rate=0.01 if "base_optimizer" in options else None)))
     assert "learning_rate=0 trains nothing" in told(tmp_path / "allowed", capsys, allow_any_learning_rate=True, **options)
 

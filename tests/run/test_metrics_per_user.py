@@ -136,8 +136,8 @@ def test_how_many_users_a_mean_is_of_is_logged_and_said_once(tmp_path, capsys):
     [
         (dict(compute_metrics=None), "there is none"),
         (dict(batch_eval_metrics=True, compute_metrics=lambda predicted, compute_result=True: {}), "batch_eval_metrics"),
-        (dict(eval_do_concat_batches=False), "eval_do_concat_batches=False gives it something else. Leave"),
-        (dict(include_for_metrics=["inputs"]), r"include_for_metrics=\['inputs'\] gives it something else"),
+        (dict(eval_do_concat_batches=False), "eval_do_concat_batches=False passes something else. Leave"),
+        (dict(include_for_metrics=["inputs"]), r"include_for_metrics=\['inputs'\] passes something else"),
         (dict(include_for_metrics=["loss"]), r"include_for_metrics=\['loss'\]"),
         (dict(evaluated=text_data(8, seed=1)), "needs the column 'user' in eval_dataset,"),
         (dict(evaluated={"a": of_users(8, seed=1), "b": text_data(8, seed=1)}), r"in eval_dataset\['b'\]"),

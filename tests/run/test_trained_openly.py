@@ -48,7 +48,7 @@ def test_a_private_run_does_not_begin_with_a_baseline_on_the_same_data(tmp_path,
     after_a_baseline(tmp_path, model, data)
     again = data if SAME[same] is None else SAME[same](data)
     message = refusal_unspent(trainer_of(tmp_path, model=model, data=again), "trained-without-privacy")
-    assert "Load or make the model anew" in message
+    assert "Load or create a fresh model" in message
     # The mends: another model, or the weights from before.
     trained(trainer_of(tmp_path / "new", model=tiny_bert(), data=again, max_steps=1))
     model.load_state_dict(start)

@@ -245,8 +245,8 @@ class LedgerRecord:
             if there != here:
                 raise Refusal(
                     "other-terms-than-resumed",
-                    f"{name} changed from {there} in the earlier run to {here} in this run, so their ε cannot be counted "
-                    "together. Resume with the same data, privacy_unit_column and target_delta, or make a new "
+                    f"{name} changed from {there} in the earlier run to {here} in this run, so one ledger cannot hold "
+                    "both. Resume with the same data, privacy_unit_column and target_delta, or make a new "
                     "trainer with another output_dir; the ε of both then add up.",
                 )
         if entry["steps_run"] != counted:
