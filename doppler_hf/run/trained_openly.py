@@ -2,7 +2,8 @@
 
 ε of a private run counts from the weights with which it begins. If these have already learnt the same records without
 noise, as after a baseline with `disable_dp` on the same model, it would be untrue. Other data may be public, so that
-nothing is said of them. Trainings in other processes, and with other trainers, are not known here.
+nothing is said of them. Trainings in other processes and with other trainers are not known here, nor are copies of a model,
+or tables with rewritten rows.
 """
 
 import contextlib
