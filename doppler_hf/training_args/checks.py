@@ -286,7 +286,8 @@ def refuse_without_effect(args: TrainingArguments) -> None:
             f"Set low_pass_filter='momentum:beta={args.adam_beta1:g}'",
         ),
         "warmup_steps": (
-            args.lr_scheduler_type not in _WITHOUT_WARMUP, f"with lr_scheduler_type={str(args.lr_scheduler_type.value)!r}",
+            args.lr_scheduler_type not in _WITHOUT_WARMUP,
+            f"with lr_scheduler_type={str(SchedulerType(args.lr_scheduler_type).value)!r}",  # a string where it was assigned
             "Set lr_scheduler_type='constant_with_warmup'",
         ),
         "adam_beta2": no_adam,
