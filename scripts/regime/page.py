@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from scripts.regime.cells import METHODS, Cell
+from scripts.regime.explanations import LEAST_GAIN, what_could_explain_the_papers_gains
 from scripts.regime.results import Results
 from scripts.regime.search import (
     ADAM_LINES,
@@ -17,8 +18,11 @@ from scripts.regime.search import (
     family_of,
     further_cells,
     lines_of,
+    paired_changes,
     reported_cells,
+    reported_rows,
     search_of,
+    tests_of,
 )
 from scripts.regime.tasks import TASKS
 from scripts.regime.theory import (
@@ -115,7 +119,6 @@ programs: a run takes 2 to 4 minutes on the perceptron when nothing else runs, 7
 to 75 on `cifar10`.
 """.strip()
 AVERAGE: Final = "test_of_average"
-LEAST_GAIN: Final = 3.0  # of those that the paper reports, in points
 SIGNAL: Final = """
 ## How to read the further tables
 
@@ -141,6 +144,7 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
         *what_a_quadratic_says(results, curvatures),
         *whether_it_is_low_pass(results),
         *whether_the_best_was_predicted(results),
+        *what_could_explain_the_papers_gains(results),
         *_what_else(results),
     ]
     parts += [*_missing(results), SIGNAL]
@@ -156,7 +160,7 @@ def _answer(results: Results) -> Iterator[str]:
         searches = _searches_by_terms(task, results).get((), [])
         reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
         for algorithm, (base, filtered, _) in ALGORITHMS.items():
-            paired = _paired(reported, filtered, base) if filtered in reported else None
+            paired = paired_changes(reported, filtered, base) if filtered in reported else None
             if paired is None:
                 continue
             low, high = interval(paired)
@@ -182,7 +186,7 @@ def _answers(results: Results) -> Iterator[str]:
             for name in last:
                 none, _, momentum = family_of(name)
                 for base in (none, momentum) if name.startswith("LP-") else (none,):
-                    found = [paired for each in (last, average) if (paired := _paired(each, name, base)) is not None]
+                    found = [paired for each in (last, average) if (paired := paired_changes(each, name, base)) is not None]
                     if not found:
                         continue
                     beyond += sum(low > 0 or high < 0 for low, high in map(interval, found))
@@ -215,12 +219,14 @@ def _what_else(results: Results) -> Iterator[str]:
         for cell in further_cells(task):
             views = f", {cell.views} views" if cell.views > 1 else ""
             groups.setdefault(f"{cell.method}, {cell.schedule} rate, B = {cell.batch_size:,}{views}", []).append(cell)
-        ours = {name: _reported(cells, results) for name, cells in groups.items()}
+        ours = {name: reported_rows(cells, results) for name, cells in groups.items()}
         if not any(ours.values()):
             continue
         searches = {method: search_of(Line(task, method, is_reported=True), results) for method in METHODS}
         rows = {
-            name: _reported(reported_cells(search), results) for name, search in searches.items() if search.best is not None
+            name: reported_rows(reported_cells(search), results)
+            for name, search in searches.items()
+            if search.best is not None
         }
         lines = ["| method | seeds | last weights | average |", "|---|---|---|---|"]
         for name, found in (rows | ours).items():
@@ -229,10 +235,6 @@ def _what_else(results: Results) -> Iterator[str]:
                 lines.append(f"| {name} | {len(found)} | {_mean(last)} | {_mean(average)} |")
         yield FURTHER
         yield f"**{task}**\n\n" + "\n".join(lines)
-
-
-def _reported(cells: Sequence[Cell], results: Results) -> list[dict[str, Any]]:
-    return [row for cell in cells if (row := results.get(cell)) is not None]
 
 
 def _missing(results: Results) -> Iterator[str]:
@@ -297,11 +299,6 @@ def _table(searches: Sequence[Search], results: Results) -> str:
     return "\n".join(rows)
 
 
-def tests_of(search: Search, results: Results, *, of: str) -> dict[int, float]:
-    """Return the test accuracy in % by seed, of those seeds that were run."""
-    return {row["seed"]: 100 * row[of] for row in _reported(reported_cells(search), results)}
-
-
 def _mean(tests: dict[int, float]) -> str:
     if not tests:
         return "–"
@@ -312,12 +309,5 @@ def _mean(tests: dict[int, float]) -> str:
 
 def _minus(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
     """Write the paired difference from another method."""
-    paired = _paired(reported, name, other)
+    paired = paired_changes(reported, name, other)
     return "–" if paired is None else difference(paired)
-
-
-def _paired(reported: dict[str, dict[int, float]], name: str, other: str) -> np.ndarray | None:
-    """Return the difference from another method by seed; None if fewer than two seeds have both."""
-    mine, theirs = reported[name], reported.get(other, {})
-    seeds = sorted(mine.keys() & theirs.keys())
-    return None if name == other or len(seeds) < 2 else np.array([mine[seed] - theirs[seed] for seed in seeds])

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from scripts.regime.cells import METHODS, POINTS, Cell, HopelessRun
 from scripts.regime.results import Results
 from scripts.regime.tasks import TASKS
@@ -215,6 +217,23 @@ def reported_cells(search: Search) -> list[Cell]:
     if search.best is None or not search.line.is_reported:
         return []
     return [search.cell(search.best, seed=seed, tests_once=True) for seed in reported_seeds(search.line.task)]
+
+
+def reported_rows(cells: Sequence[Cell], results: Results) -> list[dict[str, Any]]:
+    """Return the results of those cells that were trained."""
+    return [row for cell in cells if (row := results.get(cell)) is not None]
+
+
+def tests_of(search: Search, results: Results, *, of: str) -> dict[int, float]:
+    """Return the test accuracy in % by seed, of those seeds that were run."""
+    return {row["seed"]: 100 * row[of] for row in reported_rows(reported_cells(search), results)}
+
+
+def paired_changes(reported: Mapping[str, dict[int, float]], name: str, other: str) -> np.ndarray | None:
+    """Return how a method's accuracies differ from another's by seed; None if fewer than two seeds have both."""
+    mine, theirs = reported[name], reported.get(other, {})
+    seeds = sorted(mine.keys() & theirs.keys())
+    return None if name == other or len(seeds) < 2 else np.array([mine[seed] - theirs[seed] for seed in seeds])
 
 
 SGD_LINES: Final = ("DPSGD", "LP-DPSGD, first-order-v1", "DPSGD with momentum")

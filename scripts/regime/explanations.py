@@ -1,0 +1,103 @@
+"""What could explain the gains that the paper reports, as far as the runs that there are can say."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from scripts.regime.results import Results
+from scripts.regime.search import ADAM_LINES, SGD_LINES, Line, paired_changes, search_of, tests_of
+from scripts.regime.tasks import TASKS
+from scripts.regime.theory import step_length
+from scripts.studies.tuning import difference, interval
+
+# The place of 0.8 on the grid, with which the paper's rates for SGD end. Its clip norm is not known: C·η is compared with
+# it.
+END_OF_GRID: Final = 0
+LEAST_GAIN: Final = 3.0  # of those that the paper reports, in points
+# The expected largest of ten independent standard normal numbers.
+LARGEST_OF_TEN: Final = 1.539
+_WIDTH: Final = 125
+EXPLANATIONS: Final = """
+## What could explain the paper's gains?
+
+The paper does not say of how many runs a figure is the mean, nor which rates were the best ones of each method. It says that
+rates, batch sizes and epochs were chosen by the test accuracy. What could put a filter ahead without being its merit?
+""".strip()
+GRID: Final = """
+**A grid of rates that ends too early?** The paper's rates for SGD end at 0.8, if C is 1 there. Here the best C·η of DPSGD is
+{best}. In single runs at C·η = 0.8, `first-order-v1` changes the held-out accuracy by {changes} points.
+""".strip()
+MOMENTUM: Final = """
+**A baseline without momentum?** Then momentum would gain as much without the paper's filter. It changes the test accuracy by
+{changes} points. {verdict}
+""".strip()
+CHANCE: Final = """
+**Chance and choice?** With everything but the seed the same, test accuracies have a standard deviation of {scatter} points.
+The best of ten equal runs is ahead of their mean by {of_ten} points in expectation. The paper has nine filters beside
+momentum, and 80 settings for each. So chance may be a part of a gain of 3 to 10 points, but hardly all of it.
+""".strip()
+NOT_SEEN: Final = """
+**What was not looked at:** batches of 500, 2,000 and 5,000, more than 50 epochs, and the paper's larger networks. The paper
+also shows its filter with a schedule, and does not say if its comparisons have one.
+""".strip()
+
+
+def what_could_explain_the_papers_gains(results: Results) -> Iterator[str]:
+    """Yield what the runs say of possible reasons, for the tasks that have reported runs."""
+    lines = (*SGD_LINES, *ADAM_LINES)
+    tests = {
+        task: {name: tests_of(search_of(Line(task, name, is_reported=True), results), results, of="test") for name in lines}
+        for task in TASKS
+    }
+    scatters = {task: found for task in TASKS if (found := _scatter(tests[task])) is not None}
+    if not scatters:
+        return
+    best = {task: f"{step_length(row):g}" for task in TASKS if (row := _best_of_dpsgd(task, results)) is not None}
+    early = {task: f"{change:+.1f}" for task in TASKS if (change := _change_at_the_end(task, results)) is not None}
+    momentum = {
+        f"{task}, {algorithm}": found
+        for task in TASKS
+        for algorithm, (base, _, momentum) in {"SGD": SGD_LINES, "AdamBC": ADAM_LINES}.items()
+        if (found := paired_changes(tests[task], momentum, base)) is not None
+    }
+    points = []
+    if best and early:
+        points.append(GRID.format(best=_listed(best), changes=_listed(early)))
+    if momentum:
+        excluded = all(interval(found)[1] < LEAST_GAIN for found in momentum.values())
+        verdict = "No interval reaches the 3 points of the paper." if excluded else "Not all intervals exclude 3 points."
+        changes = _listed({name: difference(found) for name, found in momentum.items()})
+        points.append(MOMENTUM.format(changes=changes, verdict=verdict))
+    scatter = _listed({task: f"{found:.2f}" for task, found in scatters.items()})
+    of_ten = _listed({task: f"{LARGEST_OF_TEN * found:.1f}" for task, found in scatters.items()})
+    points += [CHANCE.format(scatter=scatter, of_ten=of_ten), NOT_SEEN]
+    yield EXPLANATIONS
+    yield "\n".join(
+        textwrap.fill(f"- {' '.join(point.split())}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for point in points
+    )
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    *others, last = [f"{value} ({name})" for name, value in found.items()]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _best_of_dpsgd(task: str, results: Results) -> dict[str, Any] | None:
+    search = search_of(Line(task, SGD_LINES[0]), results)
+    return None if search.best is None else search.rows[search.best]
+
+
+def _change_at_the_end(task: str, results: Results) -> float | None:
+    """Return by how many points the paper's filter changes the held-out accuracy at the end of the paper's grid."""
+    found = [search_of(Line(task, name), results).rows.get(END_OF_GRID, {}).get("held_out") for name in SGD_LINES[:2]]
+    return None if None in found else 100 * float(found[1] - found[0])
+
+
+def _scatter(tests: Mapping[str, Mapping[int, float]]) -> float | None:
+    """Return the standard deviation over seeds of test accuracies in points, pooled over methods: name → by seed."""
+    found = [np.array([*by_seed.values()]) for by_seed in tests.values() if len(by_seed) > 1]
+    freedom = sum(len(each) - 1 for each in found)
+    return float(np.sqrt(sum(each.var() * len(each) for each in found) / freedom)) if freedom else None
