@@ -3,6 +3,7 @@
 - sampling: random batches, and their sample rate
 - columns: lengths, units of privacy and labels of all examples, read from their table
 - data_digest: a digest of the rows in their order, by which a resumed run recognises its data
+- places: where the rows of a data set lie
 - repeats: whether the data set contains a row more than once
 - shared_rows: how many rows of a data set are also in another one
 - cutting: how a batch is cut into the passes of the model

@@ -1,55 +1,35 @@
 """Find out whether a data set contains a row more than once, so that its record would contribute more than C.
 
-Rows are compared by their place in the underlying tables and data sets. Their content does not matter, because equal rows
-may belong to two people.
+Rows are compared by their places. Their content does not matter, because equal rows may belong to two people.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 from torch.utils.data import ConcatDataset, Subset
 
-_BITS_OF_ROWS: Final = 40
+from doppler_hf.privacy.batching.places import begins_of, columns_of, parts_of, row_numbers
 
 
 def has_repeats(dataset: Any) -> bool:
-    """Return whether a data set contains a row more than once, for example after `select`, `repeat` or concatenation."""
-    if not isinstance(dataset, Subset | ConcatDataset) and getattr(dataset, "_indices", None) is None:
-        # The rows are in their original order. If each part has its own memory, no row can repeat.
-        addresses = [address for address, *_ in _chunks(dataset)]
-        if len({*addresses}) == len(addresses):
-            return False
-    keys = _keys(dataset, {})
-    return len(np.unique(keys)) < len(keys)
+    """Return whether a data set contains a row more than once, for example after `select`, `repeat` or concatenation.
 
-
-def _keys(dataset: Any, sources: dict[int, int]) -> Int[np.ndarray, " rows"]:
-    """Return a number for each row that combines the number of its source and its place in that source."""
-    if isinstance(dataset, Subset):
-        return _keys(dataset.dataset, sources)[np.asarray(dataset.indices, dtype=np.int64)]
-    if isinstance(dataset, ConcatDataset):
-        return np.concatenate([_keys(part, sources) for part in dataset.datasets])
-    keys = [np.zeros(0, dtype=np.int64)]
-    for address, start, size in _chunks(dataset):
-        source = sources.setdefault(address, len(sources))
-        keys.append((source << _BITS_OF_ROWS) + np.arange(start, start + size, dtype=np.int64))
-    rows = np.concatenate(keys)
-    chosen = dataset._indices if hasattr(dataset, "_fingerprint") else None  # `select` or `shuffle` has chosen the rows.
-    return rows if chosen is None else rows[chosen.column(0).to_numpy().astype(np.int64)]
-
-
-def _chunks(dataset: Any) -> list[tuple[int, int, int]]:
-    """Return for each part of the table of a `datasets.Dataset`: its memory address, its first row there, and its size.
-
-    Any other data set is one part, with the identity of the object as its address.
+    A row that is there twice in one column is there twice: a record may have got another label or number each time.
     """
-    if not hasattr(dataset, "_fingerprint"):  # Only data sets of `datasets` have this; other classes may have `_data` too.
-        return [(id(dataset), 0, len(dataset))]
-    columns = dataset._data.columns  # A data set without columns has no rows.
-    found = []
-    for chunk in columns[0].chunks if columns else ():
-        # The last buffer has the values; earlier ones may be missing. Parts of one table share it, with different offsets.
-        addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size > 0]
-        found.append((addresses[-1] if addresses else id(chunk), chunk.offset, len(chunk)))
-    return found
+    columns = {id(part): columns_of(part) for part in parts_of(dataset)}
+    is_in_order = not isinstance(dataset, Subset | ConcatDataset) and getattr(dataset, "_indices", None) is None
+    compared_before = set()
+    for number in range(max(map(len, columns.values()), default=0)):
+        column = {part: found[min(number, len(found) - 1)] for part, found in columns.items()}
+        chunks = [chunk for each in column.values() for chunk in each]
+        places = {place: count for count, place in enumerate(dict.fromkeys(place for place, *_ in chunks))}
+        # Columns that were cut and joined alike have the same rows twice.
+        form = tuple((places[place], *rest) for place, *rest in chunks)
+        # If each chunk has its own memory, no row of a data set in its order can repeat.
+        if (is_in_order and len(places) == len(chunks)) or form in compared_before:
+            continue
+        compared_before.add(form)
+        numbers = row_numbers(dataset, column, begins_of(column.values())[0])
+        if len(np.unique(numbers)) < len(numbers):
+            return True
+    return False

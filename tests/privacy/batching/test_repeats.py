@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from doppler_hf.privacy.batching.repeats import has_repeats
 
@@ -23,6 +23,10 @@ ONCE = {
     "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select([1, 3])]),
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([1, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 7])]),
+    "a list of numbers": lambda data: [0, 0, 1, (1, 2), (1, 2)],
+    "tensors": lambda data: ConcatDataset([TensorDataset(TENSOR[:3]), TensorDataset(TENSOR[3:])]),
+    "a tensor twice in a row": lambda data: TensorDataset(TENSOR, TENSOR),
+    "one number for all rows": lambda data: TensorDataset(torch.zeros(1).expand(8), TENSOR),
     "none": lambda data: data.select([]),
 }
 MORE = {
@@ -32,6 +36,13 @@ MORE = {
     "select": lambda data: data.select([1, 2, 1]),
     "interleave": lambda data: interleave_datasets([data, data.select([0])], stopping_strategy="all_exhausted"),
     "two parts": lambda data: concatenate_datasets([data, data.select(range(3))]),
+    "repeat, behind a new column": lambda data: _behind_a_new_column(data.repeat(2)),
+    "repeat, behind a new column, shuffled": lambda data: _behind_a_new_column(data.repeat(2)).shuffle(seed=0),
+    "repeat, after a part without values": lambda data: concatenate_datasets([_empty(data), data, data]),
+    "a list": lambda data: [*data] * 2,
+    "tensors": lambda data: ConcatDataset([TensorDataset(TENSOR), TensorDataset(TENSOR)]),
+    "tensors with other labels": lambda data: ConcatDataset([TensorDataset(torch.zeros(8), TENSOR) for _ in range(2)]),
+    "slices of tensors": lambda data: ConcatDataset([TensorDataset(TENSOR[:5]), TensorDataset(TENSOR[4:])]),
     "a subset": lambda data: Subset(data, [1, 2, 1]),
     "a subset, counted from both ends": lambda data: Subset(data, [4, 4 - len(data)]),
     "a subset of a subset": lambda data: Subset(Subset(data, [1, 2, 1]), [0, -1]),
@@ -40,6 +51,16 @@ MORE = {
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
 }
+TENSOR = torch.arange(24).view(8, 3)
+
+
+def _behind_a_new_column(data):
+    (name,) = data.column_names
+    return data.add_column("new", [*range(len(data))]).select_columns(["new", name])
+
+
+def _empty(data):
+    return data.map(lambda row: dict.fromkeys(row), features=data.features)
 
 
 @pytest.mark.parametrize("column", ["tokens", "number", "word", "flag", "record"])
