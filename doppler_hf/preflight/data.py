@@ -1,37 +1,34 @@
 """Checks of a training set and its collator that need not read a row."""
 
-import random
 import warnings
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Final
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
+from doppler_hf.privacy.known_numbers import is_own_generator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.training_args import DopplerTrainingArguments
 
-_GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _PACKED: Final = "seq_lengths"  # the column in which TRL keeps the lengths of the texts packed into a row
 
 
 def refuse_own_generators(dataset: Any, collator: Any) -> None:
     """Refuse a collator with a seed, and generators that are attributes of data set, transform or collator."""
     for name, owner in (("train_dataset", dataset), ("data_collator", collator)):
-        attributes = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
-        attributes += [each for kind in type(owner).__mro__ for each in vars(kind).values()]
+        attributes = _attributes_of(owner)
         # A transform is an attribute of the data set; in `datasets` it is among the options of the format.
         attributes += [each for options in attributes if isinstance(options, dict) for each in options.values()]
-        inner = [value for each in attributes if hasattr(each, "__dict__") for value in vars(each).values()]
-        found = next((value for value in (*attributes, *inner) if isinstance(value, _GENERATORS)), None)
+        inner = [value for each in attributes for value in _attributes_of(each)]
+        found = next((value for value in (*attributes, *inner) if is_own_generator(value)), None)
         # Sensitivity: its numbers follow the order of the draw, so that one more example changes those of the others.
-        if found is not None and found is not torch.default_generator:
+        if found is not None:
             raise Refusal(
                 "generator-of-its-own",
                 f"{name} has a random generator of its own ({type(found).__name__}), so the random numbers of one record "
@@ -45,6 +42,14 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
             "numbers. They must be secret in a private run. Leave the seed out; the trainer then provides secret random "
             "numbers.",
         )
+
+
+def _attributes_of(owner: Any) -> list[Any]:
+    """Return the attributes of an object and of its class; none for modules, which belong to others, too."""
+    if isinstance(owner, ModuleType):
+        return []
+    own = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
+    return own + [each for kind in type(owner).__mro__ for each in vars(kind).values()]
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:

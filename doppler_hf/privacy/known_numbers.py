@@ -39,12 +39,11 @@ _SAME_ON_ACCELERATOR: Final = 1e-4  # On an accelerator, sums have no fixed orde
 _FIRST: Final = 100  # Only so many items of a list or dictionary are searched, since it may hold records.
 
 
-def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = False) -> Iterator[tuple[Any, str, Any]]:
-    """Yield an owner, where it holds a generator as a path of names, and the generator.
+def held_generators(*owners: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield an owner, where it holds a generator of its own as a path of names, and the generator.
 
-    Attributes, lists and dictionaries are searched, and partial functions and closures if asked for. What one owner holds is
-    not searched again for another, and other owners are not searched within one. Global generators and those of the
-    operating system, which have no seed, do not count.
+    Attributes, lists, dictionaries, partial functions and closures are searched. What one owner holds is not searched again
+    for another, and other owners are not searched within one.
     """
     seen = {*map(id, owners)}
     for owner in owners:
@@ -52,10 +51,10 @@ def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = 
         while ahead and len(seen) < _MOST_OBJECTS:
             path, value, depth = ahead.popleft()
             if isinstance(value, _GENERATORS):
-                if not _is_shared(value):
+                if is_own_generator(value):
                     yield owner, path, value
-            elif depth < deepest:
-                for name, each in _parts(value, in_functions=in_functions):
+            elif depth < _DEEPEST:
+                for name, each in _parts(value):
                     # Most attributes of a layer are numbers, tensors and empty dictionaries of hooks, which are skipped.
                     if isinstance(each, _LEAVES) or id(each) in seen or (isinstance(each, _CONTAINERS) and not each):
                         continue
@@ -63,16 +62,16 @@ def held_generators(*owners: Any, deepest: int = _DEEPEST, in_functions: bool = 
                     ahead.append((path + name, each, depth + 1))
 
 
-def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"[{name!r}]", each) for name, each in islice(value.items(), _FIRST))
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{place}]", each) for place, each in enumerate(islice(value, _FIRST)))
     elif isinstance(value, MethodType | BuiltinMethodType):
         yield "", value.__self__
-    elif in_functions and isinstance(value, functools.partial):
+    elif isinstance(value, functools.partial):
         yield from (("", each) for each in (value.func, *value.args, *value.keywords.values()))
-    elif in_functions and isinstance(value, FunctionType):
+    elif isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield f".{name}", cell.cell_contents
@@ -83,16 +82,19 @@ def _parts(value: Any, *, in_functions: bool) -> Iterator[tuple[str, Any]]:
         yield f".{name}", each
 
 
-def _is_shared(generator: Any) -> bool:
+def is_own_generator(value: Any) -> bool:
+    """Return whether an object is a random generator, other than the global ones and that of the operating system."""
+    if not isinstance(value, _GENERATORS):
+        return False
     shared = [torch.default_generator, random._inst, np.random.mtrand._rand, np.random.get_bit_generator()]  # type: ignore[attr-defined]
     shared += torch.cuda.default_generators
-    return isinstance(generator, random.SystemRandom) or any(generator is each for each in shared)
+    return not isinstance(value, random.SystemRandom) and not any(value is each for each in shared)
 
 
 def refuse_generators_of_layers(model: nn.Module) -> None:
     """Refuse a model with a layer that holds a random generator."""
     names = {module: name for name, module in model.named_modules()}
-    for module, path, generator in held_generators(*names, in_functions=True):
+    for module, path, generator in held_generators(*names):
         # Sensitivity: the numbers of such a generator depend on the order of the rows in the batch.
         where = f" in its attribute {path.removeprefix('.')}" if path else ""
         raise Refusal(

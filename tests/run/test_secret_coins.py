@@ -1,5 +1,7 @@
 """Coins stay secret whoever seeds the global generators, and coins of one's own are refused."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,22 @@ class OfTheClass(Rows):
         return self.rows[int(self.generator.integers(len(self.rows)))]
 
 
+class OfTheTransform(Rows):
+    """Has it as an attribute of its transform's class."""
+
+    def __init__(self):
+        super().__init__()
+        self.transform = OfTheClass()
+
+
+class With(Rows):
+    """Has some objects as attributes."""
+
+    def __init__(self, *held):
+        super().__init__()
+        self.__dict__ |= {f"held_{number}": each for number, each in enumerate(held)}
+
+
 class OwnCollator:
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -78,7 +96,9 @@ def test_a_seed_reaches_no_forward_pass(tmp_path):
     ("what", "options"),
     [
         ("train_dataset", dict(data=OwnGenerator())), ("train_dataset", dict(data=OfTheClass())),
-        ("data_collator", dict(collator=OwnCollator())),
+        ("data_collator", dict(collator=OwnCollator())), ("train_dataset", dict(data=OfTheTransform())),
+        ("train_dataset", dict(data=With(torch.default_generator, np.random.default_rng(0)))),
+        ("train_dataset", dict(data=With(np.random.PCG64(0)))),
     ],
 )  # fmt: skip
 def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what, options):
@@ -88,3 +108,8 @@ def test_data_with_a_generator_of_their_own_are_refused_by_name(tmp_path, what, 
 
 def test_a_data_set_that_keeps_what_it_drew_trains(tmp_path):
     assert trained(trainer_of(tmp_path, data=Kept(), max_steps=1)).state.global_step == 1
+
+
+def test_a_data_set_that_holds_the_global_generators_trains(tmp_path):
+    held = (random, np.random, torch.random, torch.default_generator, np.random.mtrand._rand, random.SystemRandom())
+    assert trained(trainer_of(tmp_path, data=With(*held), max_steps=1)).state.global_step == 1
