@@ -96,7 +96,7 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     if own is None:
         return
     own = own.float()
-    of_class = logits.detach().float().softmax(dim=1) - nn.functional.one_hot(labels.clamp(min=0), logits.shape[1])
+    of_class = logits.detach().float().softmax(dim=1) - nn.functional.one_hot(labels.long().clamp(min=0), logits.shape[1])
     sizes = row_norms(own), row_norms(of_class)
     is_told = (sizes[0] > 0) & (sizes[1] > 0) & (labels >= 0)
     factors = (sizes[0] / sizes[1])[is_told]

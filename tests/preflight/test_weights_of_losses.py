@@ -228,17 +228,32 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+def with_labels(dtype):
+    """Return a collator whose labels have another type."""
+
+    def collate(rows):
+        batch = pad(rows)
+        return batch | {"labels": batch["labels"].to(dtype)}
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, torch.int64) for form in FORMS), *(("tensor", dtype) for dtype in (torch.int32, torch.uint8, torch.bool))],
+    ids=str,
+)
 @pytest.mark.parametrize("power", [0, 2])
-def test_factors_for_a_module_of_ones_own_are_told_of_whatever_it_returns(tmp_path, capsys, form, power):
+def test_factors_for_a_module_of_ones_own_are_told_of_whatever_it_returns(tmp_path, capsys, form, dtype, power):
     made, logits_of = FORMS[form]
 
     class OfOwn(DopplerTrainer):
         def compute_per_sample_loss(self, model, inputs):
-            losses = F.cross_entropy(logits_of(model(**inputs)), inputs["labels"], reduction="none")
+            losses = F.cross_entropy(logits_of(model(**inputs)), inputs["labels"].long(), reduction="none")
             return (1 - torch.exp(-losses.detach())) ** power * losses
 
-    trained(trainer_of(tmp_path, cls=OfOwn, model=Own(made), max_steps=1, grad_sample_self_check=True))
+    options = dict(cls=OfOwn, model=Own(made), collator=with_labels(dtype), grad_sample_self_check=True)
+    trained(trainer_of(tmp_path, max_steps=1, **options))
     assert ("these factors have no effect" in capsys.readouterr().out) is (power == 2)
 
 
