@@ -55,7 +55,7 @@ def refuse_optimizer_of_other_parameters(trainer: Any) -> None:
 
 
 def refuse_another_rate(run: PrivateRun, trainer: Any) -> None:
-    """Refuse a learning rate that is very far from the automatic one, and note a rate that is far from it."""
+    """Refuse a learning rate of 0 or very far from the automatic one, and note a rate that is far from it."""
     # A resumed optimizer has the learning rate of its checkpoint, which is not checked again.
     if first_learning_rate(trainer.optimizer.optimizer) == trainer.args.learning_rate:
         note = check_given_learning_rate(trainer.args, run.statement, model=trainer.model)

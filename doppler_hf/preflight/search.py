@@ -24,6 +24,7 @@ from doppler_hf.run.filter_and_noise import learning_rates_of
 from doppler_hf.run.learning_rate import (
     VERY_FAR,
     check_given_learning_rate,
+    check_rate_of_0,
     has_automatic_rate,
     is_any_rate_allowed,
     learning_rate_for,
@@ -237,6 +238,7 @@ def refuse_trials(trainer: Any, hp_space: Callable[[Any], Any], *, plan: Privacy
         args = arguments_of_trial(trainer.args, settings)
         with _refused_for(settings):
             _refuse_epochs_without_effect(args, settings)
+            check_rate_of_0(args)
             estimated = _estimated_plan(plan, args)
             steps = estimated.steps_planned
             rates = learning_rates_of(args, steps=steps)

@@ -61,27 +61,40 @@ VERY_FAR: Final = 100.0
 
 
 def check_given_learning_rate(args: DopplerTrainingArguments, statement: PrivacyStatement, *, model: nn.Module) -> str:
-    """Return a warning if the given rate is far from the rule's; refuse it if it is very far, unless any rate is allowed."""
+    """Return a warning if the given rate is far from the rule's, or 0; refuse it if very far, unless any is allowed."""
     given = args.learning_rate
-    if given is None or (given > 0.0 and not has_automatic_rate(args)):
+    if given == 0.0:
+        return check_rate_of_0(args)
+    if given is None or not has_automatic_rate(args):
         return ""
-    rule = automatic_learning_rate(args, statement, model=model) if has_automatic_rate(args) else None
-    other = "Set a learning_rate above 0" if rule is None else "Leave learning_rate out"
-    if given == 0.0 or rule is None:
-        told, is_very_far = "learning_rate=0 trains nothing", True
-    else:
-        if rule / FAR < given < FAR * rule:
-            return ""
-        far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
-        told = f"learning_rate={given:g} is {far} than the automatic value ({rule:.3g})"
-        is_very_far = not rule / VERY_FAR < given < VERY_FAR * rule
-    if is_very_far and not is_any_rate_allowed(args):
-        raise Refusal(
-            "rate-far-off",
-            f"{told}, so the run would spend its ε without learning. {other}, or set allow_any_learning_rate=True to use it "
-            "anyway.",
-        )
-    return told if rule is None else f"{told}: leave it out to use the automatic value"
+    rule = automatic_learning_rate(args, statement, model=model)
+    if rule / FAR < given < FAR * rule:
+        return ""
+    far = f"{rule / given:,.0f} times smaller" if given < rule else f"{given / rule:,.0f} times larger"
+    told = f"learning_rate={given:g} is {far} than the automatic value ({rule:.3g})"
+    if not rule / VERY_FAR < given < VERY_FAR * rule:
+        _refuse_far_rate(args, told)
+    return f"{told}: leave it out to use the automatic value"
+
+
+def check_rate_of_0(args: DopplerTrainingArguments) -> str:
+    """Refuse a learning rate of 0, unless any rate is allowed, and return a warning of it; '' for other rates."""
+    if args.learning_rate != 0.0:
+        return ""
+    told = "learning_rate=0 trains nothing"
+    _refuse_far_rate(args, told)
+    return f"{told}: leave it out to use the automatic value" if has_automatic_rate(args) else told
+
+
+def _refuse_far_rate(args: DopplerTrainingArguments, told: str) -> None:
+    if is_any_rate_allowed(args):
+        return
+    other = "Leave learning_rate out" if has_automatic_rate(args) else "Set a learning_rate above 0"
+    raise Refusal(
+        "rate-far-off",
+        f"{told}, so the run would spend its ε without learning. {other}, or set allow_any_learning_rate=True to use it "
+        "anyway.",
+    )
 
 
 def has_automatic_rate(args: DopplerTrainingArguments) -> bool:

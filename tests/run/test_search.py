@@ -610,6 +610,15 @@ def test_other_methods_of_optunas_trials_are_refused_with_what_to_call(tmp_path,
         assert 1e-3 <= eval(f"Draw().{mended}", {"Draw": Draw} | terms) <= 1e-2
 
 
+def test_a_learning_rate_of_0_is_refused_before_the_search(tmp_path, capsys):
+    trainer = trainer_of_search(tmp_path, rehearse=True)
+    with refused("rate-far-off", match=r"hp_space drew settings .*: learning_rate=0 trains nothing"):
+        trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [0.0, 0.01])}, n_trials=3
+        )
+    assert "Search:" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("low", "high"), [(1e-6, 1e-4), (1e-3, 1e6)])
 def test_learning_rates_far_from_the_automatic_one_are_refused_before_the_search(tmp_path, low, high, capsys):
     """Such as the space that Transformers takes by default, whose trials would learn nothing, and nobody would know."""
