@@ -14,21 +14,22 @@ from doppler_hf.filters.low_pass_filter import LowPassFilter
 
 AUTO: Final = "auto"  # The run chooses the filter, so this name stands for no fixed filter.
 
+_LIKE: Final = 0.6  # as in `difflib.get_close_matches`
+
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
     """Return ' (did you mean …?)' with the most similar known word, or '' if the word is known or none is similar.
 
     Of equally similar words it is the first.
     """
-    close = [] if word in known else difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.6)
-    if not close:
-        return ""
     matcher = difflib.SequenceMatcher(b=word.lower())
-    ratios = {}
-    for each in (each for each in known if each in close):
+
+    def likeness(each: str) -> float:
         matcher.set_seq1(each)
-        ratios[each] = matcher.ratio()
-    return f" (did you mean {max(ratios, key=ratios.__getitem__)!r}?)"
+        return matcher.ratio()
+
+    best = max(known, key=likeness, default="")
+    return f" (did you mean {best!r}?)" if word not in known and likeness(best) >= _LIKE else ""
 
 
 def parse_filter(text: str) -> LowPassFilter:

@@ -56,6 +56,7 @@ def test_the_filter_that_a_run_chooses_is_no_fixed_one():
         ("momentm", "no-such-filter", "'momentum'?"),
         ("butterworth:order=2,cutof=0.1", "filter-syntax", "'cutoff'?"),
         ("first-order", "no-such-filter", "(did you mean 'first-order-v1'?)"),
+        ("f", "no-such-filter", "(did you mean 'f1'?)"),
         ("first", "no-such-filter", "a design (butterworth, momentum, moving-average, hann)"),
         ("bessel:order=2", "no-such-filter", "butterworth:order=2,cutoff=0.1"),
     ],
