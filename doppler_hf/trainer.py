@@ -158,7 +158,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     def _inner_training_loop(self, batch_size: int | None = None, **kwargs: Any) -> Any:
         # No other method of Transformers wraps the loop with the final model: `train` may still build it or load into it.
         checkpoint = kwargs.get("resume_from_checkpoint")
-        preflight.check_same_privacy(self, checkpoint=checkpoint)
+        preflight.check_beginning(self, checkpoint=checkpoint)
         if self.args.disable_dp:
             with noted_as_trained_openly(self.model, self.train_dataset):
                 return super()._inner_training_loop(batch_size, **kwargs)

@@ -115,8 +115,8 @@ def check_before_evaluation(private_trainer: Any, evaluated: Any, *, name: str) 
         records.warn_of_copies(private_trainer, evaluated)
 
 
-def check_same_privacy(private_trainer: Any, *, checkpoint: str | None) -> None:
-    """Check, when `train` is called, that the run is private if, and only if, the trainer and the checkpoint are."""
+def check_beginning(private_trainer: Any, *, checkpoint: str | None) -> None:
+    """Check, when the training loop is entered, if this model and checkpoint may be trained in this way."""
     trainer.refuse_another_privacy(private_trainer, checkpoint=checkpoint)
     trainer.refuse_a_model_in_a_run(private_trainer)
     trainer.refuse_weights_trained_openly(private_trainer)

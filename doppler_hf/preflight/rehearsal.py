@@ -32,7 +32,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
 from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of_range, refuse_uncollated
-from doppler_hf.privacy.batching.collators import copied
+from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators
@@ -107,7 +107,7 @@ def refuse_undispatched(examples: Any, *, collate: Any, batch_size: int, process
         found = []
         for first in range(start, min(len(examples), start + batch_size * processes), batch_size):
             rows = [fetch_one(examples, row) for row in range(first, min(len(examples), first + batch_size))]
-            batch = collate(copied(rows))
+            batch = tried(collate, rows)
             found.append({name: each.shape[1:] for name, each in batch.items() if isinstance(each, torch.Tensor)})
         if any(shapes != found[0] for shapes in found):
             raise Refusal(

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.limits import Limit
-from doppler_hf.privacy.batching.collators import copied
+from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table
 from doppler_hf.privacy.losses import WITHOUT_TOKENS, task_of, without_adapters
 
@@ -42,7 +42,7 @@ def refuse_text_as_label(
     is_known = isinstance(base, PreTrainedModel) and not has_own_loss and task_of(base) not in WITHOUT_TOKENS
     value = example.get(limit.column) if isinstance(example, Mapping) else None
     try:
-        collated = collate(copied([example]))
+        collated = tried(collate, [example])
     except Exception as error:
         if is_known or _takes_numbers(example, limit.column, collate):
             raise _refusal(base, examples, value, column=limit.column, name=name) from error
@@ -57,7 +57,7 @@ def _takes_numbers(example: Any, column: str, collate: Callable[[list[Any]], Any
     """Return whether a row can be collated with numbers in place of its text."""
     with contextlib.suppress(Exception):
         value = example[column]
-        collate([{**copied([example])[0], column: [0] * len(value) if isinstance(value, list | tuple) else 0}])
+        tried(collate, [{**example, column: [0] * len(value) if isinstance(value, list | tuple) else 0}])
         return True
     return False
 

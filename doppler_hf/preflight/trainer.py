@@ -1,4 +1,4 @@
-"""Checks of the trainer: its arguments, its overrides, and the checkpoint that it resumes."""
+"""Checks of the trainer: its arguments, its overrides, and the checkpoint or weights with which it begins."""
 
 from pathlib import Path
 from typing import Any, Final

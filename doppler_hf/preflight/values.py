@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
 from doppler_hf.preflight.text_labels import refuse_text_as_label
-from doppler_hf.privacy.batching.collators import copied
+from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
@@ -36,7 +36,6 @@ from doppler_hf.privacy.batching.columns import (
 )
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import task_of, without_adapters
-from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
@@ -98,7 +97,7 @@ def refuse_out_of_range(
             )
             continue
         try:
-            collated = collate([example])
+            collated = tried(collate, [example])
         except Exception as error:
             if limit.kind == "not empty":
                 raise limit.refusal(name, hint) from error
@@ -187,8 +186,7 @@ def refuse_uncollated(
 def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:
     """Return the error of a collator on some rows, or None; neither the rows nor the user's random numbers change."""
     try:
-        with filled_generators(0):
-            collate(copied(rows))
+        tried(collate, rows)
     except Exception as error:
         return error
     return None
@@ -212,7 +210,7 @@ def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], A
         example = fetch_one(examples, int(other[0]))
         own, ids, collated = list(example[column]), [], []
         with contextlib.suppress(Exception):  # the collator may not take such a row
-            batch = collate([example])
+            batch = tried(collate, [example])
             ids, collated = batch[LENGTH_COLUMN].flatten().tolist(), batch["labels"].flatten().tolist()
         # A user's collator may turn labels of words into labels of tokens; other collators only pad them.
         padding = [IGNORED_LABEL] * (len(collated) - len(own))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
+from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import as_losses, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
@@ -172,7 +173,7 @@ class EvaluatingTrainer(ShardedTrainer):
             row = fetch_one(self.train_dataset, 0)
             if isinstance(row, dict):
                 row = {name: value for name, value in row.items() if name != self.args.privacy_unit_column}
-            batch = collate([row])
+            batch = tried(collate, [row])
             return frozenset(name for name, value in batch.items() if value is not None)
         except Exception:
             return frozenset(self.label_names)

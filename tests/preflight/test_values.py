@@ -1,5 +1,6 @@
 """What the model cannot take is refused before anything is spent, and what it can take is not: its own forward decides."""
 
+import copy
 import re
 
 import datasets
@@ -355,6 +356,23 @@ def test_names_of_labels_of_tokens_are_made_numbers_as_the_message_says(tmp_path
         trainer.train()
     fix = re.search(r"train_dataset(\.map\(.*\))\.", str(refusal.value))[1]
     of_tokens(tmp_path, eval(f"data{fix}", {"data": data, "model": trainer.model})).train()
+
+
+def test_rows_are_as_before_the_checks_if_a_collator_changes_them(tmp_path):
+    """Such as one that takes a column out of each row, or fills up a list in place."""
+
+    def collate(rows):
+        torch.rand(1)
+        for row in rows:
+            row["labels"] += [-100] * (len(row["input_ids"]) - len(row["labels"]))
+        return {name: torch.tensor([row.pop(name) for row in rows]) for name in ("input_ids", "labels")}
+
+    rows = [{"input_ids": [*range(5)], "labels": [99, 1]} for _ in range(4)]
+    before, numbers = copy.deepcopy(rows), torch.get_rng_state()
+    with refused("values-out-of-range"):
+        refuse_out_of_range(of_tokens(tmp_path, labelled_tokens([0] * 5)).model, rows, collate=collate, has_own_loss=False)
+    assert rows == before
+    assert torch.equal(torch.get_rng_state(), numbers)
 
 
 def test_a_collator_may_make_labels_of_tokens_out_of_labels_of_words(tmp_path):

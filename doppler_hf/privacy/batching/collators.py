@@ -10,8 +10,18 @@ from torch import Tensor
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
+from doppler_hf.privacy.randomness import filled_generators
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def tried(collate: Callable[[list[Any]], Any], rows: Sequence[Any], *, seed: int = 0) -> Any:
+    """Collate copies of rows before training; neither the rows nor the user's random numbers change.
+
+    The collator's own random numbers depend on the seed only.
+    """
+    with filled_generators(seed):
+        return collate(copied(list(rows)))
 
 
 def copied(rows: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
-from doppler_hf.privacy.batching.collators import copied
+from doppler_hf.privacy.batching.collators import copied, tried
 from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
@@ -100,8 +100,7 @@ class Probe:
 
     def collated(self, rows: Sequence[Any], *, seed: int = 0) -> Inputs:
         """Return a batch of rows; the collator's random numbers depend on the seed only."""
-        with filled_generators(seed):
-            batch = self._collator(copied(list(rows)))  # A collator may modify its input.
+        batch = tried(self._collator, rows, seed=seed)
         if not isinstance(batch, Mapping):
             raise Refusal(
                 "batch-not-tensors",
