@@ -45,7 +45,7 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.processes import on_process_0, process_end_explained
 from doppler_hf.run.saving import SavingTrainer
 from doppler_hf.run.search import default_objective, search, trial_of
-from doppler_hf.run.trained_openly import noted_as_trained_openly
+from doppler_hf.run.trained_openly import noted_as_trained
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 
@@ -80,6 +80,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     model_wrapped: Any
     # The number of consecutive rows of the model's input that belong to one loss of `compute_per_sample_loss`.
     rows_per_loss = 1
+    # The training set before a trainer of TRL has rewritten its rows.
+    _train_dataset_as_given: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -136,6 +138,11 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._run = self._run or self._new_run()
         return self._run
 
+    @property
+    def _datasets_of_records(self) -> list[Any]:
+        """The training set, and what it was made of where the trainer has rewritten its rows."""
+        return [each for each in (self.train_dataset, self._train_dataset_as_given) if each is not None]
+
     def _new_run(self, *, previous: Previous = NOTHING) -> PrivateRun:
         preflight.check_before_run(self)
         num_trained = self.get_num_trainable_parameters()
@@ -160,7 +167,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         checkpoint = kwargs.get("resume_from_checkpoint")
         preflight.check_beginning(self, checkpoint=checkpoint)
         if self.args.disable_dp:
-            with noted_as_trained_openly(self.model, self.train_dataset):
+            with noted_as_trained(self.model, openly_on=self._datasets_of_records):
                 return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
         # An earlier run's wrapped model, optimizer and schedule belong to its model and arguments, so Transformers rebuilds
@@ -171,6 +178,7 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         self._prepare_model()
         note_shards(self.model.parameters())  # Other weights may have been loaded since FSDP cut the model.
         with contextlib.ExitStack() as running:
+            running.enter_context(noted_as_trained(self.model, openly_on=()))
             on_process_0(lambda: running.enter_context(self._lock_of(self.args.output_dir)))
             run = running.enter_context(self._begun(checkpoint))
             running.enter_context(self._events_passed_to(run))

@@ -47,6 +47,7 @@ def private_init(trainer: Any, args: Any, config: type, *, train_dataset: Any, e
             f"args must be {config.__name__}; got {type(args).__name__}. Make a {config.__name__} with target_epsilon.",
         )
     assert isinstance(args, DopplerTrainingArguments)
+    trainer._train_dataset_as_given = train_dataset
     if args.disable_dp:
         yield
         return

@@ -223,7 +223,7 @@ def refuse_a_model_in_a_run(trainer: Any) -> None:
 
 def refuse_weights_trained_openly(trainer: Any) -> None:
     """Refuse to begin a private run with weights that were trained without privacy on its data."""
-    if not trainer.args.disable_dp and was_trained_openly(trainer.model, trainer.train_dataset):
+    if not trainer.args.disable_dp and was_trained_openly(trainer.model, trainer._datasets_of_records):
         raise Refusal(
             "trained-without-privacy",
             "The weights of the model were trained without privacy (disable_dp=True) on rows of the same train_dataset, so "

@@ -195,9 +195,9 @@ def _marks(value: Tensor, *, both_halves: bool = False) -> Marks:
     return Marks(_hash(values.float(), value.shape), frozenset(_hash(half.bfloat16(), value.shape) for half in halves))
 
 
-def exact_mark(value: Tensor) -> str:
-    """Return the mark of a tensor's values, '' if it has none."""
-    return _marks(value).exact
+def marks_of(value: Tensor) -> frozenset[str]:
+    """Return the marks by which a tensor is recognised, also after a conversion to half precision; none if it has none."""
+    return _marks(value, both_halves=True).all
 
 
 def _hash(values: Tensor, shape: torch.Size) -> str:

@@ -2,73 +2,119 @@
 
 ε of a private run counts from the weights with which it begins. If these have already learnt the same records without
 noise, as after a baseline with `disable_dp` on the same model, it would be untrue. Other data may be public, so that
-nothing is said of them. Trainings in other processes and with other trainers are not known here, nor are copies of a model,
-or tables with rewritten rows.
+nothing is said of them. Trainings in other processes, with other trainers and of weights in shards are not known here, nor
+are copies of a model, weights into which an adapter was merged, or tables with rewritten rows.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from doppler_hf.privacy.batching.columns import is_table
-from doppler_hf.run.lineage import exact_mark
+from doppler_hf.run.lineage import marks_of
 from doppler_hf.run.published_results import training_rows_in
 
-
-class _Trained(NamedTuple):
-    mark: str  # of the value with which the training left the weights
-    dataset: Callable[[], Any]  # None if nobody holds it any more
+# A function that returns an object, or None if nobody holds it any more.
+_Reference = Callable[[], Any]
 
 
-# The trained tensor → its last training without privacy.
+class _Learnt(NamedTuple):
+    marks: frozenset[str]  # of the value with which the last training left the weights
+    datasets: tuple[_Reference, ...]
+
+
+# The trained tensor → the data on which it was trained without privacy.
 _BY_OBJECT: Final = WeakIdKeyDictionary()
 
 
 @contextlib.contextmanager
-def noted_as_trained_openly(model: nn.Module, dataset: Any) -> Iterator[None]:
-    """Remember the weights of a model that the block trains without privacy, also if it fails."""
-    before = {name: mark for name, mark, parameter in _marked(model) if parameter.requires_grad}
+def noted_as_trained(model: nn.Module, *, openly_on: Sequence[Any]) -> Iterator[None]:
+    """Remember what the weights of a model learn while the block trains them, also if it fails.
+
+    Args:
+        model: The model.
+        openly_on: The data sets that the block trains on without privacy. A private training has none, but what its weights
+            have learnt before stays in them.
+    """
+    # Where nothing is remembered, a private training adds nothing.
+    begun = {
+        name: (marks_of(parameter), _learnt(parameter))
+        for name, parameter in _whole(model)
+        if openly_on or parameter in _BY_OBJECT
+    }
+    new = [(dataset, _reference(dataset)) for dataset in openly_on]
     try:
         yield
     finally:
-        for name, mark, parameter in _marked(model):
-            if before.get(name, mark) != mark:
-                _BY_OBJECT[parameter] = _Trained(mark, _reference(dataset))
+        for name, parameter in _whole(model):
+            marks, earlier = begun.get(name, (frozenset(), ()))
+            # A mark that stays does not tell the new value from the one before.
+            moved = marks_of(parameter) - marks if name in begun else frozenset()
+            if moved:
+                known = [each() for each in earlier]
+                added = (reference for dataset, reference in new if all(dataset is not each for each in known))
+                _BY_OBJECT[parameter] = _Learnt(moved, (*earlier, *added))
 
 
-def was_trained_openly(model: nn.Module, dataset: Any) -> bool:
-    """Return whether any weight of a model has a value that it got without privacy on rows of a data set.
+def was_trained_openly(model: nn.Module, datasets: Sequence[Any]) -> bool:
+    """Return whether any weight of a model has a value that it got without privacy on rows of some data sets.
 
     Privacy: objects, fingerprints and places of rows decide, which are chosen by the user's code. No row is read.
     """
-    if not any(parameter in _BY_OBJECT for parameter in model.parameters()):
-        return False
-    past = [
-        found
-        for _, mark, parameter in _marked(model)
-        if (found := _BY_OBJECT.get(parameter)) is not None and found.mark == mark
-    ]
-    datasets = {id(each): each for each in (found.dataset() for found in past)}
-    return any(training_rows_in(dataset, each) for each in datasets.values())
+    references = {each for _, parameter in _whole(model) for each in _learnt(parameter)}
+    known = [reference() for reference in references]
+    return any(training_rows_in(dataset, each) for dataset in datasets for each in known)
 
 
-def _marked(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield the name of each parameter, the mark of its value, and itself, without those that are in shards."""
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            yield name, exact_mark(parameter), parameter
+def _learnt(parameter: nn.Parameter) -> tuple[_Reference, ...]:
+    """Return the data of which the present value of a parameter has learnt without privacy."""
+    past = _BY_OBJECT.get(parameter)
+    return () if past is None or past.marks.isdisjoint(marks_of(parameter)) else past.datasets
 
 
-def _reference(dataset: Any) -> Callable[[], Any]:
-    """Return a function that returns a data set. It does not keep rows in memory, but for a table, which are mapped."""
+def _whole(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters by name, without those that are in shards."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def _reference(dataset: Any) -> _Reference:
+    """Return a function that returns a data set, or one with the same rows.
+
+    It keeps tables and lists in memory as long as the weights, and nothing of other data sets. Torch's own classes are made
+    anew around their data, since they are often made for one training and then forgotten.
+    """
+    if isinstance(dataset, Subset):
+        indices = dataset.indices
+        return _made_of([_reference(dataset.dataset)], lambda inner: Subset(inner, indices))
+    if isinstance(dataset, ConcatDataset):
+        return _made_of([_reference(each) for each in dataset.datasets], lambda *parts: ConcatDataset(parts))
+    if isinstance(dataset, TensorDataset):
+        return _made_of([_reference_of_tensor(each) for each in dataset.tensors], TensorDataset)
     if is_table(dataset):
         return lambda: dataset
     try:
         return weakref.ref(dataset)
     except TypeError:  # such as a list
         return lambda: dataset
+
+
+def _made_of(parts: Sequence[_Reference], make: Callable[..., Any]) -> _Reference:
+    def made() -> Any:
+        found = [part() for part in parts]
+        return None if any(each is None for each in found) else make(*found)
+
+    return made
+
+
+def _reference_of_tensor(tensor: Tensor) -> _Reference:
+    """Return a function that returns a tensor, made anew if it is a view, or None if nobody holds its memory any more."""
+    if tensor._base is None:
+        return weakref.ref(tensor)
+    place = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return _made_of([weakref.ref(tensor._base)], lambda base: base.as_strided(*place))

@@ -67,6 +67,21 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     chat.assert_trains_privately(trainer, evaluated={"eval_mean_token_accuracy"})
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_private_run_does_not_begin_with_a_baseline_on_the_data_that_trl_rewrites(tmp_path, kind):
+    model, data = tiny_llama(), chat.prompts() if kind == "sft" else chat.preferences()
+    config, cls = {"sft": (DopplerSFTConfig, DopplerSFTTrainer), "dpo": (DopplerDPOConfig, DopplerDPOTrainer)}[kind]
+
+    def trainer(**options):
+        args = arguments(tmp_path, cls=config, bf16=False, max_steps=2, learning_rate=1e-3, **options)
+        more = {} if kind == "sft" else {"ref_model": tiny_llama()}  # TRL would load the reference by its name
+        return cls(model=model, args=args, train_dataset=data, processing_class=chat_tokenizer(), **more)
+
+    trainer(disable_dp=True, target_epsilon=None).train()
+    with refused("trained-without-privacy"):
+        trainer().train()
+
+
 @pytest.mark.parametrize("name", ["text", "assistant", "conversational prompt"])
 def test_losses_are_trls_of_each_example_alone(tmp_path, name):
     trainer = trainer_of(tmp_path, name, bf16=False, gradient_checkpointing=False)

@@ -1,13 +1,15 @@
 """Weights that were trained without privacy on the same data begin no private run, nor is a model trained by two runs."""
 
 import copy
+import gc
 
 import pytest
-from torch.utils.data import Dataset
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
 from tests.support.models import with_adapters
 from tests.support.refusals import refused
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
 from tests.support.unspent import refusal_unspent
 
@@ -60,6 +62,76 @@ def test_a_run_between_two_private_ones_counts_too(tmp_path):
     trained(trainer_of(tmp_path / "first", model=model, data=data, max_steps=1))
     after_a_baseline(tmp_path, model, data)
     refusal_unspent(trainer_of(tmp_path, model=model, data=data), "trained-without-privacy")
+
+
+FURTHER = {
+    "on other data": lambda path, model: after_a_baseline(path, model, text_data(24, seed=9)),
+    "on other data, privately": lambda path, model: trained(
+        trainer_of(path / "between", model=model, data=text_data(24, seed=9), max_steps=2)
+    ),
+    "on the same data, slowly": lambda path, model: after_a_baseline(path, model, text_data(24), learning_rate=1e-7),
+    "rounded": lambda path, model: model.to(torch.bfloat16).float(),
+}
+
+
+@pytest.mark.parametrize("further", FURTHER)
+def test_what_was_learnt_stays_in_weights_that_are_trained_further_or_rounded(tmp_path, further):
+    model, data = tiny_bert(), text_data(24)
+    after_a_baseline(tmp_path, model, data)
+    FURTHER[further](tmp_path / "further", model)
+    refusal_unspent(trainer_of(tmp_path, model=model, data=data), "trained-without-privacy")
+
+
+def test_an_evaluation_in_half_precision_does_not_hide_it(tmp_path):
+    model, data = tiny_bert(), text_data(24)
+    trainer_of(tmp_path / "baseline", model=model, data=data, bf16_full_eval=True, **OPEN).train()
+    baseline = trainer_of(tmp_path / "baseline", model=model, data=data, bf16_full_eval=True, **OPEN)
+    baseline.evaluate(text_data(8, seed=3))
+    refusal_unspent(trainer_of(tmp_path, model=model.float(), data=data), "trained-without-privacy")
+
+
+def test_weights_that_were_reset_after_a_slow_training_begin_a_private_run(tmp_path):
+    """In half precision they are the same before and after it."""
+    model, data = tiny_bert(), text_data(24)
+    start = copy.deepcopy(model.state_dict())
+    after_a_baseline(tmp_path, model, data, learning_rate=1e-7)
+    refusal_unspent(trainer_of(tmp_path, model=model, data=data), "trained-without-privacy")
+    model.load_state_dict(start)
+    trained(trainer_of(tmp_path / "reset", model=model, data=data, max_steps=1))
+
+
+TENSORS = [torch.tensor([row["input_ids"][:3] for row in text_data(24)]), torch.tensor(text_data(24)["labels"])]
+WRAPPED = {
+    "Subset": lambda rows: Subset(rows, range(4, 20)),
+    "random_split": lambda rows: random_split(rows, [20, 4], generator=torch.Generator().manual_seed(0))[0],
+    "ConcatDataset": lambda rows: ConcatDataset([Subset(rows, range(12)), Subset(rows, range(14, 24))]),
+    "TensorDataset": lambda rows: TensorDataset(*TENSORS),
+    "slices of tensors": lambda rows: TensorDataset(*(each[2:22] for each in TENSORS)),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_data_that_a_function_wraps_for_each_training_are_recognised(tmp_path, wrapped):
+    model, rows = tiny_bert(), OwnRows(text_data(24))
+
+    def collate(rows):
+        if isinstance(rows[0], dict):
+            return pad(rows)
+        return dict(zip(("input_ids", "labels"), map(torch.stack, zip(*rows, strict=True)), strict=True))
+
+    def trainer(**options):
+        return trainer_of(tmp_path, model=model, data=WRAPPED[wrapped](rows), collator=collate, **options)
+
+    trained(trainer(**OPEN))
+    gc.collect()
+    refusal_unspent(trainer(), "trained-without-privacy")
+
+
+def test_data_that_nobody_holds_any_more_are_forgotten(tmp_path):
+    model = tiny_bert()
+    after_a_baseline(tmp_path, model, Subset(OwnRows(text_data(24)), range(20)))
+    gc.collect()
+    trained(trainer_of(tmp_path, model=model, data=text_data(24), max_steps=1))
 
 
 def test_a_baseline_that_was_stopped_counts_and_a_base_below_new_adapters_too(tmp_path):

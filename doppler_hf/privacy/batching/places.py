@@ -51,9 +51,7 @@ def columns_of(part: Any) -> list[list[Chunk]]:
         columns = ([_chunk_of(each) for each in column.chunks if len(each)] for column in part._data.columns)
         known = [column for column in columns if any(place is not None for place, _, _ in column)]
         known.sort(key=lambda column: any(place is None for place, _, _ in column))
-        found = [
-            [(object() if place is None else place, start, size) for place, start, size in column] for column in known
-        ]
+        found = [[(object() if place is None else place, start, size) for place, start, size in column] for column in known]
     return found or [[(id(part), 0, len(part))]]
 
 
