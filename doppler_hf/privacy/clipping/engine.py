@@ -10,9 +10,12 @@ outside of its layer.
 """
 
 import contextlib
+import copy
 import functools
+import inspect
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -304,9 +307,46 @@ class _InPlace:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return _OfClass(copy.deepcopy(self._module, memo), self._method)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # The copy of the module exists before its attributes are filled, so that this finds the method of its class.
-        return (getattr, (self._module, self._method)) if self._before is None else (_itself, (self._before,))
+        # A pickle is also read where this package is missing.
+        return _pickled(self._module, self._method) if self._before is None else (_itself, (self._before,))
+
+
+class _OfClass:
+    """The method of a copied layer's class, which does not hold the layer: the copy is freed with its last reference."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        # The class's own one: a copy has no other attributes yet, and its wrapper may not be followed to the layer.
+        own = getattr(type(module), method)
+        functools.update_wrapper(self, own)
+        del vars(self)["__wrapped__"]
+        self.__signature__ = _without_self(inspect.signature(own))
+        self._module, self._method, self._own = weakref.ref(module), method, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(self._module(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OfClass":
+        module = self._module()
+        assert module is not None  # it is being copied
+        return _OfClass(copy.deepcopy(module, memo), self._method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pickled(self._module(), self._method)
+
+
+def _pickled(module: nn.Module | None, method: str) -> tuple[Any, ...]:
+    # The new module exists before its attributes are filled, so that this finds the method of its class.
+    return getattr, (module, method)
+
+
+def _without_self(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def is_in_a_run(model: nn.Module) -> bool:

@@ -1,7 +1,10 @@
 """The context around the book-keeping engine: what goes in and comes out of it, and that it leaves no trace on the model."""
 
 import copy
+import gc
+import inspect
 import io
+import weakref
 
 import pytest
 import torch
@@ -188,6 +191,23 @@ def test_a_copy_computes_with_its_own_weights_and_is_not_watched(name, copied):
                 parameter.copy_(first)
         clipped.backward(losses())
         assert_same_sums(clipped.sums, sums, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, averaged, lambda model: copy.deepcopy(copy.deepcopy(model))])
+def test_a_copy_is_freed_with_its_last_reference(copied):
+    """Without the cyclic collector, which no allocator of a GPU runs."""
+    model = build("vit-lora")
+    with book_keeping(model):
+        gc.collect()
+        gc.disable()
+        try:
+            other = copied(model)
+            weights = [weakref.ref(parameter) for parameter in other.parameters()]
+            assert inspect.signature(other.forward) == inspect.signature(type(other).forward.__get__(other))
+            del other
+            assert all(weight() is None for weight in weights)
+        finally:
+            gc.enable()
 
 
 @torch.no_grad()
