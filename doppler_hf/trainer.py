@@ -57,7 +57,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
     Sequence, image and token classification, causal, masked and seq2seq language models, question answering, multiple
     choice, semantic segmentation and CTC have a built-in per-sample loss. For another task, override
     `compute_per_sample_loss`. With `args.disable_dp` every method behaves as in `Trainer`, except that the gradient of
-    several micro-batches is always that of one large batch: `Trainer` leaves out a division for models such as BERT.
+    several micro-batches is always that of one large batch: `Trainer` leaves out a division for models such as BERT. And
+    `eval_loss` is always a mean over the evaluated rows or tokens: `Trainer` counts others, too, for models such as GPT-2.
 
     Args:
         model: As in `Trainer`. The arguments that are not listed here are those of `Trainer` too, in the same order.

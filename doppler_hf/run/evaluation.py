@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput
 
+from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.losses import as_losses, without_adapters
@@ -129,7 +130,8 @@ class EvaluatingTrainer(ShardedTrainer):
 
         The loss of a batch is the mean over its own rows or tokens. Transformers counts those of the batches of all
         processes, and multiplies the loss by the number of processes, also for the many models that do not divide by
-        that count: their `eval_loss` would be as many times too large.
+        that count: their `eval_loss` would be as many times too large. For models such as GPT-2 it counts the first token
+        of each row, which nothing predicts.
         """
         accepts, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, False
         try:
@@ -229,12 +231,17 @@ class EvaluatingTrainer(ShardedTrainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict as Transformers does; metrics per user are of the users of `test_dataset`."""
-        self._note_users(test_dataset)
+        try:
+            self._note_users(test_dataset, name="test_dataset")
+        except Refusal as error:  # such as users who are unknown; predictions need none
+            self._users = None
+            if self.is_world_process_zero():
+                print(f"The predictions have no metrics per user: {error}")
         return super().predict(test_dataset, *args, **kwargs)
 
-    def _note_users(self, dataset: Any) -> None:
+    def _note_users(self, dataset: Any, *, name: str = "eval_dataset") -> None:
         column = self.args.privacy_unit_column if self.args.metrics_per_user else None
-        self._users = None if isinstance(dataset, dict) or column is None else users_of(dataset, column=column)
+        self._users = None if isinstance(dataset, dict) or column is None else users_of(dataset, column=column, name=name)
 
 
 def _by_record(values: Tensor, *, records: int | None, rows: int) -> Tensor:

@@ -16,11 +16,11 @@ from doppler_hf.privacy.batching.columns import is_table, units_of
 from doppler_hf.run.published_results import USERS_WITH
 
 
-def users_of(dataset: Any, *, column: str) -> np.ndarray | None:
+def users_of(dataset: Any, *, column: str, name: str = "eval_dataset") -> np.ndarray | None:
     """Return the user of each row of an evaluation set, or None if it has no such column."""
     if not is_table(dataset) or column not in dataset.column_names or not len(dataset):
         return None
-    return units_of(dataset, column=column, name="eval_dataset")
+    return units_of(dataset, column=column, name=name)
 
 
 def mean_per_user(

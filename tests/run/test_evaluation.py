@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import EarlyStoppingCallback, default_data_collator
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, default_data_collator
 
 from doppler_hf import DopplerTrainer
 from tests.support.refusals import refused
@@ -155,3 +155,15 @@ def test_metrics_that_are_left_out_by_an_argument_are_told(tmp_path, capsys):
     assert "compute_metrics is not called, because prediction_loss_only=True" in capsys.readouterr().out
     trained(trainer_of(tmp_path / "2", eval_strategy="epoch", **options))
     assert "compute_metrics is not called" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_dp": True, "noise_multiplier": None}], ids=["private", "open"])
+def test_the_loss_of_a_language_model_is_the_mean_over_the_tokens_that_it_predicts(tmp_path, options):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=8, n_layer=1, n_head=1, n_positions=8)).eval()
+    rows = Dataset.from_list([{"input_ids": [5 + row, 6, 7, 8], "labels": [5 + row, 6, 7, 8]} for row in range(8)])
+    data = rows.map(lambda row: {"input_ids": row["input_ids"][::-1]})
+    trainer = trainer_of(tmp_path, model=model, data=data, evaluated=rows, collator=default_data_collator, **options)
+    tokens = torch.tensor(rows["input_ids"][:])
+    logits = model(tokens).logits.detach()[:, :-1].flatten(0, 1)
+    expected = float(torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)

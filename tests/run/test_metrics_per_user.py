@@ -65,6 +65,17 @@ def test_predictions_count_the_users_of_what_is_predicted(tmp_path):
     assert made.predict(tested.select(range(3))).metrics["test_rows_per_user"] == 1.5
 
 
+def test_rows_of_unknown_users_are_predicted_without_metrics_per_user(tmp_path, capsys):
+    made = trainer(tmp_path)
+    predicted = made.predict(text_data(4).add_column("user", [None] * 4))
+    assert len(predicted.predictions) == 4
+    assert "test_accuracy_per_user" not in predicted.metrics
+    assert (
+        "The predictions have no metrics per user: privacy_unit_column='user' has no value for some records of test_d"
+        in capsys.readouterr().out
+    )
+
+
 def test_the_best_model_may_be_the_best_for_users(tmp_path):
     options = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
     made = trained(trainer(tmp_path, metric_for_best_model="accuracy_per_user", rehearse=True, **options))
