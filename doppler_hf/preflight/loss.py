@@ -79,10 +79,9 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     with without_dropout(model), run.unwatched():
         with model.register_forward_hook(lambda _module, _args, outputs: found.append(outputs)):
             losses, _, weights = trainer._losses(dict(inputs))
-        logits = _logits_in(found[0]) if len(found) == 1 else None
+        logits, is_named = _logits_in(found[0]) if len(found) == 1 else (None, False)
         labels = trainer._prepare_inputs(inputs)["labels"]
-        # The one number that a module of the user's own returns for each row may be a loss itself.
-        is_named = len(found) == 1 and hasattr(found[0], "logits")
+        # The one number that a module of the user's own returns for each row may be a loss itself, if it has no name.
         if weights is None and is_named and isinstance(logits, Tensor) and logits.requires_grad and logits[0].numel() == 1:
             _note_one_output(run, losses, logits, labels)
             return
@@ -110,12 +109,12 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
     )
 
 
-def _logits_in(outputs: Any) -> Any:
-    """Return what a model's outputs call logits, the first of several, or the only one."""
+def _logits_in(outputs: Any) -> tuple[Any, bool]:
+    """Return what a model's outputs call logits, the first of several, or the only one, and whether they call it so."""
     if isinstance(outputs, Mapping):
-        return outputs.get("logits")
+        return outputs.get("logits"), "logits" in outputs
     first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    return getattr(outputs, "logits", first)
+    return getattr(outputs, "logits", first), hasattr(outputs, "logits")
 
 
 def _note_one_output(run: PrivateRun, losses: Tensor, logits: Tensor, labels: Tensor) -> None:

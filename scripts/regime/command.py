@@ -1,8 +1,7 @@
 """Fill the table of the paper's own regime, one cell after another, for as long as there is time.
 
-Every cell that ends is a line of the results file. A cell that was interrupted continues
-from its last tenth. Two processes may not fill the
-same file at once.
+Every cell that ends is a line of the results file. A cell that was interrupted continues from its last tenth. Two processes
+may not fill the same file at once.
 
   python -m scripts.reproduce paper-regime --data-dir DATA --minutes 600
   python -m scripts.reproduce paper-regime --data-dir DATA --curvature
@@ -11,13 +10,11 @@ same file at once.
 
 import argparse
 import functools
-import json
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,7 +23,7 @@ from doppler_hf.errors import Refusal
 from scripts.regime.cells import train_cell
 from scripts.regime.curvature import cells_to_measure, measured
 from scripts.regime.page import write_page
-from scripts.regime.results import Results, cell_of
+from scripts.regime.results import Results
 from scripts.regime.search import lines_of, next_cell
 from scripts.regime.tasks import TASKS, Loaded, load
 from scripts.studies.data import digest_of
@@ -114,10 +111,9 @@ def fill(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure the curvature of runs with the best rates, one after another, a line of a file of its own for each."""
-    results, path, begun = Results(args.results), curvatures_of(args.results), time.perf_counter()
+    results, curvatures, begun = Results(args.results), curvatures_of(args.results), time.perf_counter()
     for name in args.tasks:
-        known = [cell_of(row) for row in read_rows(path)]
-        missing = [cell for cell in cells_to_measure(name, results) if cell not in known]
+        missing = [cell for cell in cells_to_measure(name, results) if curvatures.get(cell) is None]
         data = load(TASKS[name], data_dir=args.data_dir, cache_dir=args.out) if missing else None
         for cell in missing:
             if args.minutes is not None and time.perf_counter() - begun > 60 * args.minutes:
@@ -125,27 +121,21 @@ def measure(args: argparse.Namespace) -> None:
             assert data is not None
             folder = args.out / "curvature"
             shutil.rmtree(folder, ignore_errors=True)  # an interrupted run begins again
-            row = measured(cell, data, folder=folder)
+            row = curvatures.add(cell, functools.partial(measured, data=data, folder=folder))
             shutil.rmtree(folder)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
             say(f"{cell}: {row['largest_eigenvalue']}")
             rewrite_page(args, results)
 
 
-def curvatures_of(results: Path) -> Path:
-    """Return the file of measured curvatures beside that of the results."""
-    return results.with_name(f"{results.stem}-curvature.jsonl")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+def curvatures_of(results: Path) -> Results:
+    """Return the measured curvatures, whose file is beside that of the results."""
+    return Results(results.with_name(f"{results.stem}-curvature.jsonl"))
 
 
 def rewrite_page(args: argparse.Namespace, results: Results) -> None:
     """Write the page beside the results."""
-    write_page(results, args.results.with_suffix(".md"), curvatures=read_rows(curvatures_of(args.results)))
+    measured_rows = [row for name in TASKS for row in curvatures_of(args.results).rows(name)]
+    write_page(results, args.results.with_suffix(".md"), curvatures=measured_rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -181,15 +181,10 @@ def _in_thirds(row: dict[str, Any]) -> str:
 
 def _at_equal_rates(task: str, results: Results) -> list[dict[str, dict[str, Any]]]:
     """Return filter → row of the runs at the rates of DPSGD under the usual conditions, sorted by C times the rate."""
-    filters = {terms.low_pass_filter: name for name, terms in METHODS.items() if terms.base == "sgd"}
-    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
     found: dict[tuple[float, float], dict[str, dict[str, Any]]] = {}
-    for row in results.rows(task):
-        if row["held_out"] is None or any(row[name] != getattr(usual, name) for name in _CONDITIONS):
-            continue
-        for name, method in filters.items():
-            if row["method"] == method:
-                found.setdefault((row["clip_norm"], row["learning_rate"]), {})[name] = row
+    for name, row in _usual_runs(task, results):
+        if row["held_out"] is not None:
+            found.setdefault((row["clip_norm"], row["learning_rate"]), {})[name] = row
     with_theory = [runs for runs in found.values() if SPECTRUM in runs.get("none", {})]
     return sorted(with_theory, key=lambda runs: (step_length(runs["none"]), runs["none"]["clip_norm"]))
 
@@ -265,13 +260,20 @@ def _periods(results: Results) -> Iterator[str]:
 
 def _by_filter(task: str, results: Results) -> dict[str, list[dict[str, Any]]]:
     """Return filter → runs of SGD that recorded their signal, under the usual conditions."""
-    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in results.rows(task):
-        terms = METHODS[row["method"]]
-        if terms.base == "sgd" and SPECTRUM in row and all(row[name] == getattr(usual, name) for name in _CONDITIONS):
-            found.setdefault(terms.low_pass_filter, []).append(row)
+    for name, row in _usual_runs(task, results):
+        if SPECTRUM in row:
+            found.setdefault(name, []).append(row)
     return found
+
+
+def _usual_runs(task: str, results: Results) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield filter and row of the runs of SGD under the usual conditions."""
+    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
+    for row in results.rows(task):
+        method = METHODS[row["method"]]
+        if method.base == "sgd" and all(row[name] == getattr(usual, name) for name in _CONDITIONS):
+            yield method.low_pass_filter, row
 
 
 def _period(row: dict[str, Any]) -> str:
