@@ -37,7 +37,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, get_total_epsilon
 from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
-from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledgers_in
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledger_files, ledgers_in
 from doppler_hf.privacy.ledger.terms import (
     HOW_COMPUTED,
     attacks_in_words,
@@ -97,13 +97,20 @@ def run(args: argparse.Namespace) -> int:
         )
     if not path.exists():
         has_weights = given.is_dir() and weight_files(given)
+        aside = ledger_files(given) if given.is_dir() else []
         raise Refusal(
             "no-ledger",
-            f"There is no {LEDGER_NAME} at {given}. Give the output folder of a private run."
+            f"There is no {LEDGER_NAME} at {given}. "
+            + (
+                f"A ledger was set aside there, as {aside[-1].name}, because it does not cover the weights that were saved "
+                f"later. To check what its run has spent: doppler-hf verify {aside[-1]}."
+                if aside
+                else "Give the output folder of a private run."
+            )
             + (
                 " If an adapter was merged into this model, run doppler-hf verify MERGED --base BASE --adapter FOLDER, "
                 "where FOLDER is the output folder of the run."
-                if has_weights
+                if has_weights and not aside
                 else ""
             ),
         )

@@ -209,7 +209,7 @@ class PrivacyCallback(TrainerCallback):
             missing = run.statement.steps_planned - state.global_step
             if missing > 0 >= run.affordable:
                 steps = f"{missing:,} step{'s' * (missing > 1)}"
-                print(f"The run ended {steps} early, because steps that were lost in an interruption count, too.")
+                print(f"The run ended {steps} early, because steps that were made after the checkpoint count, too.")
             run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
 
 

@@ -20,6 +20,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter
 from doppler_hf.optim.checkpoint import filter_name_of
 from doppler_hf.privacy import LEDGER_NAME
+from doppler_hf.privacy.ledger.ledger import entries_in
 
 _INTERRUPTED = f"no {TRAINER_STATE_NAME}, or a file is cut off"
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+")
@@ -77,7 +78,10 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
             )
         # One that was saved while something other than the private steps had changed the model has no ledger.
         covered = [checkpoint for checkpoint in whole if (Path(checkpoint) / LEDGER_NAME).exists()]
-        return (covered or whole)[-1] if whole else True
+        # An earlier run in the same folder may have left checkpoints of more steps.
+        run = entries_in(Path(output_dir) / LEDGER_NAME)
+        own = [each for each in covered if (found := entries_in(Path(each) / LEDGER_NAME)) and found == run[: len(found)]]
+        return (own or covered or whole)[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
         # A folder with a different name may hold only a model to start from.

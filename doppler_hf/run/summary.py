@@ -96,6 +96,11 @@ def print_start(
             f"no checkpoint is saved before the end of the {steps} steps, so if the process is killed without warning, "
             f"the model is lost and its ε is spent: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
         )
+    if args.save_strategy != "no" and args.save_only_model:
+        watched.append(
+            "save_only_model=True leaves optimizer, filter and schedule out of checkpoints, so a resumed run begins them "
+            "anew: leave it out to continue after an interruption"
+        )
     lengths = run.sampler.lengths
     is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
     may_differ = not run.probe.are_of_one_length if lengths is None else lengths.min() < lengths.max()

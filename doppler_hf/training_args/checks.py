@@ -204,7 +204,7 @@ def check_ranges(args: TrainingArguments) -> None:
             "one-of-two",
             "Set either target_epsilon or noise_multiplier, for example target_epsilon=3; got "
             f"target_epsilon={args.target_epsilon} and noise_multiplier={args.noise_multiplier}. To train without privacy, "
-            "set disable_dp=True.",
+            "or to evaluate only, set disable_dp=True.",
         )
     for name, ((words, holds), fix) in _RANGES.items():
         value = getattr(args, name)

@@ -127,6 +127,15 @@ def test_checkpoints_are_earlier_states(tmp_path, capsys):
     assert "checkpoint-2" not in output
 
 
+def test_a_folder_whose_only_ledger_was_set_aside_says_where_it_is(tmp_path, capsys):
+    after(PrivacyLedger.open(statement()), 2).save(tmp_path)
+    aside = set_aside(tmp_path, unless=lambda there: False)
+    assert main(["verify", str(tmp_path)]) == 2
+    mend = f"A ledger was set aside there, as {aside.name}, because it does not cover the weights that were saved later."
+    assert mend in " ".join(capsys.readouterr().err.split())
+    assert main(["verify", str(aside)]) == 0
+
+
 def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
     ledger = after(PrivacyLedger.open(statement()), 2)
     ledger.save(tmp_path)

@@ -15,7 +15,7 @@ from transformers import Trainer
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.checkpoints import given_checkpoint
 from tests.support.refusals import refused
-from tests.support.trainers import On, assert_trained_alike, at, trained, trainer_of
+from tests.support.trainers import On, assert_trained_alike, at, interrupt, trained, trainer_of
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
 
@@ -92,6 +92,18 @@ def test_a_checkpoint_that_its_ledger_does_not_cover_is_skipped(tmp_path):
     resumed = trainer_of(tmp_path, **OPTIONS)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy.ledger.restarts == [1]
+
+
+def test_checkpoints_of_an_earlier_run_in_the_same_folder_are_skipped(tmp_path, capsys):
+    trained(trainer_of(tmp_path, **OPTIONS))
+    stopped = trainer_of(tmp_path, **OPTIONS | dict(noise_seed=2), callbacks=[On(step_end=at(3, interrupt))])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert f"To continue from {tmp_path / 'out' / 'checkpoint-3'}, call" in " ".join(capsys.readouterr().out.split())
+    resumed = trainer_of(tmp_path, **OPTIONS | dict(noise_seed=2))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts == [3]
+    assert resumed.privacy.ledger.steps_run == 6
 
 
 def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_a_run_that_steps_were_lost_of_says_why_it_ends_early(tmp_path, capsys):
     again = trainer_of(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 7
-    words = "The run ended 1 step early, because steps that were lost in an interruption count, too."
+    words = "The run ended 1 step early, because steps that were made after the checkpoint count, too."
     assert words in capsys.readouterr().out
     trained(trainer_of(tmp_path / "whole", **options))
     assert "early" not in capsys.readouterr().out
@@ -155,6 +155,14 @@ def test_of_several_processes_the_first_saves(tmp_path, case):
 def test_a_run_without_a_checkpoint_before_its_end_is_told_of(tmp_path, capsys, options, is_told):
     trained(trainer_of(tmp_path, max_steps=3, **options))
     assert ("no checkpoint is saved before the end of the 3 steps" in capsys.readouterr().out) is is_told
+
+
+def test_checkpoints_that_cannot_be_continued_are_told_of(tmp_path, capsys):
+    options = dict(max_steps=2, save_strategy="steps", save_steps=1)
+    told = "save_only_model=True leaves optimizer, filter and schedule out of checkpoints"
+    for save_only_model in (True, False):
+        trained(trainer_of(tmp_path, save_only_model=save_only_model, **options))
+        assert (told in capsys.readouterr().out) is save_only_model
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def refuse_layers(model: nn.Module) -> None:
         if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
             raise Refusal(
                 "compiled-module",
-                f"The module {name or 'itself'!r} is compiled and trained, but per-sample gradients cannot be computed in "
-                "compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
+                f"The {f'module {name!r}' if name else 'model'} is compiled and trained, but per-sample gradients cannot be "
+                "computed in compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
             )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
         # statistics. In evaluation mode, its statistics do not change.

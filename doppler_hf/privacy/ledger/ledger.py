@@ -476,12 +476,19 @@ def ledgers_in(folder: str | Path) -> dict[Path, PrivacyLedger]:
     return found
 
 
+def entries_in(path: Path) -> list[Any]:
+    """Return the entries in a file, none if it is not a ledger; unlike `load`, this checks nothing."""
+    try:
+        return list(json.loads(path.read_text("utf-8"))["entries"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def marks_in(path: Path) -> frozenset[str]:
     """Return the marks of trained weights in a file, which may not be a ledger; unlike `load`, this checks nothing."""
     try:
-        entries = json.loads(path.read_text("utf-8"))["entries"]
-        return frozenset().union(*(split_marks(entry.get("trained", "")) for entry in entries))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset().union(*(split_marks(entry.get("trained", "")) for entry in entries_in(path)))
+    except (TypeError, AttributeError):
         return frozenset()
 
 
