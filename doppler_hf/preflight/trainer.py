@@ -9,6 +9,7 @@ from transformers import DefaultFlowCallback, Trainer
 from doppler_hf.errors import Refusal, TypeRefusal, page
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.clipping.engine import is_in_a_run
+from doppler_hf.privacy.clipping.refused_layers import refuse_compiled
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
 from doppler_hf.run.trained_openly import was_trained_openly
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -65,7 +66,9 @@ def refuse_changed_arguments(args: DopplerTrainingArguments) -> None:
 
 
 def refuse_wrapped_model(model: Any) -> None:
-    """Refuse a model inside one of torch's wrappers."""
+    """Refuse a model inside one of torch's wrappers, before Transformers reads the columns that its forward takes."""
+    if isinstance(model, nn.Module):
+        refuse_compiled(model)
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise Refusal(
             "wrapped-model",

@@ -11,6 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.errors import page
+from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments, trained, trainer_of
 from tests.support.unspent import assert_unspent, refusal_unspent
@@ -156,3 +157,11 @@ def test_a_trainer_as_it_is_has_nothing_of_its_own(tmp_path):
     trainer = DopplerTrainer(tiny_bert(), arguments(tmp_path, max_steps=1), pad, text_data())
     assert not trainer.has_own_loss
     trained(trainer)
+
+
+def test_a_compiled_model_is_refused_before_its_columns_are_read(tmp_path):
+    """The forward of such a model takes any name, so that Transformers would leave out all columns."""
+    model = torch.compile(tiny_bert(), backend="eager")
+    with refused("compiled-module", match="^The model is compiled and trained"):
+        trainer_of(tmp_path, model=model)
+    trained(trainer_of(tmp_path, model=model._orig_mod, max_steps=1))

@@ -33,13 +33,7 @@ def refuse_layers(model: nn.Module) -> None:
                     f"The layer '{name}.{child_name}' shares its parameters with {owners[child]!r}, and shared parameters "
                     f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
-        is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
-        if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
-            raise Refusal(
-                "compiled-module",
-                f"The {f'module {name!r}' if name else 'model'} is compiled and trained, but per-sample gradients cannot be "
-                "computed in compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
-            )
+        refuse_compiled(module, name=name)
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
         # statistics. In evaluation mode, its statistics do not change.
         is_mixing = isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
@@ -59,6 +53,17 @@ def refuse_layers(model: nn.Module) -> None:
             "embedding-max-norm",
             f"The {named(rewriting, 'has', 'have')} max_norm, which changes weights during the forward pass without noise. "
             "Set max_norm to None.",
+        )
+
+
+def refuse_compiled(module: nn.Module, *, name: str = "") -> None:
+    """Refuse a compiled module with trained weights; the model has the name ''."""
+    is_compiled = isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+    if is_compiled and any(parameter.requires_grad for parameter in module.parameters()):
+        raise Refusal(
+            "compiled-module",
+            f"The {f'module {name!r}' if name else 'model'} is compiled and trained, but per-sample gradients cannot be "
+            "computed in compiled layers. Pass the model without torch.compile, or compile frozen modules only.",
         )
 
 
