@@ -22,11 +22,14 @@ def has_repeats(dataset: Any) -> bool:
     for number in range(max(map(len, columns.values()), default=0)):
         column = {part: found[min(number, len(found) - 1)] for part, found in columns.items()}
         chunks = [chunk for each in column.values() for chunk in each]
-        places = {place: count for count, place in enumerate(dict.fromkeys(place for place, *_ in chunks))}
-        # Columns that were cut and joined alike have the same rows twice.
-        form = tuple((places[place], *rest) for place, *rest in chunks)
+        places = dict.fromkeys(place for place, _, _ in chunks)
         # If each chunk has its own memory, no row of a data set in its order can repeat.
-        if (is_in_order and len(places) == len(chunks)) or form in compared_before:
+        if is_in_order and len(places) == len(chunks):
+            continue
+        # Columns that were cut and joined alike have the same rows twice.
+        names = dict(zip(places, range(len(places)), strict=True))
+        form = tuple((names[place], start, size) for place, start, size in chunks)
+        if form in compared_before:
             continue
         compared_before.add(form)
         numbers = row_numbers(dataset, column, begins_of(column.values())[0])
