@@ -83,6 +83,7 @@ def print_start(
         watched += [
             f"ε protects one row. If the column {name!r} says to whom a row belongs, set privacy_unit_column={name!r}"
             for name in columns
+            if not any(f"privacy_unit_column={name!r}" in note for note in notes)  # of a column whose values repeat
         ]
     if why_not_private(ledger) is None and total_of(ledger, epsilon=ledger.planned_epsilon).epsilon > LARGEST_EPSILON:
         watched.insert(0, f"ε above {LARGEST_EPSILON:g} protects little; usual values are 1 to 8")

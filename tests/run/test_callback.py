@@ -330,13 +330,17 @@ def test_the_start_says_how_many_processes_a_launcher_has_started(tmp_path, caps
 
 @pytest.mark.parametrize("column", ["patient_id", "overflow_to_sample_mapping"])  # of windows of a long text
 def test_a_column_that_may_say_whose_a_row_is_is_told_of(tmp_path, capsys, column):
-    data = text_data().add_column(column, [row // 4 for row in range(24)])
+    data = text_data().add_column(column, [*range(24)])
     told = f"ε protects one row. If the column {column!r} says"
     trained(trainer_of(tmp_path / "rows", data=data, max_steps=1))
     assert f"{told} to whom a row belongs, set privacy_unit_column={column!r}" in capsys.readouterr().out
     units = dict(privacy_unit_column=column, per_device_train_batch_size=1)
     trained(trainer_of(tmp_path / "patients", data=data, max_steps=1, **units))
     assert told not in capsys.readouterr().out
+    # Of values that repeat, another note says more.
+    data = text_data().add_column(column, [row // 4 for row in range(24)])
+    trained(trainer_of(tmp_path / "repeated", data=data, max_steps=1))
+    assert capsys.readouterr().out.count(f"privacy_unit_column={column!r}") == 1
 
 
 def test_all_terms_are_shown_with_log_level_info(tmp_path, capsys):
