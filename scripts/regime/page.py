@@ -169,7 +169,7 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
 
 def _answer(results: Results) -> Iterator[str]:
     """Yield whether the paper's filter gains with each of the paper's algorithms, as far as it is known."""
-    changes, gains, filters = [], 0, dict[str, None]()
+    changes, gains, losses, filters = [], 0, 0, dict[str, None]()
     for task in TASKS:
         searches = _searches_by_terms(task, results).get((), [])
         reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
@@ -184,11 +184,14 @@ def _answer(results: Results) -> Iterator[str]:
                 continue
             low, high = interval(paired)
             gains += low > 0
+            losses += high < 0
             reach = "does not reach 3 points" if high < LEAST_GAIN else "does not exclude 3 points"
+            reach = "is below 0: the filter loses" if high < 0 else reach
             change = f"- `{task}`, {algorithm}: {paired.mean():+.2f} points."
             changes.append(f"{change} The 95 % interval, {low:+.2f} to {high:+.2f}, {reach}.")
     if changes:
-        found = f"It gains in {gains} of {len(changes)} comparisons." if gains else "No gain is shown so far."
+        found = f"It gains in {gains} of {len(changes)} comparisons" if gains else "No gain is shown so far"
+        found += f", and in {losses} of {len(changes)} comparisons it loses." if losses else "."
         yield ANSWER.format(found=found, filters=" and ".join(filters))
         yield CHANGES + "\n\n" + "\n".join(changes)
         if rooms := [room for task in TASKS if (room := _room(task, results))]:

@@ -78,6 +78,20 @@ def test_the_answer_says_what_an_interval_excludes(page):
     assert room in page(*tuned, *reported([0.001, 0.0, -0.001]), noiseless)
 
 
+def test_the_answer_says_where_the_filter_loses(page):
+    tuned = compared({"DPSGD": (0.8, -0.9, 0.6), LP: (1.6, -0.9, 0.6)})
+    tests = {"DPSGD": (0.8, (0.60, 0.61, 0.62)), LP: (1.6, (0.58, 0.59, 0.61))}
+    reported = [
+        row_of(name, rate, 0.6, seed=seed, tests_once=True) | {"test": test, "test_of_average": test}
+        for name, (rate, found) in tests.items()
+        for seed, test in enumerate(found)
+    ]
+    found = page(*tuned, *reported)
+    assert "**No gain is shown so far, and in 1 of 1 comparisons it loses. Leave" in found
+    assert "-1.67 points. The 95 % interval, -3.10 to -0.23, is below 0: the filter loses." in found
+    assert "0 of these 2 intervals contain 0." in found
+
+
 def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
     found = page(
         row_of("DPSGD", 0.4, 0.50, rho=0.9),
