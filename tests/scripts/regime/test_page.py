@@ -90,6 +90,13 @@ def test_the_answer_says_where_the_filter_loses(page):
     assert "**No gain is shown so far, and in 1 of 1 comparisons it loses. Leave" in found
     assert "-1.67 points. The 95 % interval, -3.10 to -0.23, is below 0: the filter loses." in found
     assert "0 of these 2 intervals contain 0." in found
+    assert "another rate may be as good" not in found
+    other = [
+        row_of(LP, 0.8, 0.6, seed=seed, tests_once=True) | {"test": test, "test_of_average": test}
+        for seed, test in enumerate((0.61, 0.61, 0.63))
+    ]
+    row = f"| tiny | {LP} − DPSGD | 0.8: 50.0 | 1.6: 60.0 | 3 | +0.67 [-0.77, +2.10] |"
+    assert row in page(*tuned, *reported, *other)
 
 
 def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
