@@ -52,7 +52,8 @@ PREDICTED: Final = """
 
 Each filter has its own best rate, for which the held-out accuracies are given, of one run each. The theorem predicts the
 filter with the largest ratio for the signal of the run without a filter. The quadratic predicts the one with the smallest L.
-A prediction is right if no other filter has a higher accuracy, before rounding.
+A prediction is right if no other filter has a higher accuracy, before rounding. The test accuracies of several seeds may
+have another order ([above](#what-was-found)).
 
 | task | optimizer | held-out accuracy, % | by the theorem | by the quadratic |
 |---|---|---|---|---|
