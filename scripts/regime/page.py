@@ -194,12 +194,12 @@ def _answer(results: Results) -> Iterator[str]:
             gains += low > 0
             losses += high < 0
             reach = "does not reach 3 points" if high < LEAST_GAIN else "does not exclude 3 points"
-            reach = "is below 0: the filter loses" if high < 0 else reach
+            reach = "is below 0: at its chosen rate the filter loses" if high < 0 else reach
             change = f"- `{task}`, {algorithm}: {paired.mean():+.2f} points."
             changes.append(f"{change} The 95 % interval, {low:+.2f} to {high:+.2f}, {reach}.")
     if changes:
         found = f"It gains in {gains} of {len(changes)} comparisons" if gains else "No gain is shown so far"
-        found += f", and in {losses} of {len(changes)} comparisons it loses." if losses else "."
+        found += f", and in {losses} of {len(changes)} comparisons it loses at its chosen rate." if losses else "."
         yield ANSWER.format(found=found, filters=" and ".join(filters))
         yield CHANGES + "\n\n" + "\n".join(changes)
         if rooms := [room for task in TASKS if (room := _room(task, results))]:
@@ -215,9 +215,9 @@ def _room(task: str, results: Results) -> str:
         return ""
     with_noise, without = (100 * row["held_out"] for row in (search.rows[search.best], noiseless))
     so = (
-        f"So a gain of {LEAST_GAIN:g} points was hardly possible here."
+        f"So at this rate a gain of {LEAST_GAIN:g} points was hardly possible."
         if without - with_noise < LEAST_GAIN
-        else f"So a gain of {LEAST_GAIN:g} points was possible here."
+        else f"So at this rate a gain of {LEAST_GAIN:g} points was possible."
     )
     return f"- {ROOM.format(task=task, noiseless=without, noisy=with_noise, so=so)}"
 
