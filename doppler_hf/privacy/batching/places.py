@@ -42,7 +42,9 @@ def columns_of(part: Any) -> list[list[Chunk]]:
     if isinstance(part, list | tuple):
         found = [[(id(part), place, 1) if _is_value(row) else (id(row), 0, 1) for place, row in enumerate(part)]]
     elif isinstance(part, TensorDataset):
-        for tensor in (each for each in part.tensors if each.layout is torch.strided):
+        tensors = [each for each in part.tensors if each.layout is torch.strided]
+        # Labels of one class may be one tensor for the rows of several people; inputs are not.
+        for tensor in [each for each in tensors if each.ndim > 1] or tensors:
             step = tensor.stride(0)
             if step > 0 and tensor.storage_offset() % step == 0:
                 place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)

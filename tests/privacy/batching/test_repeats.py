@@ -23,6 +23,9 @@ ONCE = {
     "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select([1, 3])]),
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([1, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 7])]),
+    "tensors with the same labels": lambda data: ConcatDataset(
+        [TensorDataset(each, LABELS) for each in (TENSOR, TENSOR + 1)]
+    ),
     "a list of numbers": lambda data: [0, 0, 1, (1, 2), (1, 2)],
     "tensors": lambda data: ConcatDataset([TensorDataset(TENSOR[:3]), TensorDataset(TENSOR[3:])]),
     "a tensor twice in a row": lambda data: TensorDataset(TENSOR, TENSOR),
@@ -51,7 +54,7 @@ MORE = {
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
 }
-TENSOR = torch.arange(24).view(8, 3)
+TENSOR, LABELS = torch.arange(24).view(8, 3), torch.zeros(8)
 
 
 def _behind_a_new_column(data):
