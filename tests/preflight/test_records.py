@@ -322,3 +322,13 @@ def test_users_with_many_more_rows_than_most_are_told(tmp_path, capsys):
     terms = dict(max_steps=1, privacy_unit_column="user", per_device_train_batch_size=2, max_examples_per_unit=2)
     trained(trainer_of(tmp_path / "mended", data=data, **terms))
     assert "rows of most users" not in capsys.readouterr().out
+
+
+def test_a_list_that_is_repeated_trains_with_the_mend_of_its_message(tmp_path):
+    rows = [row | {"user": number} for number, row in enumerate(text_data(24))] * 2
+    with pytest.raises(
+        Refusal, match=r"make a datasets\.Dataset of it and set privacy_unit_column to a column that they share"
+    ):
+        trainer_of(tmp_path, data=rows, max_steps=1).train()
+    mended = dict(data=Dataset.from_list(rows), privacy_unit_column="user", per_device_train_batch_size=2)
+    trained(trainer_of(tmp_path / "mended", max_steps=1, **mended))

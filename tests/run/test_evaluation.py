@@ -6,9 +6,9 @@ import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, default_data_collator
 
-from doppler_hf import DopplerTrainer
+from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from tests.support.refusals import refused
-from tests.support.tiny import text_data, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import On, trained, trainer_of
 
 
@@ -167,3 +167,12 @@ def test_the_loss_of_a_language_model_is_the_mean_over_the_tokens_that_it_predic
     logits = model(tokens).logits.detach()[:, :-1].flatten(0, 1)
     expected = float(torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_who_only_evaluates_needs_no_budget(tmp_path):
+    """As the message says that asks for one."""
+    with refused("one-of-two", match="or to evaluate only, set disable_dp=True"):
+        DopplerTrainingArguments(str(tmp_path))
+    args = DopplerTrainingArguments(str(tmp_path), disable_dp=True, report_to="none", use_cpu=True)
+    trainer = DopplerTrainer(model=tiny_bert(), args=args, data_collator=pad, eval_dataset=text_data(8))
+    assert trainer.evaluate()["eval_loss"] > 0
