@@ -168,7 +168,8 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         checkpoint = kwargs.get("resume_from_checkpoint")
         preflight.check_beginning(self, checkpoint=checkpoint)
         if self.args.disable_dp:
-            with noted_as_trained(self.model, openly_on=self._datasets_of_records):
+            openly_on, is_resumed = self._datasets_of_records, checkpoint is not None
+            with noted_as_trained(self.model, openly_on=openly_on, is_resumed=is_resumed):
                 return super()._inner_training_loop(batch_size, **kwargs)
         self._ignore_keys = kwargs.get("ignore_keys_for_eval")
         # An earlier run's wrapped model, optimizer and schedule belong to its model and arguments, so Transformers rebuilds

@@ -1,5 +1,6 @@
 """Checks of a training set and its collator that need not read a row."""
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from types import ModuleType
@@ -11,11 +12,12 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.batching.columns import is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
-from doppler_hf.privacy.known_numbers import is_own_generator
+from doppler_hf.privacy.known_numbers import LEAVES, is_own_generator
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.training_args import DopplerTrainingArguments
 
+_FIRST: Final = 100  # Only so many values of a dictionary are looked at.
 _PACKED: Final = "seq_lengths"  # the column in which TRL keeps the lengths of the texts packed into a row
 
 
@@ -23,10 +25,12 @@ def refuse_own_generators(dataset: Any, collator: Any) -> None:
     """Refuse a collator with a seed, and generators that are attributes of data set, transform or collator."""
     for name, owner in (("train_dataset", dataset), ("data_collator", collator)):
         attributes = _attributes_of(owner)
-        # A transform is an attribute of the data set; in `datasets` it is among the options of the format.
-        attributes += [each for options in attributes if isinstance(options, dict) for each in options.values()]
-        inner = [value for each in attributes for value in _attributes_of(each)]
-        found = next((value for value in (*attributes, *inner) if is_own_generator(value)), None)
+        # A transform is an attribute of the data set; in `datasets` it is among the options of the format. But other
+        # dictionaries may hold all records.
+        options = [each for each in attributes if isinstance(each, dict)]
+        attributes += [each for held in options for each in itertools.islice(held.values(), _FIRST)]
+        inner = (value for each in attributes if not isinstance(each, LEAVES) for value in _attributes_of(each))
+        found = next((value for value in itertools.chain(attributes, inner) if is_own_generator(value)), None)
         # Sensitivity: its numbers follow the order of the draw, so that one more example changes those of the others.
         if found is not None:
             raise Refusal(

@@ -28,7 +28,7 @@ from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators, states_of_generators
 
 _GENERATORS: Final = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
-_LEAVES: Final = (str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, Tensor, torch.dtype)
+LEAVES: Final = (str, bytes, int, float, complex, type(None), type, ModuleType, np.ndarray, Tensor, torch.dtype)
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 # How deep a search goes: from a layer to an object that it holds, to a list in it, and so on.
 _DEEPEST: Final = 5
@@ -56,7 +56,7 @@ def held_generators(*owners: Any) -> Iterator[tuple[Any, str, Any]]:
             elif depth < _DEEPEST:
                 for name, each in _parts(value):
                     # Most attributes of a layer are numbers, tensors and empty dictionaries of hooks, which are skipped.
-                    if isinstance(each, _LEAVES) or id(each) in seen or (isinstance(each, _CONTAINERS) and not each):
+                    if isinstance(each, LEAVES) or id(each) in seen or (isinstance(each, _CONTAINERS) and not each):
                         continue
                     seen.add(id(each))
                     ahead.append((path + name, each, depth + 1))

@@ -81,6 +81,13 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         # An earlier run in the same folder may have left checkpoints of more steps.
         run = entries_in(Path(output_dir) / LEDGER_NAME)
         own = [each for each in covered if (found := entries_in(Path(each) / LEDGER_NAME)) and found == run[: len(found)]]
+        if run and covered and not own:
+            raise Refusal(
+                "no-checkpoint-of-this-run",
+                f"resume_from_checkpoint=True found no checkpoint of the last run in {output_dir}, only {len(covered)} of "
+                "an earlier run: the last one ended before it saved its first. Start over without resume_from_checkpoint; "
+                "the ε of both runs then add up.",
+            )
         return (own or covered or whole)[-1] if whole else True
     if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)

@@ -106,6 +106,22 @@ def test_checkpoints_of_an_earlier_run_in_the_same_folder_are_skipped(tmp_path, 
     assert resumed.privacy.ledger.steps_run == 6
 
 
+def test_a_run_that_has_no_checkpoint_yet_does_not_go_on_from_that_of_an_earlier_run(tmp_path, monkeypatch):
+    trained(trainer_of(tmp_path, **OPTIONS))
+
+    def kill(**_):
+        raise Killed
+
+    other = OPTIONS | dict(noise_seed=2)
+    with pytest.raises(Killed):
+        trainer_of(tmp_path, **other, callbacks=[On(step_end=at(1, kill))]).train()
+    with refused("no-checkpoint-of-this-run", match="only 3 of an earlier run"):
+        trainer_of(tmp_path, **other).train(resume_from_checkpoint=True)
+    anew = trained(trainer_of(tmp_path, **other))  # the mend
+    assert anew.privacy.ledger.steps_run == 6
+    assert (anew.privacy.ledger.restarts, anew.state.global_step) == ([], 6)
+
+
 def test_without_a_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
     killed_run(tmp_path, monkeypatch, call=1)
     with refused("interrupted-checkpoint"):

@@ -1,7 +1,9 @@
 """Weights that were trained without privacy on the same data begin no private run, nor is a model trained by two runs."""
 
 import copy
+import dataclasses
 import gc
+import weakref
 
 import pytest
 import torch
@@ -101,12 +103,14 @@ def test_weights_that_were_reset_after_a_slow_training_begin_a_private_run(tmp_p
 
 
 TENSORS = [torch.tensor([row["input_ids"][:3] for row in text_data(24)]), torch.tensor(text_data(24)["labels"])]
+ARRAYS = [each.numpy().copy() for each in TENSORS]
 WRAPPED = {
     "Subset": lambda rows: Subset(rows, range(4, 20)),
     "random_split": lambda rows: random_split(rows, [20, 4], generator=torch.Generator().manual_seed(0))[0],
     "ConcatDataset": lambda rows: ConcatDataset([Subset(rows, range(12)), Subset(rows, range(14, 24))]),
     "TensorDataset": lambda rows: TensorDataset(*TENSORS),
     "slices of tensors": lambda rows: TensorDataset(*(each[2:22] for each in TENSORS)),
+    "tensors around arrays": lambda rows: TensorDataset(*map(torch.from_numpy, ARRAYS)),
 }
 
 
@@ -127,11 +131,65 @@ def test_data_that_a_function_wraps_for_each_training_are_recognised(tmp_path, w
     refusal_unspent(trainer(), "trained-without-privacy")
 
 
-def test_data_that_nobody_holds_any_more_are_forgotten(tmp_path):
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: Subset(rows, range(20))], ids=["as they are", "a part"])
+def test_data_that_nobody_holds_any_more_are_forgotten(tmp_path, wrap):
     model = tiny_bert()
-    after_a_baseline(tmp_path, model, Subset(OwnRows(text_data(24)), range(20)))
+    after_a_baseline(tmp_path, model, wrap(OwnRows(text_data(24))))
     gc.collect()
     trained(trainer_of(tmp_path, model=model, data=text_data(24), max_steps=1))
+
+
+@dataclasses.dataclass
+class Records(Dataset):
+    """A data set that compares values, and so has no hash."""
+
+    rows: list
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_a_data_set_without_a_hash_is_recognised_and_another_one_is_not_taken_for_it(tmp_path):
+    model, data = tiny_bert(), Records([*text_data(24)])
+    after_a_baseline(tmp_path, model, data)
+    refusal_unspent(trainer_of(tmp_path, model=model, data=data), "trained-without-privacy")
+    trained(trainer_of(tmp_path, model=model, data=Records([*text_data(24, seed=5)]), max_steps=1))
+
+
+def test_a_finished_baseline_that_is_resumed_has_learnt_its_data(tmp_path):
+    data, saves = text_data(24), dict(save_strategy="steps", save_steps=2)
+    after_a_baseline(tmp_path, tiny_bert(), data, **saves)
+    model = tiny_bert()
+    baseline = trainer_of(tmp_path / "baseline", model=model, data=data, **OPEN | saves)
+    baseline.train(resume_from_checkpoint=True)  # no step is left
+    refusal_unspent(trainer_of(tmp_path, model=model, data=data), "trained-without-privacy")
+
+
+class Experiment:
+    """A model and its data, whose transform is a method."""
+
+    def __init__(self):
+        self.model, self.data = tiny_bert(), text_data(24)
+        self.data.set_transform(self.transform)
+
+    def transform(self, rows):
+        return rows
+
+
+def test_a_transform_that_leads_to_the_model_does_not_keep_it(tmp_path):
+    experiment = Experiment()
+    after_a_baseline(tmp_path, experiment.model, experiment.data, max_steps=1, remove_unused_columns=False)
+    refusal_unspent(
+        trainer_of(tmp_path, model=experiment.model, data=experiment.data, remove_unused_columns=False),
+        "trained-without-privacy",
+    )
+    model = weakref.ref(experiment.model)
+    del experiment
+    gc.collect()
+    assert model() is None
 
 
 def test_a_baseline_that_was_stopped_counts_and_a_base_below_new_adapters_too(tmp_path):

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,28 @@ def tried(collate: Callable[[list[Any]], Any], rows: Sequence[Any], *, seed: int
 def copied(rows: list[Any]) -> list[Any]:
     """Return a deep copy of rows for a collator that is tried, since it may modify its input.
 
-    A row is often a view of a tensor of all rows. `copy.deepcopy` would copy the whole of that tensor for each row.
+    A row is often a view of a tensor of all rows. `copy.deepcopy` would copy the whole of that tensor for each row. What
+    cannot be copied, such as an open file, is in both.
     """
-    return copy.deepcopy(rows, {id(value): value.clone() for value in _tensors_in(rows, set()) if _is_part(value)})
+    memo = {id(value): value.clone() for value in _tensors_in(rows, set()) if _is_part(value)}
+    try:
+        return copy.deepcopy(rows, dict(memo))
+    except TypeError:
+        return [_copied_as_far_as_possible(row, memo) for row in rows]
+
+
+def _copied_as_far_as_possible(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, MutableMapping):
+        mine = copy.copy(value)
+        for name, each in value.items():
+            mine[name] = _copied_as_far_as_possible(each, memo)
+        return mine
+    if type(value) in (list, tuple):
+        return type(value)(_copied_as_far_as_possible(each, memo) for each in value)
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except TypeError:
+        return value
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:

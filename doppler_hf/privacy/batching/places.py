@@ -3,20 +3,25 @@
 Rows have the same place in the underlying tables after `select`, `filter`, `shuffle`, `train_test_split` and
 `concatenate_datasets`, and after changes of the format or of other columns. The same holds for `Subset`, `ConcatDataset` and
 slices of the tensors in a `TensorDataset`. Rows of lists are compared as objects. After `map`, rows have new places.
+
+Labels, masks and weights may be one array that belongs to the rows of several people. So of tensors the one with the largest
+rows counts, and of a table no column of numbers if it has others, such as texts or lists.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from jaxtyping import Int
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 Chunk = tuple[Any, int, int]
 """A run of rows: its place in memory, the number of its first row there, and how many rows it has."""
-# Two records may have the same object as their value if it is of one of these types.
 _VALUES = (str, bytes, int, float, type(None))
 
 
@@ -40,21 +45,49 @@ def columns_of(part: Any) -> list[list[Chunk]]:
     """
     found: list[list[Chunk]] = []
     if isinstance(part, list | tuple):
-        found = [[(id(part), place, 1) if _is_value(row) else (id(row), 0, 1) for place, row in enumerate(part)]]
+        found = [[(id(part), place, 1) if is_value(row) else (id(row), 0, 1) for place, row in enumerate(part)]]
     elif isinstance(part, TensorDataset):
-        tensors = [each for each in part.tensors if each.layout is torch.strided]
-        # Labels of one class may be one tensor for the rows of several people; inputs are not.
-        for tensor in [each for each in tensors if each.ndim > 1] or tensors:
+        placed = [each for each in part.tensors if _has_a_place(each)]
+        wide = [each for each in placed if each.ndim > 1]
+        if any(each.ndim > 1 for each in part.tensors):
+            placed = [max(wide, key=_bytes_of_row)] if wide else []
+        for tensor in placed:
             step = tensor.stride(0)
-            if step > 0 and tensor.storage_offset() % step == 0:
-                place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)
-                found.append([(place, tensor.storage_offset() // step, len(tensor))])
+            place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)
+            found.append([(place, tensor.storage_offset() // step, len(tensor))])
     elif is_of_datasets(part):
-        columns = ([_chunk_of(each) for each in column.chunks if len(each)] for column in part._data.columns)
+        others = [column for column in part._data.columns if not _is_of_numbers(column.type)]
+        columns = ([_chunk_of(each) for each in column.chunks if len(each)] for column in others or part._data.columns)
         known = [column for column in columns if any(place is not None for place, _, _ in column)]
         known.sort(key=lambda column: any(place is None for place, _, _ in column))
         found = [[(object() if place is None else place, start, size) for place, start, size in column] for column in known]
     return found or [[(id(part), 0, len(part))]]
+
+
+def in_common_order(columns: Mapping[int, list[list[Chunk]]]) -> dict[int, dict[int, list[Chunk]]]:
+    """Return the identity of each part → its columns by numbers; columns that share places have the same number.
+
+    A part may have the columns of another one in another order, or a few of them.
+    """
+    numbers: dict[Any, int] = {}
+    found: dict[int, dict[int, list[Chunk]]] = {}
+    for part, own in columns.items():
+        numbered: dict[int, list[Chunk]] = {}
+        others = []
+        for column in own:
+            known = (numbers[place] for place, _, _ in column if place in numbers)
+            number = next((each for each in known if each not in numbered), None)
+            if number is None:
+                others.append(column)
+            else:
+                numbered[number] = column
+        free = (number for number in itertools.count() if number not in numbered)
+        numbered |= dict(zip(free, others, strict=False))
+        for number, column in numbered.items():
+            for place, _, _ in column:
+                numbers.setdefault(place, number)
+        found[part] = dict(sorted(numbered.items()))
+    return found
 
 
 def begins_of(columns: Iterable[list[Chunk]]) -> tuple[dict[Any, int], int]:
@@ -94,8 +127,23 @@ def is_of_datasets(part: Any) -> bool:
     return hasattr(part, "_fingerprint") and hasattr(part, "_data")
 
 
-def _is_value(row: Any) -> bool:
-    return isinstance(row, _VALUES) or (isinstance(row, tuple) and all(map(_is_value, row)))
+def is_value(row: Any) -> bool:
+    """Return whether two records may have the same object as their value."""
+    return isinstance(row, _VALUES) or (isinstance(row, tuple) and all(map(is_value, row)))
+
+
+def _has_a_place(tensor: Tensor) -> bool:
+    """Return whether a tensor's rows follow one another in memory, from a place that is a whole number of rows."""
+    step = tensor.stride(0) if tensor.layout is torch.strided and tensor.ndim else 0
+    return step > 0 and tensor.storage_offset() % step == 0
+
+
+def _bytes_of_row(tensor: Tensor) -> int:
+    return tensor[:1].numel() * tensor.element_size()
+
+
+def _is_of_numbers(kind: pa.DataType) -> bool:
+    return pa.types.is_primitive(kind)  # numbers, truth values and times
 
 
 def _chunk_of(chunk: Any) -> Chunk:

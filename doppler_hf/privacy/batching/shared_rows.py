@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from doppler_hf.privacy.batching.places import begins_of, columns_of, is_of_datasets, parts_of, row_numbers
+from doppler_hf.privacy.batching.places import (
+    begins_of,
+    columns_of,
+    in_common_order,
+    is_of_datasets,
+    parts_of,
+    row_numbers,
+)
 
 
 class SharedRows(NamedTuple):
@@ -27,14 +34,14 @@ def shared_rows(first: Any, second: Any) -> SharedRows | None:
         SharedRows(shared=1, size=2, is_by_slices=False)
     """
     parts = [[*parts_of(first)], [*parts_of(second)]]
-    columns = {id(part): columns_of(part) for part in (*parts[0], *parts[1])}
-    places = [{chunk[0] for part in each for column in columns[id(part)] for chunk in column} for each in parts]
+    columns = in_common_order({id(part): columns_of(part) for part in (*parts[0], *parts[1])})
+    places = [{chunk[0] for part in each for column in columns[id(part)].values() for chunk in column} for each in parts]
     in_both = places[0] & places[1]
     if not in_both:
         return None
     # A part may lack a column of another part, so a column that both have is compared.
     compared = {
-        part: next((column for column in own if any(chunk[0] in in_both for chunk in column)), own[0])
+        part: next((column for column in own.values() if any(chunk[0] in in_both for chunk in column)), own[min(own)])
         for part, own in columns.items()
     }
     begins, size = begins_of(compared.values())

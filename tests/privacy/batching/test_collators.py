@@ -1,6 +1,7 @@
 """Rows are copied before a collator is tried with them, and of a view the row alone."""
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils.data import Dataset
 from transformers import BatchEncoding
 
 from doppler_hf.privacy.batching.collators import copied
-from tests.support.tiny import tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of, trained
 
 
@@ -46,6 +47,54 @@ def test_what_is_no_plain_view_is_copied_as_by_copy():
     assert torch.equal(mine["sparse"].to_dense(), torch.eye(3))
     assert mine["itself"] is mine
     assert (mine["text"], mine["kind"]) == ("b", dict)
+
+
+def test_what_cannot_be_copied_is_shared_and_what_is_beside_it_is_copied(tmp_path):
+    (tmp_path / "clip").write_text("abc")
+    with (tmp_path / "clip").open() as clip:
+        everything = torch.arange(6.0).reshape(2, 3)
+        row = {"clip": clip, "inputs": everything[1], "labels": [0], "frames": (number for number in range(3))}
+        rows = [row, BatchEncoding({"clip": [clip, [1]]})]
+        mine = copied(rows)
+        assert mine[0]["clip"] is mine[1]["clip"][0] is clip
+        mine[0].pop("labels")
+        mine[0]["inputs"].fill_(-1.0)
+        mine[1]["clip"][1].append(2)
+        assert (row["labels"], rows[1]["clip"][1], [*row["frames"]]) == ([0], [1], [0, 1, 2])
+        assert torch.equal(everything, torch.arange(6.0).reshape(2, 3))
+
+
+class Decoder:
+    """What reads a clip where the collator needs it."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def frames(self):
+        with self.lock:
+            return [0, 1, 2]
+
+
+class RowsWithDecoders(Dataset):
+    """Rows with an object that cannot be copied."""
+
+    def __init__(self):
+        self.rows = [*text_data(24)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index] | {"clip": Decoder()}
+
+
+def test_rows_with_decoders_are_trained_on(tmp_path):
+    def collate(rows):
+        assert all(row.pop("clip").frames() == [0, 1, 2] for row in rows)
+        return pad(rows)
+
+    options = dict(max_steps=1, remove_unused_columns=False)
+    trained(checked_trainer_of(tmp_path, model=tiny_bert(), data=RowsWithDecoders(), collator=collate, **options))
 
 
 class RowsOfOneTensor(Dataset):

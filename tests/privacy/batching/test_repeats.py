@@ -1,5 +1,6 @@
 """Rows that a data set has more than once are found by their places, and equal rows of others are not."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets
@@ -25,6 +26,15 @@ ONCE = {
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 7])]),
     "tensors with the same labels": lambda data: ConcatDataset(
         [TensorDataset(each, LABELS) for each in (TENSOR, TENSOR + 1)]
+    ),
+    "tensors with the same mask": lambda data: ConcatDataset(
+        [TensorDataset(MASK, each, LABELS) for each in (TENSOR, TENSOR + 1)]
+    ),
+    "tensors at odd places with the same labels": lambda data: ConcatDataset(
+        [TensorDataset(torch.arange(25)[1:].view(8, 3), LABELS) for _ in range(2)]
+    ),
+    "two sets with the same weights": lambda data: concatenate_datasets(
+        [data.add_column("weight", WEIGHTS), Dataset.from_list([*data], data.features).add_column("weight", WEIGHTS)]
     ),
     "a list of numbers": lambda data: [0, 0, 1, (1, 2), (1, 2)],
     "tensors": lambda data: ConcatDataset([TensorDataset(TENSOR[:3]), TensorDataset(TENSOR[3:])]),
@@ -53,13 +63,21 @@ MORE = {
     "two sets of one table": lambda data: ConcatDataset([data.select([0, 2]), data.select(range(2, 5))]),
     "one set of two of one table": lambda data: concatenate_datasets([data.select([0, 2]), data.select([2, 3])]),
     "two subsets": lambda data: ConcatDataset([Subset(data, [0, 2]), Subset(data, [1, 2])]),
+    "two sets with columns in another order": lambda data: ConcatDataset(
+        [_with_a_text(data), _with_a_text(data).select_columns(["text", *data.column_names])]
+    ),
 }
-TENSOR, LABELS = torch.arange(24).view(8, 3), torch.zeros(8)
+TENSOR, LABELS, MASK = torch.arange(24).view(8, 3), torch.zeros(8), torch.ones(8, 3, dtype=torch.int32)
+WEIGHTS, TEXTS = np.ones(8), {}
 
 
 def _behind_a_new_column(data):
     (name,) = data.column_names
     return data.add_column("new", [*range(len(data))]).select_columns(["new", name])
+
+
+def _with_a_text(data):
+    return TEXTS.setdefault(data._fingerprint, data.add_column("text", [*"abcdefgh"]))
 
 
 def _empty(data):
@@ -72,7 +90,9 @@ def test_rows_that_stand_in_a_data_set_more_than_once_are_found(column, makes, i
     values = {"tokens": [[n] * (n % 3) for n in range(8)], "number": [*range(8)], "word": [str(n) for n in range(8)]}
     values |= {"flag": [n % 2 > 0 for n in range(8)], "record": [{"a": n, "b": None} for n in range(8)]}
     data = Dataset.from_dict({column: values[column]})
+    # A record is not multiplied by 0. In a table of numbers alone, the same weights may be the same rows.
     of_records = ("equal rows",) if column == "record" else ()
+    of_records += ("two sets with the same weights",) if column in ("number", "flag") else ()
     assert {name: has_repeats(make(data)) for name, make in makes.items() if name not in of_records} == {
         name: is_repeated for name in makes if name not in of_records
     }

@@ -1,5 +1,6 @@
 """Rows that two data sets share are counted by their places; equal rows at other places are not."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -18,6 +19,7 @@ TABLE = Dataset.from_dict(
 )
 LIST = [{"x": n} for n in range(SIZE)]
 TENSORS = torch.arange(3 * SIZE).reshape(SIZE, 3), torch.zeros(SIZE)
+MASK, WEIGHTS = torch.ones(SIZE, 3, dtype=torch.int32), np.ones(SIZE)
 SPLIT = TABLE.train_test_split(0.25, seed=0)
 
 # A name → training set, evaluation set, the shared rows, and whether the number is a fact about the code.
@@ -42,7 +44,11 @@ CASES = {
     "a subset by a range": (TABLE, Subset(TABLE, range(5)), 5, True),
     "a split of torch's": (TABLE, random_split(TABLE, [30, 10])[1], 10, False),
     "several sets of torch's": (ConcatDataset([TABLE.select(range(20)), LIST]), Subset(LIST, [1]), 1, False),
+    "columns in another order": (TABLE, TABLE.select_columns(["text", "tokens", "id"]).select(range(10)), 10, True),
     "a list": (LIST, LIST[5:10], 5, False),
+    "tensors with new masks": (
+        TensorDataset(*TENSORS), TensorDataset(TENSORS[0], torch.ones(SIZE, 3, dtype=torch.int32)), 40, True
+    ),
     "tensors": (TensorDataset(*TENSORS), TensorDataset(TENSORS[0][30:], TENSORS[1][30:]), 10, True),
 }  # fmt: skip
 
@@ -63,6 +69,10 @@ NONE = {
     "parts of a list": (LIST[:5], LIST[5:]),
     "equal values in lists": ([1, 2, "a"], [1, "a"]),
     "slices of tensors": (TensorDataset(TENSORS[0][:30]), TensorDataset(TENSORS[0][30:])),
+    "other tensors with the same mask": (TensorDataset(TENSORS[0], MASK), TensorDataset(TENSORS[0] + 1, MASK)),
+    "other tables with the same weights": tuple(
+        Dataset.from_list(list(TABLE)).add_column("weight", WEIGHTS) for _ in range(2)
+    ),
     "nothing": (TABLE, TABLE.select([])),
     "no set": (TABLE, None),
     "a stream": (TABLE, TABLE.to_iterable_dataset()),
