@@ -1,6 +1,6 @@
 """The page of the results: tables of what there is, what the theory says of it, and what is missing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +45,13 @@ gain 3 to 10 points when networks are trained from scratch. Momentum is the simp
 **{found} Leave `low_pass_filter` at `"auto"`,** which takes momentum that suits the run, or no filter
 ([which](../../docs/method/filters.md#what-auto-chooses)).
 
-The study is far from complete. It has test results at ε = 8, for 50 epochs in batches of 1,000, which are the paper's
-shortest runs, and of its nine filters for {filters} alone. In [short runs at ε = 3](paper.md) a filter gained 1.05 ± 0.15
-points on the perceptron, but the rates there were chosen on the test records.
+The study is far from complete. It has test results at ε = {epsilons}, for 50 epochs in batches of 1,000, which are the
+paper's shortest runs, and of its nine filters for {filters} alone. In [short runs at ε = 3](paper.md) a filter gained
+1.05 ± 0.15 points on the perceptron, but the rates there were chosen on the test records.
 """.strip()
 CHANGES: Final = (
-    "This is the change of the test accuracy by `first-order-v1`, with the learning rate tuned for each method. The "
-    "intervals cover the choice of the seed alone:"
+    "This is the change of the test accuracy by each filter in points, with the learning rate tuned for each method. The "
+    "95 % intervals cover the choice of the seed alone:"
 )
 # Shown for each task whose best run was made without noise, too.
 ROOM: Final = (
@@ -176,34 +176,46 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
 
 
 def _answer(results: Results) -> Iterator[str]:
-    """Yield whether the paper's filter gains with each of the paper's algorithms, as far as it is known."""
-    changes, gains, losses, filters = [], 0, 0, dict[str, None]()
+    """Yield whether the paper's filters gain with each of the paper's algorithms, as far as it is known."""
+    changes: list[str] = []
+    intervals: list[tuple[float, float]] = []
+    filters, epsilons = dict[str, None](), dict[str, None]()
     for task in TASKS:
-        searches = _searches_by_terms(task, results).get((), [])
-        reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
-        filters |= {
-            f"`{METHODS[name].low_pass_filter}`": None
-            for name, tests in reported.items()
-            if name.startswith("LP-") and len(tests) > 1
-        }
-        for algorithm, (base, filtered, _) in ALGORITHMS.items():
-            paired = paired_changes(reported, filtered, base) if filtered in reported else None
-            if paired is None:
-                continue
-            low, high = interval(paired)
-            gains += low > 0
-            losses += high < 0
-            reach = "does not reach 3 points" if high < LEAST_GAIN else "does not exclude 3 points"
-            reach = "is below 0: at its chosen rate the filter loses" if high < 0 else reach
-            change = f"- `{task}`, {algorithm}: {paired.mean():+.2f} points."
-            changes.append(f"{change} The 95 % interval, {low:+.2f} to {high:+.2f}, {reach}.")
+        for terms, searches in _searches_by_terms(task, results).items():
+            reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
+            for algorithm, (base, *_) in ALGORITHMS.items():
+                found = []
+                for name in reported:
+                    paired = paired_changes(reported, name, base) if name.startswith("LP-") else None
+                    if family_of(name)[0] != base or paired is None:
+                        continue
+                    used = f"`{METHODS[name].low_pass_filter}`"
+                    filters[used] = epsilons[f"{dict(terms).get('epsilon', 8):g}"] = None
+                    intervals.append(interval(paired))
+                    found.append(f"{used} {difference(paired)}")
+                if found:
+                    under = f", {_conditions(terms)}" if terms else ""
+                    changes.append(f"- `{task}`, {algorithm}{under}: {', '.join(found)}")
     if changes:
-        found = f"It gains in {gains} of {len(changes)} comparisons" if gains else "No gain is shown so far"
-        found += f", and in {losses} of {len(changes)} comparisons it loses at its chosen rate." if losses else "."
-        yield ANSWER.format(found=found, filters=" and ".join(filters))
+        yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons))
         yield CHANGES + "\n\n" + "\n".join(changes)
         if rooms := [room for task in TASKS if (room := _room(task, results))]:
             yield "How much is there to gain? Without any noise a filter has nothing to remove.\n\n" + "\n".join(rooms)
+
+
+def _found(intervals: Sequence[tuple[float, float]]) -> str:
+    """Say in how many comparisons a filter gains or loses, and in how many the paper's gains are excluded."""
+    gains, losses = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
+    excluded, number = sum(high < LEAST_GAIN for _, high in intervals), len(intervals)
+    found = f"A filter gains in {gains} of {number} comparisons" if gains else "No gain is shown so far"
+    found += f", and in {losses} of {number} comparisons a filter loses at its chosen rate." if losses else "."
+    how_many = f"All {number}" if excluded == number else f"{excluded} of {number}"
+    return f"{found} {how_many} intervals exclude a gain of {LEAST_GAIN:g} points."
+
+
+def _and(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _room(task: str, results: Results) -> str:

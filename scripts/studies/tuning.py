@@ -143,7 +143,8 @@ def table(lines: Sequence[Line]) -> str:
 def difference(paired: np.ndarray) -> str:
     """Write the mean of paired differences, with Student's interval."""
     low, high = interval(paired)
-    return f"{paired.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+    mean, low, high = (round(float(value), 2) + 0.0 for value in (paired.mean(), low, high))  # no -0.00
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
 def interval(paired: np.ndarray) -> tuple[float, float]:

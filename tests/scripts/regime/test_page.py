@@ -65,8 +65,9 @@ def test_the_answer_says_what_an_interval_excludes(page):
         ]
 
     narrow = page(*tuned, *reported([0.001, 0.0, -0.001]))
-    assert "**No gain is shown so far. Leave" in narrow
-    assert "The 95 % interval, -0.25 to +0.25, does not reach 3 points." in narrow
+    assert "**No gain is shown so far. All 1 intervals exclude a gain of 3 points. Leave" in narrow
+    assert "- `tiny`, SGD: `first-order-v1` +0.00 [-0.25, +0.25]" in narrow
+    assert "It has test results at ε = 8, for 50 epochs" in narrow
     assert "All 2 intervals contain 0. That does not show that there is no effect: the widest one is ±0.2 points." in narrow
     assert "and of its nine filters for `first-order-v1` alone." in narrow
     assert "- `tiny`: the average gains 0.0 to 0.0 points; 0 of 2 intervals are above 0." in narrow
@@ -85,8 +86,8 @@ def test_the_answer_says_where_the_filter_loses(page):
         for seed, test in enumerate(found)
     ]
     found = page(*tuned, *reported)
-    assert "**No gain is shown so far, and in 1 of 1 comparisons it loses at its chosen rate. Leave" in found
-    assert "-1.67 points. The 95 % interval, -3.10 to -0.23, is below 0: at its chosen rate the filter loses." in found
+    assert "**No gain is shown so far, and in 1 of 1 comparisons a filter loses at its chosen rate. All 1" in found
+    assert "- `tiny`, SGD: `first-order-v1` -1.67 [-3.10, -0.23]" in found
     assert "0 of these 2 intervals contain 0." in found
     assert "another rate may be as good" not in found
     other = [
@@ -95,6 +96,31 @@ def test_the_answer_says_where_the_filter_loses(page):
     ]
     row = f"| tiny | {LP} − DPSGD | 0.8: 50.0 | 1.6: 60.0 | 3 | +0.67 [-0.77, +2.10] |"
     assert row in page(*tuned, *reported, *other)
+
+
+def test_the_answer_counts_every_filter_under_every_condition(page):
+    other = "LP-DPSGD, second-order"
+    usual = compared({"DPSGD": (0.8, -0.9, 0.6), LP: (1.6, -0.9, 0.6), other: (0.8, -0.9, 0.6)})
+    terms = [
+        row_of(name, rate, 0.6 - 0.1 * (rate != 0.8), epsilon=2.0) for name in ("DPSGD", LP) for rate in (0.4, 0.8, 1.6)
+    ]
+    tests = [
+        ("DPSGD", 0.8, 8.0, 0.60), (LP, 1.6, 8.0, 0.61), (other, 0.8, 8.0, 0.59),
+        ("DPSGD", 0.8, 2.0, 0.50), (LP, 0.8, 2.0, 0.57),
+    ]  # fmt: skip
+    reported = [
+        row_of(name, rate, 0.6, seed=seed, tests_once=True, epsilon=epsilon)
+        | {"test": test + by_chance, "test_of_average": test}
+        for name, rate, epsilon, test in tests
+        for seed, by_chance in enumerate((0.0, 0.001 * (name == "DPSGD"), 0.0))
+    ]
+    found = page(*usual, *terms, *reported)
+    assert "**A filter gains in 2 of 3 comparisons, and in 1 of 3 comparisons a filter loses at its chosen rate." in found
+    assert "2 of 3 intervals exclude a gain of 3 points." in found
+    assert "- `tiny`, SGD: `first-order-v1` +0.97 [+0.82, +1.11], `second-order` -1.03 [-1.18, -0.89]" in found
+    assert "- `tiny`, SGD, ε = 2: `first-order-v1` +6.97 [+6.82, +7.11]" in found
+    assert "It has test results at ε = 8 and 2, for 50 epochs" in found
+    assert "of its nine filters for `first-order-v1` and `second-order` alone." in found
 
 
 def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
