@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -56,7 +55,9 @@ def columns_of(part: Any) -> list[list[Chunk]]:
             place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)
             found.append([(place, tensor.storage_offset() // step, len(tensor))])
     elif is_of_datasets(part):
-        others = [column for column in part._data.columns if not _is_of_numbers(column.type)]
+        from pyarrow.types import is_primitive  # such data sets have imported it
+
+        others = [column for column in part._data.columns if not is_primitive(column.type)]  # numbers, truth values, times
         columns = ([_chunk_of(each) for each in column.chunks if len(each)] for column in others or part._data.columns)
         known = [column for column in columns if any(place is not None for place, _, _ in column)]
         known.sort(key=lambda column: any(place is None for place, _, _ in column))
@@ -140,10 +141,6 @@ def _has_a_place(tensor: Tensor) -> bool:
 
 def _bytes_of_row(tensor: Tensor) -> int:
     return tensor[:1].numel() * tensor.element_size()
-
-
-def _is_of_numbers(kind: pa.DataType) -> bool:
-    return pa.types.is_primitive(kind)  # numbers, truth values and times
 
 
 def _chunk_of(chunk: Any) -> Chunk:

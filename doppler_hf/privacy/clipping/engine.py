@@ -329,10 +329,7 @@ class _OfClass:
         self._module, self._method, self._own = weakref.ref(module), method, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if module is None:
-            raise ReferenceError(f"The copied layer whose {self._method} this is was freed. Keep the copied model.")
-        return self._own(module, *args, **kwargs)
+        return self._own(self._module(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_OfClass":
         module = self._module()
