@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "optim/fused_update": ("optim triton_support", "numpy jaxtyping torch triton"),
     "privacy": ("deprecated errors linalg shards triton_support filters.noise_shape", "numpy jaxtyping torch cryptography"),
     "privacy/batching/columns": ("", "numpy jaxtyping pyarrow"),
+    "privacy/batching/places": ("", "numpy jaxtyping torch pyarrow"),
     "privacy/batching/data_digest": ("privacy.batching.columns", "numpy torch pyarrow"),
     "privacy/clipping/fused_gradients": ("triton_support", "numpy jaxtyping torch triton"),
     "privacy/clipping/opacus_layers": ("linalg privacy", "jaxtyping torch opacus"),

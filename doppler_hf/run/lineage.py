@@ -147,10 +147,10 @@ class Lineage:
         """Merge some adapted layers, and return sketches of these merges, and marks of the resulting weights."""
         merges: list[Merge] = []
         marks: set[str] = set()
-        for pairs, is_sketched in self._adapters.merges(model):
-            for before, after in pairs:
-                marks |= _marks(after, both_halves=True).all - _marks(before, both_halves=True).all
-            merges += [sketched(pairs)] if is_sketched else []
+        for layers, is_sketched in self._adapters.merges(model):
+            for each in layers:
+                marks |= _marks(each.after, both_halves=True).all - _marks(each.before, both_halves=True).all
+            merges += [sketched(layers)] if is_sketched else []
         return [merge for merge in merges if merge], marks
 
 
@@ -292,7 +292,7 @@ def _read_one(path: Path) -> Record | None:
         said = json.loads(path.read_text("utf-8"))
         trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
         merges = tuple(
-            tuple(MergedWeight(tuple(shape), tuple(after), tuple(before)) for shape, after, before in merge)
+            tuple(MergedWeight(*map(tuple, weight)) for weight in merge if len(weight) == len(MergedWeight._fields))
             for merge in said.get("merges", [])
         )
         return Record(trainings, split_marks(said["marks"]), merges)

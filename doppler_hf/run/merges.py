@@ -7,6 +7,9 @@ merge. Sketches are linear. If the adapter was merged, the difference between th
 contains the sketches of Δ once, whatever else was added. A least-squares fit over all sketched weights tells how often they
 are contained, and how certain that is. Rounding, and the changes of other runs, are nearly independent of Δ, and count as
 the fit's residual.
+
+A run may continue an adapter, as after an interruption. Then W already has this adapter in it, and the bare base differs
+from W by what resembles Δ. So the fit also has a term for this adapter, of which nothing follows.
 """
 
 import contextlib
@@ -39,12 +42,21 @@ _LEAST, _MOST, _SURE = 0.2, 5.0, 6.0
 _ALIKE, _EXACT = 1.5, 1e-3
 
 
+class WeightsOfLayer(NamedTuple):
+    """The weights of an adapted layer: merged as the run leaves it, merged as it was at the start, and without adapters."""
+
+    after: Tensor
+    before: Tensor
+    base: Tensor
+
+
 class MergedWeight(NamedTuple):
-    """The sketches of a base weight after and before an adapter is merged into it."""
+    """The sketches of a layer's weights."""
 
     shape: tuple[int, ...]
     after: tuple[float, ...]
     before: tuple[float, ...]
+    base: tuple[float, ...]
 
 
 # The sketched weights of one merge.
@@ -64,7 +76,7 @@ class AdaptersAtStart:
     def __init__(self, model: nn.Module) -> None:
         self._values = {name: _values_of_adapters(layer) for name, layer in _noted_layers(model).items()}
 
-    def merges(self, model: nn.Module) -> Iterator[tuple[list[tuple[Tensor, Tensor]], bool]]:
+    def merges(self, model: nn.Module) -> Iterator[tuple[list[WeightsOfLayer], bool]]:
         """Merge the layers in copies of them. Yield their weights before and after the run, and whether to sketch these.
 
         A base may be loaded in another precision for the merge, while PEFT keeps most adapters in float32. So both are
@@ -76,17 +88,17 @@ class AdaptersAtStart:
         own = {_base_weight(layer).dtype for layer in layers.values()}
         for precision in (torch.float32, torch.bfloat16, torch.float16, *(own - _PRECISIONS)):
             for is_converted in (False, True):
-                pairs = []
+                found = []
                 for name, layer in layers.items():
                     if is_converted and {value.dtype for value in layer.parameters()} == {precision}:
                         continue  # The conversion would change nothing.
                     with contextlib.suppress(Exception), torch.no_grad():  # PEFT refuses to merge some adapters
-                        merged = [
+                        before, after = (
                             _merged(layer, precision=precision, is_converted=is_converted, values=values)
                             for values in (self._values[name], None)
-                        ]
-                        pairs.append((merged[0], merged[1]))
-                yield pairs, not is_converted and (precision == torch.float32 or precision in own)
+                        )
+                        found.append(WeightsOfLayer(after, before, _base_weight(layer).detach().to(precision)))
+                yield found, not is_converted and (precision == torch.float32 or precision in own)
 
 
 def _noted_layers(model: nn.Module) -> dict[str, Any]:
@@ -149,15 +161,16 @@ def copy_without_hooks(module: nn.Module) -> Any:
     return copy.deepcopy(module, memo)
 
 
-def sketched(pairs: Sequence[tuple[Tensor, Tensor]]) -> Merge:
-    """Return the sketches of weights before and after a merge, without weights that the merge does not change."""
-    rows = max(_FEWEST_ROWS, _FEWEST_ROWS * _LAYERS // max(1, len(pairs)))
+def sketched(layers: Sequence[WeightsOfLayer]) -> Merge:
+    """Return the sketches of layers, without those that the run does not change."""
+    rows = max(_FEWEST_ROWS, _FEWEST_ROWS * _LAYERS // max(1, len(layers)))
     found = []
-    for before, after in pairs:
-        most = max(_FEWEST_ROWS, min(rows, after.numel() // 4))  # further sketches would depend on each other
-        sketches = [tuple(sketch(value, most).tolist()) for value in (after, before)]
-        if sketches[0] != sketches[1]:
-            found.append(MergedWeight(tuple(after.shape), *sketches))
+    for weights in layers:
+        size = weights.after.numel()
+        most = max(_FEWEST_ROWS, min(rows, size // 4))  # further sketches would depend on each other
+        after, before, base = (tuple(sketch(value, most).tolist()) for value in weights)
+        if after != before:
+            found.append(MergedWeight(tuple(weights.after.shape), after, before, base))
     return tuple(found)
 
 
@@ -185,14 +198,15 @@ class _Difference(NamedTuple):
     owner: int
     found: Mapping[int, np.ndarray]  # place of a weight in the model → its sketch minus the sketch before the run
     change: Mapping[int, np.ndarray]
+    start: Mapping[int, np.ndarray]  # what the adapter did at the start of the run
 
     def fit(self, others: Iterable["_Difference"]) -> tuple[float, float, float]:
         """Return how often the change is contained, its distance from 0 in standard deviations, and the squared residual."""
         places = [*self.found]
         found = np.concatenate([self.found[place] for place in places])
         columns = [np.concatenate([self.change[place] for place in places])]
-        for other in others:
-            parts = [_padded_to_length(other.change.get(place), len(self.found[place])) for place in places]
+        for changes in (self.start, *(other.change for other in others)):
+            parts = [_padded_to_length(changes.get(place), len(self.found[place])) for place in places]
             if any(part.any() for part in parts):
                 columns.append(np.concatenate(parts))
         matrix = np.stack(columns, axis=1)
@@ -292,7 +306,8 @@ def _contained(
             before = {place: np.asarray(weight.before) for place, weight in pairs.items()}
             found = {place: _padded_to_length(sketches[place], len(value)) - value for place, value in before.items()}
             change = {place: np.asarray(weight.after) - before[place] for place, weight in pairs.items()}
-            left.append(_Difference(owner, found, change))
+            start = {place: before[place] - np.asarray(weight.base) for place, weight in pairs.items()}
+            left.append(_Difference(owner, found, change, start))
     taken: list[_Difference] = []
     while left:
         fits = [(each, *each.fit(taken)) for each in left]

@@ -15,6 +15,7 @@ from doppler_hf.privacy.accounting.attack import percent, trade_off, trade_off_a
 from doppler_hf.privacy.ledger.terms import _trade_off as trade_off_of_weights
 from doppler_hf.privacy.ledger.terms import meaning_in_words
 from doppler_hf.run import lineage
+from doppler_hf.run.merges import AdaptersAtStart, merged_in, sketched
 from tests.support.power import Disk
 from tests.support.printed import flat
 from tests.support.tiers import thorough
@@ -432,7 +433,7 @@ def merged_from(base, *folders, **options):
 @pytest.mark.parametrize("learning_rate", [1e-3, *thorough(1e-4)])
 @pytest.mark.parametrize("kept_in_float32", [True, *thorough(False)])
 @pytest.mark.parametrize(
-    ("trained_in", "merged_in"),
+    ("trained_in", "precision"),
     [
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float32),
@@ -445,13 +446,13 @@ def merged_from(base, *folders, **options):
     ],
 )
 def test_an_adapter_is_recognised_in_a_base_of_another_precision(
-    tmp_path, trained_in, merged_in, kept_in_float32, learning_rate
+    tmp_path, trained_in, precision, kept_in_float32, learning_rate
 ):
     base = tiny_bert(**WIDE)
     model = adapted(lora(**EIGHT), model=copy.deepcopy(base).to(trained_in))
     first = train(tmp_path, "first", model, learning_rate=learning_rate, max_steps=10, rehearse=False)
     forget_this_process()
-    merged = merged_from(base.to(merged_in), first.args.output_dir, autocast_adapter_dtype=kept_in_float32)
+    merged = merged_from(base.to(precision), first.args.output_dir, autocast_adapter_dtype=kept_in_float32)
     assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged.float()))), first)
 
 
@@ -548,6 +549,23 @@ def test_a_training_is_not_charged_for_its_continuation(tmp_path):
     forget_this_process()
     merged = merged_from(tiny_bert(**WIDE), first.args.output_dir)
     assert_carries(train(tmp_path, "second", adapted(model=new_head_of(merged))), first)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, *thorough(0.9, 1.5, -0.5)])
+def test_a_bare_base_is_not_taken_for_an_adapter_that_a_run_continued(share):
+    """A resumed run begins with the adapter of its checkpoint, and may go back to an earlier one as the best."""
+    model = adapted(model=tiny_bert(**WIDE))
+    seconds = [value for name, value in model.named_parameters() if "lora_B" in name]
+    with torch.no_grad():
+        for value in seconds:
+            value.normal_(0.0, 0.1)
+        at_start = AdaptersAtStart(model)
+        for value in seconds:
+            value.mul_(share).add_(0.02 * torch.randn_like(value))
+        known = [(0, sketched(layers)) for layers, is_sketched in at_start.merges(model) if is_sketched]
+    assert len(known) == 1
+    assert merged_in(tiny_bert(**WIDE), known) == set()
+    assert merged_in(model.merge_and_unload(), known) == {0}
 
 
 # --- branches of one ledger ---

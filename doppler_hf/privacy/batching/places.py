@@ -55,9 +55,10 @@ def columns_of(part: Any) -> list[list[Chunk]]:
             place = (tensor.untyped_storage().data_ptr(), tensor.dtype, step)
             found.append([(place, tensor.storage_offset() // step, len(tensor))])
     elif is_of_datasets(part):
-        from pyarrow.types import is_primitive  # such data sets have imported it
+        from pyarrow import types  # such data sets have imported it
 
-        others = [column for column in part._data.columns if not is_primitive(column.type)]  # numbers, truth values, times
+        # Primitive types are numbers, truth values and times.
+        others = [column for column in part._data.columns if not types.is_primitive(column.type)]
         columns = ([_chunk_of(each) for each in column.chunks if len(each)] for column in others or part._data.columns)
         known = [column for column in columns if any(place is not None for place, _, _ in column)]
         known.sort(key=lambda column: any(place is None for place, _, _ in column))
