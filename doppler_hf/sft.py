@@ -4,14 +4,17 @@ TRL prepares the data row by row, and evaluates. The loss is computed in `privac
 labelled tokens (the completion, the assistant's turns, or all). One row is one record.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers.hf_argparser import HfArg
+from transformers.trainer_utils import has_length
 from trl import SFTConfig, SFTTrainer
 
 from doppler_hf import trl_checks
 from doppler_hf.deprecated import with_earlier_arguments
+from doppler_hf.errors import Refusal
 from doppler_hf.run.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -21,6 +24,7 @@ _NOT_PRIVATE: Final = {
     "loss_type": "the loss of a record is always the mean negative log-likelihood of its own tokens",
     **trl_checks.NOT_PRIVATE,
 }
+_MASK: Final = "completion_mask"  # a column of TRL's in data sets that are tokenized already
 
 
 # TRL's class is the first base class, so that its defaults hold and its `super()` calls reach ours.
@@ -78,7 +82,10 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
         with trl_checks.private_init(self, args, DopplerSFTConfig, train_dataset=train_dataset, eval_dataset=evaluated):
+            _refuse_completion_without_prompt(args, train_dataset)
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
+        if not self.args.disable_dp:
+            _warn_of_rows_left_out(self.args, given=train_dataset, kept=self.train_dataset)
         if self.args.chat_template_path is not None and not self.args.disable_dp:
             trl_checks.refuse_new_tokens_of_tied_embeddings(self.model)
 
@@ -86,3 +93,27 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         """Log as TRL does, but without figures of training batches, which have no noise."""
         trl_checks.without_training_figures(self)
         super().log(logs, start_time)
+
+
+def _refuse_completion_without_prompt(args: Any, train_dataset: Any) -> None:
+    """Refuse `completion_only_loss` where TRL ignores it: it knows no prompt, and would train every token."""
+    columns = {*next(iter(train_dataset or ()), ())}
+    if args.completion_only_loss and not args.disable_dp and not ({"prompt", "completion"} <= columns or _MASK in columns):
+        mend = "set assistant_only_loss=True in its place" if "messages" in columns else "add them, or leave it out"
+        raise Refusal(
+            "no-effect",
+            "completion_only_loss=True has no effect, because train_dataset has no columns 'prompt' and 'completion'. All "
+            f"tokens would be trained. To train the answers alone, {mend}.",
+        )
+
+
+def _warn_of_rows_left_out(args: Any, *, given: Any, kept: Any) -> None:
+    """Tell of the rows of which TRL has cut off all trained tokens, and refuse a run without rows."""
+    if given is None or not (has_length(given) and has_length(kept)) or len(kept) == len(given):
+        return
+    reason = f"because max_length={args.max_length} cuts off all of their tokens that would be trained"
+    if len(kept) == 0:
+        raise Refusal("no-examples", f"TRL left out all rows of train_dataset, {reason}. Raise max_length.")
+    if args.process_index == 0:
+        count = f"{len(given) - len(kept):,} of the {len(given):,} rows"
+        warnings.warn(f"TRL left out {count} of train_dataset, {reason}. To train on them, raise max_length.", stacklevel=3)

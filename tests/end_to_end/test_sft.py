@@ -67,6 +67,24 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     chat.assert_trains_privately(trainer, evaluated={"eval_mean_token_accuracy"})
 
 
+@pytest.mark.parametrize(("name", "mend"), [("text", "add them"), ("conversation", "set assistant_only_loss=True")])
+def test_the_completion_alone_is_not_asked_for_where_there_is_none(tmp_path, name, mend):
+    with refused("no-effect", match=mend):
+        trainer_of(tmp_path, name, completion_only_loss=True)
+    trainer_of(tmp_path, name, completion_only_loss=True, disable_dp=True, target_epsilon=None)
+    trainer_of(tmp_path, "prompt", completion_only_loss=True)
+
+
+def test_rows_that_trl_leaves_out_are_told_of(tmp_path):
+    lengths = sorted(len(row["input_ids"]) for row in trainer_of(tmp_path, "assistant").train_dataset)
+    options = dict(assistant_only_loss=True, max_length=lengths[len(lengths) // 2] - 2)
+    with pytest.warns(UserWarning, match=r"TRL left out (\d+) of the \d+ rows of train_dataset, because max_length="):
+        trainer = trainer_of(tmp_path, "assistant", **options)
+    assert 0 < len(trainer.train_dataset) < len(lengths)
+    with refused("no-examples", match="Raise max_length"):
+        trainer_of(tmp_path, "assistant", **options | dict(max_length=2))
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_private_run_does_not_begin_with_a_baseline_on_the_data_that_trl_rewrites(tmp_path, kind):
     model, data = tiny_llama(), chat.prompts() if kind == "sft" else chat.preferences()
