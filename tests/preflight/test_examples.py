@@ -132,6 +132,58 @@ def test_losses_of_each_class_are_refused_and_their_mean_trains(tmp_path, monkey
     trainer_of(tmp_path, cls=OfEachClass, max_steps=1).train()
 
 
+class OfTokens(DopplerTrainer):
+    """Returns a loss for each token, or what a function makes of them."""
+
+    reduced = staticmethod(lambda losses, labels: losses)
+
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        losses = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return self.reduced(losses, labels)
+
+
+def of_tokens(rows):
+    """Collate rows whose label is that of each of their tokens."""
+    batch = pad(rows)
+    return batch | {"labels": batch["labels"][:, None].where(batch["attention_mask"] > 0, -100)}
+
+
+def test_losses_of_tokens_are_refused_and_the_mean_that_the_messages_name_trains(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = hf.BertForTokenClassification(tiny_bert().config)
+    options = dict(model=model, cls=OfTokens, collator=of_tokens, data=rows_of([6, 9, 3, 8] * 6))
+    mends = [refused_training(tmp_path, "other-number-of-losses", **options)]
+    wrong_ones = lambda losses, labels: losses.view(labels.shape), lambda losses, labels: losses.view(labels.shape).mean(1)
+    for wrong in wrong_ones:
+        monkeypatch.setattr(OfTokens, "reduced", staticmethod(wrong))
+        code = "depends-on-others" if len(mends) == 2 else "other-number-of-losses"
+        mends.append(refused_training(tmp_path, code, **options))
+    (mend,) = {found.group() for text in mends if (found := re.search(r"losses\.view\(.*?\.clamp\(min=1\)", text))}
+    assert all(mend in text for text in mends)
+    monkeypatch.setattr(OfTokens, "reduced", staticmethod(lambda losses, labels: eval(mend)))
+    trains(tmp_path, **options)
+
+
+class OfPairs(DopplerTrainer):
+    """Combines scores of shape (rows, 1) with amounts of shape (rows,), until told to give both one shape."""
+
+    is_squeezed = False
+
+    def compute_per_sample_loss(self, model, inputs):
+        amounts = inputs.pop("labels").float()
+        logits = model(**inputs).logits
+        scores = logits.squeeze(-1) if self.is_squeezed else logits
+        return (scores - amounts).square()
+
+
+def test_losses_of_pairs_of_rows_are_refused_and_scores_of_the_labels_shape_train(tmp_path, monkeypatch):
+    options = dict(model=tiny_bert(num_labels=1), cls=OfPairs)
+    refused_training(tmp_path, "other-number-of-losses", match=r"one for each pair.*logits\.squeeze\(-1\)", **options)
+    monkeypatch.setattr(OfPairs, "is_squeezed", True)
+    trains(tmp_path, **options)
+
+
 def every_other(examples):
     return pad(examples[::2])
 

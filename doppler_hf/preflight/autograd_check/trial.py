@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,10 @@ from doppler_hf.shards import gathered
 # A function that calls the model with inputs and returns one loss per example.
 Losses = Callable[[Mapping[str, Any]], Float[Tensor, " batch"]]
 Inputs = Mapping[str, Any]
+
+
+OF_OWN_TOKENS: Final = "losses.view(labels.shape).sum(1) / (labels != -100).sum(1).clamp(min=1)"
+"""How the losses of tokens, with reduction='none', become one loss per row."""
 
 
 class Trial(NamedTuple):
@@ -47,9 +51,16 @@ def refuse_number_of_losses(losses: Any, number: int) -> None:
                 "such as MultipleNegativesRankingLoss, has no loss per record, and cannot be trained with privacy."
                 + (" If it is set, squeeze() has removed the batch dimension: use squeeze(-1)." if number == 1 else ""),
             ),
-            ("more or fewer", "Make the collator return one row for each record (no packing)."),
-            ("several per row", "Reduce them to one: losses.mean(dim=1) over classes, or the mean over its own tokens."),
+            (
+                "more or fewer",
+                f"If these are losses of tokens, take the mean over each row's own tokens: {OF_OWN_TOKENS}. Otherwise make "
+                "the collator return one row for each record (no packing).",
+            ),
+            ("several per row", f"Take their mean: losses.mean(dim=1) over classes, or {OF_OWN_TOKENS} over tokens."),
         )[min(losses.ndim, 2)]
+        if losses.shape == (number, number):
+            got, fix = "one for each pair of rows", "Logits of shape (rows, 1) were combined with labels of shape (rows,)."
+            fix += " Give both one shape: logits.squeeze(-1)."
         raise Refusal(
             "other-number-of-losses",
             f"Expected one loss per row from compute_per_sample_loss, shape ({number},) for {number} rows; got {got}. {fix}",
@@ -106,7 +117,10 @@ def _why(trial: Trial, what: str, layer: str) -> str:
     # Take the first example without the others, but padded as in the batch: a remaining change comes from its padding.
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
-    if first_changing_layer(trial, padded) is None:
+    if layer == "the loss" and _changes_with_padding(trial, padded):
+        reason = "the length to which a row is padded, as a mean over all tokens does. Divide by the row's own tokens: "
+        reason += f"{OF_OWN_TOKENS}."
+    elif first_changing_layer(trial, padded) is None:
         reason = "the other records, through a mean over the batch, a rank, a threshold, a count or a shared capacity. "
         reason += (
             "Compute each loss from its own row. Weights that depend only on the row are fine, as in focal loss. Choosing "
@@ -125,6 +139,13 @@ def _why(trial: Trial, what: str, layer: str) -> str:
         f"The {what} of one record changes with the other records of the batch, so the noise would not protect it "
         f"({page('start/troubleshooting', 'losses')}): {layer} depends on {reason}"
     )
+
+
+def _changes_with_padding(trial: Trial, padded: Inputs) -> bool:
+    """Return whether the loss of the first example is another one if the example is padded."""
+    with torch.no_grad():
+        found, expected = (trial.losses_of(dict(inputs)).float() for inputs in (padded, trial.alone[0]))
+    return found.shape == expected.shape and not torch.allclose(found, expected, rtol=1e-3, atol=0.0, equal_nan=True)
 
 
 def first_changing_layer(trial: Trial, together: Inputs, *, is_last: bool = False) -> str | None:
