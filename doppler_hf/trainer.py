@@ -27,7 +27,7 @@ from doppler_hf.deprecated import with_earlier_attributes
 from doppler_hf.errors import NO_KTO, Refusal
 from doppler_hf.preflight import order as preflight
 from doppler_hf.preflight.user_errors import explain_gradients_in_a_loss, explain_removed_columns
-from doppler_hf.privacy.batching.collators import Collator, collate_one_by_one, collate_uniform_columns
+from doppler_hf.privacy.batching.collators import Collator, collate_one_by_one, collate_uniform_columns, collate_without
 from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
 from doppler_hf.privacy.losses import Losses, as_losses, losses_of_class, without_adapters
@@ -267,8 +267,6 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
         if self._run is not None and (self._run.is_running or self._run.sampler.is_reserved):
             return self._run.other_batches()
         dataset, collator = self.train_dataset, self._training_collator()
-        if self.args.privacy_unit_column is not None:
-            dataset = dataset.remove_columns(self.args.privacy_unit_column)
         # These are the first two helpers that Transformers' `_get_dataloader` calls.
         if hasattr(dataset, "column_names"):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -276,6 +274,22 @@ class DopplerTrainer(EvaluatingTrainer, SavingTrainer):
             collator = self._get_collator_with_removed_columns(collator, description="training")
         preflight.check_data(self.privacy, self, dataset=dataset, collator=collator)
         return self.privacy.loader(dataset, collator, model=self.model)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Remove what the model does not take, and the column of users, which no model takes, of every data set."""
+        column = self.args.privacy_unit_column
+        if column is not None and column in (dataset.column_names or ()):
+            dataset = dataset.remove_columns(column)
+        if not self.args.disable_dp and self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            preflight.check_columns(self, dataset, taken=self._signature_columns, description=description)
+        return super()._remove_unused_columns(dataset, description)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """Return a collator of rows that still have the columns that `_remove_unused_columns` takes from tables."""
+        collator = super()._get_collator_with_removed_columns(data_collator, description)
+        column = self.args.privacy_unit_column
+        return collator if column is None else functools.partial(collate_without, collator=collator, column=column)
 
     def _training_collator(self) -> Collator:
         collator = inner = self.data_collator

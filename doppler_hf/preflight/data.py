@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -10,7 +10,8 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.batching.columns import is_table
+from doppler_hf.preflight.user_errors import RENAMED
+from doppler_hf.privacy.batching.columns import columns_of_text, is_stored, is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.privacy.known_numbers import LEAVES, is_own_generator
 from doppler_hf.run.private_run import PrivateRun
@@ -54,6 +55,26 @@ def _attributes_of(owner: Any) -> list[Any]:
         return []
     own = [*vars(owner).values()] if hasattr(owner, "__dict__") else []
     return own + [each for kind in type(owner).__mro__ for each in vars(kind).values()]
+
+
+def refuse_without_inputs(
+    dataset: Any, taken: Collection[str], *, labels: Collection[str], description: str | None
+) -> None:
+    """Refuse a data set of which the model takes no column but labels."""
+    columns = dataset.column_names or ()
+    if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",)).isdisjoint(columns):
+        text = next(columns_of_text(dataset) if is_table(dataset) else iter(()), "text")
+        mend = "Its transform makes the inputs, so set remove_unused_columns=False."
+        if not is_table(dataset) or is_stored(dataset):
+            mend = (
+                f"Tokenize texts: .map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True). If the "
+                "collator makes the inputs, set remove_unused_columns=False."
+            )
+        raise Refusal(
+            "no-inputs",
+            f"The model takes none of the columns of the {(description or 'data').lower()} set ({', '.join(columns)}) as an "
+            f"input. {mend}",
+        )
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:

@@ -5,6 +5,7 @@ function in the file of its subject. It raises an error or returns. If it has a 
 remark to `run.notes`, which are printed when the run starts.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from doppler_hf.preflight import (
@@ -126,6 +127,11 @@ def check_before_run(private_trainer: Any) -> None:
     """Check the data set from which the numbers of a run are computed."""
     data.refuse_a_run_without_data(private_trainer.args, private_trainer.train_dataset)
     model.refuse_torchao(private_trainer.model)
+
+
+def check_columns(private_trainer: Any, dataset: Any, *, taken: Sequence[str] | None, description: str | None) -> None:
+    """Check the columns of a data set before Transformers removes those that the model does not take."""
+    data.refuse_without_inputs(dataset, taken or (), labels=private_trainer.label_names or (), description=description)
 
 
 def check_data(run: PrivateRun, private_trainer: Any, *, dataset: Any, collator: Collator) -> None:

@@ -369,12 +369,14 @@ def _errors_as_refusals(what: str) -> Iterator[None]:
     """Turn an error of the block into a refusal that names the rehearsed part and says that no ε is spent."""
     try:
         yield
+    except Refusal:
+        raise
     except Exception as error:
         said = str(error).rstrip(".")
         raise Refusal(
             "rehearsal-failed",
-            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it, or set "
-            "rehearse=False to skip the rehearsal.",
+            f"The rehearsal of {what} failed with {type(error).__name__}: {said}. No ε is spent. Fix it. With "
+            "rehearse=False the same error may end the run after ε is spent.",
         ) from error
 
 

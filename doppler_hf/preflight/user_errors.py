@@ -6,34 +6,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from transformers import TrainingArguments
 
 from doppler_hf.errors import Refusal
+from doppler_hf.training_args import DopplerTrainingArguments
 
 _OUR_CALLS: Final = "doppler_hf."
 _GRADIENTS: Final = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
 
 # Transformers' default collator renames these columns to `labels`.
-_RENAMED: Final = ("label", "label_ids")
+RENAMED: Final = ("label", "label_ids")
 
 
 @contextlib.contextmanager
-def explain_removed_columns(args: TrainingArguments, dataset: Any) -> Iterator[None]:
+def explain_removed_columns(args: DopplerTrainingArguments, dataset: Any) -> Iterator[None]:
     """Explain which argument to set if a loss, a transform or a collator needs a column that Transformers removed."""
     try:
         yield
     except KeyError as error:
         name = error.args[0] if error.args else None
+        if name is not None and name == args.privacy_unit_column:
+            raise Refusal(
+                "unit-column-is-removed",
+                f"Your code asked for the column {name!r}, but privacy_unit_column names it, so that it is removed before "
+                "rows are read: no model takes it. Leave it out of transform, collator and loss.",
+            ) from error
         columns = getattr(dataset, "column_names", None)
         if columns is None:
             columns = dataset[0] if isinstance(dataset[0], Mapping) else ()
-        if name in _RENAMED and name in columns:
+        if name in RENAMED and name in columns:
             raise Refusal(
                 "labels-renamed",
                 f"The loss asked for {name!r}, but Transformers' default collator renames that column to 'labels'. Use "
                 "inputs['labels'] in the loss, or pass your own data_collator.",
             ) from error
-        if name == "labels" and columns and not {*columns} & {name, *_RENAMED}:
+        if name == "labels" and columns and not {*columns} & {name, *RENAMED}:
             raise Refusal(
                 "no-labels-column",
                 f"Expected a column 'labels' or 'label' in train_dataset; got the columns {', '.join(map(str, columns))}. "

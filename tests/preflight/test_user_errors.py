@@ -7,6 +7,7 @@ from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer
 from tests.support.refusals import refused
+from tests.support.tiny import pad, text_data
 from tests.support.trainers import trained, trainer_of
 
 
@@ -48,8 +49,56 @@ def test_labels_that_transformers_collator_renames_are_named(tmp_path):
 def test_what_a_transform_asks_for_is_named(tmp_path):
     rows = Dataset.from_list([{"text": [index + 1] * 4, "labels": index % 2} for index in range(12)])
     rows = rows.with_transform(lambda batch: {"input_ids": batch["text"], "labels": batch["labels"]})
-    with refused("label-not-named", match=r"label_names=\['text'\]\. .* set remove_unused_columns=False"):
+    with refused("no-inputs", match=r"\(text, labels\) as an input\. Its transform .* set remove_unused_columns=False"):
         trainer_of(tmp_path, data=rows, max_steps=1).train()
+    trained(trainer_of(tmp_path, data=rows, collator=default_data_collator, max_steps=1, remove_unused_columns=False))
+    rows = Dataset.from_list([{"input_ids": [index + 1] * 4, "extra": 0, "labels": index % 2} for index in range(12)])
+    rows = rows.with_transform(lambda batch: {"input_ids": batch["input_ids"], "labels": batch["extra"]})
+    with refused("label-not-named", match=r"label_names=\['extra'\]\. .* set remove_unused_columns=False"):
+        trainer_of(tmp_path, data=rows, max_steps=1).train()
+
+
+def test_texts_that_were_not_tokenized_are_named(tmp_path):
+    rows = Dataset.from_list([{"sentence": "a b c", "labels": index % 2} for index in range(12)])
+    tokenized = text_data(12)
+    with refused("no-inputs", match=r"the training set \(sentence, labels\) as an input\. .*rows\['sentence'\]"):
+        trainer_of(tmp_path, data=rows, max_steps=1).train()
+    with refused("no-inputs", match="the evaluation set"):
+        trainer_of(tmp_path, data=tokenized, evaluated=rows, eval_strategy="steps", eval_steps=1, max_steps=1).train()
+
+
+def of_patients(number):
+    return text_data(number).add_column("patient", [f"p{index // 2}" for index in range(number)])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("is_table", [True, False])
+def test_the_column_of_users_reaches_no_model_in_any_evaluation_set(tmp_path, kept, is_table):
+    seen = []
+
+    def collate(rows):
+        seen.extend(set(row) for row in rows)
+        return pad(rows)
+
+    options = dict(remove_unused_columns=not kept, eval_strategy="steps", eval_steps=1, metrics_per_user=is_table, max_steps=1)
+    evaluated, tested = (of_patients(number) if is_table else [*of_patients(number)] for number in (8, 6))
+    trainer = trainer_of(
+        tmp_path, data=of_patients(24), evaluated=evaluated, collator=collate, privacy_unit_column="patient",
+        compute_metrics=lambda predicted: {"one": 1.0}, **options,
+    )  # fmt: skip
+    trained(trainer)
+    trainer.predict(tested)
+    assert seen
+    assert not any("patient" in row for row in seen)
+
+
+def test_a_transform_that_reads_the_column_of_users_is_told_to_leave_it_out(tmp_path):
+    rows = of_patients(24)
+    options = dict(privacy_unit_column="patient", remove_unused_columns=False, max_steps=1)
+    with refused("unit-column-is-removed", match="'patient'"):
+        reading = rows.with_transform(lambda batch: {**batch, "patient": batch["patient"]})
+        trainer_of(tmp_path, data=reading, **options).train()
+    trained(trainer_of(tmp_path, data=rows.with_transform(lambda batch: {**batch}), **options))
 
 
 def test_who_evaluates_the_training_set_is_warned(tmp_path):

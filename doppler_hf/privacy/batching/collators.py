@@ -95,6 +95,15 @@ def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> d
         raise _text_columns(rows) or _unequal() from None
 
 
+def collate_without(examples: Sequence[Any], *, collator: Collator, column: str) -> dict[str, Any]:
+    """Collate examples without a column, where they have it."""
+    is_named = [isinstance(example, Mapping) and column in example for example in examples]
+    if any(is_named):
+        rows = zip(examples, is_named, strict=True)
+        examples = [{name: row[name] for name in row if name != column} if named else row for row, named in rows]
+    return collator(examples)
+
+
 def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[str, Any]:
     """Collate each example by itself, then join the rows.
 
