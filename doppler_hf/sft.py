@@ -99,11 +99,11 @@ def _refuse_completion_without_prompt(args: Any, train_dataset: Any) -> None:
     """Refuse `completion_only_loss` where TRL ignores it: it knows no prompt, and would train every token."""
     columns = {*next(iter(train_dataset or ()), ())}
     if args.completion_only_loss and not args.disable_dp and not ({"prompt", "completion"} <= columns or _MASK in columns):
-        mend = "set assistant_only_loss=True in its place" if "messages" in columns else "add them, or leave it out"
         raise Refusal(
             "no-effect",
-            "completion_only_loss=True has no effect, because train_dataset has no columns 'prompt' and 'completion'. All "
-            f"tokens would be trained. To train the answers alone, {mend}.",
+            "The argument completion_only_loss=True has no effect, because train_dataset has no columns 'prompt' and "
+            "'completion', so all tokens would be trained. Add these columns. For the answers in conversations, set "
+            "assistant_only_loss=True in its place.",
         )
 
 

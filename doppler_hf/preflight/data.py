@@ -11,7 +11,7 @@ from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.user_errors import RENAMED
-from doppler_hf.privacy.batching.columns import columns_of_text, is_stored, is_table
+from doppler_hf.privacy.batching.columns import columns_of_text, is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.privacy.known_numbers import LEAVES, is_own_generator
 from doppler_hf.run.private_run import PrivateRun
@@ -64,16 +64,11 @@ def refuse_without_inputs(
     columns = dataset.column_names or ()
     if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",)).isdisjoint(columns):
         text = next(columns_of_text(dataset) if is_table(dataset) else iter(()), "text")
-        mend = "Its transform makes the inputs, so set remove_unused_columns=False."
-        if not is_table(dataset) or is_stored(dataset):
-            mend = (
-                f"Tokenize texts: .map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True). If the "
-                "collator makes the inputs, set remove_unused_columns=False."
-            )
         raise Refusal(
             "no-inputs",
             f"The model takes none of the columns of the {(description or 'data').lower()} set ({', '.join(columns)}) as an "
-            f"input. {mend}",
+            "input. If a transform or the collator makes the inputs, set remove_unused_columns=False. If it has texts, "
+            f"tokenize them: .map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True).",
         )
 
 

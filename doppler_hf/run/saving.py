@@ -165,8 +165,8 @@ class SavingTrainer(ShardedTrainer):
         Transformers reads these names only in `from_pretrained`. A resume would skip the weights that it does not find.
         `renamed_weights` reads them into any model.
         """
-        model = self.model
-        if self.args.disable_dp or not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
+        model, is_in_parts = self.model, self.args.disable_dp and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if is_in_parts or not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
             return False
         written: set[str] = set()
         for path in Path(folder).glob("*.safetensors"):

@@ -49,7 +49,7 @@ def test_labels_that_transformers_collator_renames_are_named(tmp_path):
 def test_what_a_transform_asks_for_is_named(tmp_path):
     rows = Dataset.from_list([{"text": [index + 1] * 4, "labels": index % 2} for index in range(12)])
     rows = rows.with_transform(lambda batch: {"input_ids": batch["text"], "labels": batch["labels"]})
-    with refused("no-inputs", match=r"\(text, labels\) as an input\. Its transform .* set remove_unused_columns=False"):
+    with refused("no-inputs", match=r"\(text, labels\) as an input\. If a transform .* set remove_unused_columns=False"):
         trainer_of(tmp_path, data=rows, max_steps=1).train()
     trained(trainer_of(tmp_path, data=rows, collator=default_data_collator, max_steps=1, remove_unused_columns=False))
     rows = Dataset.from_list([{"input_ids": [index + 1] * 4, "extra": 0, "labels": index % 2} for index in range(12)])
