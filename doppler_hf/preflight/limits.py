@@ -24,7 +24,9 @@ class Limit(NamedTuple):
     """The values that a model accepts in a column: numbers, or lengths of rows, from 0 to less than `end`."""
 
     column: str
-    kind: Literal["numbers", "lengths", "not empty", "no booleans", "no text", "no whole numbers", "boxes", "boxes in order"]
+    kind: Literal[
+        "numbers", "shares", "lengths", "not empty", "no booleans", "no text", "no whole numbers", "boxes", "boxes in order"
+    ]
     end: int
     fix: str  # a sentence without its full stop
     is_ignoring: bool = False  # whether -100 is accepted, too
@@ -36,6 +38,8 @@ class Limit(NamedTuple):
             return found.dtype.kind in _REFUSED_TYPES[self.kind]
         if found.dtype.kind not in "iuf":
             return False
+        if self.kind == "shares":
+            return bool(((found < 0) | (found > 1)).any())
         if self.kind == "not empty":
             return bool((found == 0).any())
         if self.kind == "boxes in order" and found.size % 4 == 0:
@@ -69,6 +73,7 @@ class Limit(NamedTuple):
             "not empty": ("at least one token per row", "none"),
             "boxes": (f"coordinates from 0 to {self.end - 1:,}", "other values"),
             "boxes in order": (f"boxes (x0, y0, x1, y1) with x0 ≤ x1, y0 ≤ y1, from 0 to {self.end - 1:,}", "other values"),
+            "shares": ("numbers from 0.0 to 1.0 for each class", "other values"),
             "no booleans": ("class numbers", "True or False"),
             "no whole numbers": ("0.0 or 1.0 for each class", "whole numbers"),
         }[self.kind]
@@ -157,6 +162,8 @@ def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
             for column in LABELS:
                 cast = f"train_dataset.cast_column({column!r}, datasets.Sequence(datasets.Value('float32')))"
                 yield Limit(column, "no whole numbers", end, f"Make floats of them: {cast}")
+                unknown = "Fill in what is unknown, or leave it out in a loss of your own: override compute_per_sample_loss"
+                yield Limit(column, "shares", end, unknown)
         if end == 1 or config.problem_type not in (None, "single_label_classification"):
             return
     for column in LABELS if end else ():

@@ -26,7 +26,7 @@ from doppler_hf.privacy.batching.columns import (
     LENGTH_COLUMN,
     columns_of_text,
     has_gaps_in_lists,
-    has_nan,
+    has_not_finite,
     is_stored,
     is_table,
     lengths_of,
@@ -109,8 +109,9 @@ def refuse_out_of_range(
 def _refuse_missing_labels(examples: Any, name: str, hint: str, *, is_read_by_model: bool) -> None:
     for column in LABELS if is_stored(examples) and is_read_by_model and name == "train_dataset" else ():
         # pandas writes NaN for a missing number, and the loss of the row would be NaN. A user's own loss may leave it out.
-        if column in examples.column_names and has_nan(examples, column=column):
-            raise _missing_labels(name, column, f"row[{column!r}] == row[{column!r}]", hint)
+        if column in examples.column_names and has_not_finite(examples, column=column):
+            is_there = f"numpy.isfinite(row[{column!r}]).all()"
+            raise _missing_labels(name, column, is_there, hint, but=" that is a finite number")
     for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
         # A transform may add the label. Rows of a stored table are not fetched, since a number format would replace None.
         example = {column: None} if is_stored(examples) else fetch_one(examples, row)
@@ -119,12 +120,12 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str, *, is_read_by_mo
             raise _missing_labels(name, column, f"row[{column!r}] is not None", hint)
 
 
-def _missing_labels(name: str, column: str, is_there: str, hint: str) -> Refusal:
+def _missing_labels(name: str, column: str, is_there: str, hint: str, *, but: str = "") -> Refusal:
     # The message says neither which rows nor how many, since messages end up in logs.
     return Refusal(
         "missing-labels",
-        f"Some rows of {name} have no label in the column {column!r}. Remove them: {name}.filter(lambda row: {is_there})."
-        + hint,
+        f"Some rows of {name} have no label{but} in the column {column!r}. Remove them: "
+        f"{name}.filter(lambda row: {is_there})." + hint,
     )
 
 

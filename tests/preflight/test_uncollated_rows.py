@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForSequenceClassification, default_data
 
 from doppler_hf.preflight.values import refuse_uncollated
 from doppler_hf.privacy import LEDGER_NAME
-from doppler_hf.privacy.batching.columns import has_nan, lengths_of, row_with_gap
+from doppler_hf.privacy.batching.columns import has_gaps_in_lists, has_not_finite, lengths_of, row_with_gap
 from tests.support.refusals import refused
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import OfLogits, trained, trainer_of
@@ -73,18 +73,31 @@ def test_a_gap_is_found_in_any_row_of_a_shuffled_table():
     assert lengths_of(data)[ROW] == 0
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("places", [None, [*range(23, -1, -1)]])
-def test_a_label_that_pandas_left_as_nan_is_refused(tmp_path, places):
+def test_a_label_that_is_no_finite_number_is_refused(tmp_path, places, value):
+    """As pandas leaves it where a number is missing, or where it was divided by 0."""
     rows = [row | {"labels": float(row["labels"])} for row in rows_with()]
-    rows[ROW]["labels"] = math.nan
+    rows[ROW]["labels"] = value
     data = datasets.Dataset.from_list(rows)
     data = data if places is None else data.select(places)
     model = tiny_bert(num_labels=1, problem_type="regression")
-    assert has_nan(data, column="labels")
-    assert not has_nan(datasets.Dataset.from_list(rows[:ROW]), column="labels")
-    mend = data.filter(lambda row: row["labels"] == row["labels"])
+    assert has_not_finite(data, column="labels")
+    assert not has_not_finite(datasets.Dataset.from_list(rows[:ROW]), column="labels")
+    mend = data.filter(lambda row: np.isfinite(row["labels"]).all())
     said = refused_and_mended(tmp_path, "missing-labels", data, mend, model=model)
-    assert "train_dataset.filter(lambda row: row['labels'] == row['labels'])" in said
+    assert "train_dataset.filter(lambda row: numpy.isfinite(row['labels']).all())" in said
+
+
+@pytest.mark.parametrize("length", [2, -1], ids=["fixed", "any"])
+def test_what_is_missing_in_lists_of_a_fixed_length_is_found_too(length):
+    feature = datasets.Sequence(datasets.Value("float32"), length=length)
+    data = datasets.Dataset.from_dict({"labels": [[1.0, 0.0], [None, 1.0]]}, datasets.Features({"labels": feature}))
+    assert row_with_gap(data, column="labels") == 1
+    assert has_gaps_in_lists(data, column="labels") is True
+    data = datasets.Dataset.from_dict({"labels": [[1.0, math.nan]]}, datasets.Features({"labels": feature}))
+    assert has_not_finite(data, column="labels")
+    assert lengths_of(data, column="labels").tolist() == [2]
 
 
 @pytest.mark.parametrize("wrap", [Rows, lambda rows: Subset(Rows(rows), range(len(rows)))])

@@ -80,7 +80,8 @@ def test_the_column_of_users_reaches_no_model_in_any_evaluation_set(tmp_path, ke
         seen.extend(set(row) for row in rows)
         return pad(rows)
 
-    options = dict(remove_unused_columns=not kept, eval_strategy="steps", eval_steps=1, metrics_per_user=is_table, max_steps=1)
+    options = dict(remove_unused_columns=not kept, metrics_per_user=is_table, max_steps=1)
+    options |= dict(eval_strategy="steps", eval_steps=1)
     evaluated, tested = (of_patients(number) if is_table else [*of_patients(number)] for number in (8, 6))
     trainer = trainer_of(
         tmp_path, data=of_patients(24), evaluated=evaluated, collator=collate, privacy_unit_column="patient",

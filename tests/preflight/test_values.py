@@ -10,8 +10,10 @@ import transformers as hf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from torch.nn import functional as F
 from transformers import default_data_collator
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.preflight import values
 from doppler_hf.preflight.limits import limits_of
 from doppler_hf.preflight.values import refuse_out_of_range
@@ -231,6 +233,27 @@ def test_whole_numbers_of_several_classes_are_refused_and_train_as_the_floats_th
         trainer.train_dataset, trainer.eval_dataset = floats, datasets.Dataset.from_list([*floats], features=floats.features)
         trainer.train()
         (tmp_path / "out" / LEDGER_NAME).unlink()
+
+
+@pytest.mark.parametrize("length", [-1, 2])
+def test_unknown_labels_of_several_classes_are_refused_and_are_left_out_by_a_loss_of_ones_own(tmp_path, length):
+    feature = datasets.Sequence(datasets.Value("float32"), length=length)
+    data = text_data().map(lambda row: {"labels": [row["labels"], 0.5]}, remove_columns="labels")
+    data = data.cast_column("labels", feature)
+    unknown = data.map(lambda row: {"labels": [row["labels"][0], -1.0]}).cast_column("labels", feature)
+    options = dict(model=tiny_bert(problem_type="multi_label_classification"), collator=labelled, max_steps=1)
+    trainer = trainer_of(tmp_path, data=unknown, **options)
+    with refused("values-out-of-range", match="expected numbers from 0.0 to 1.0 for each class"):
+        trainer.train()
+    trainer_of(tmp_path, data=data, **options).train()
+    trainer_of(tmp_path, data=unknown, cls=OfWhatIsKnown, **options).train()
+
+
+class OfWhatIsKnown(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        of_each = F.binary_cross_entropy_with_logits(model(**inputs).logits, labels, reduction="none")
+        return (of_each * (labels >= 0)).mean(dim=1)
 
 
 def labelled(examples):

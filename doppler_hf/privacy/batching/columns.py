@@ -37,10 +37,17 @@ def columns_of_text(table: Any) -> Iterator[str]:
 
     for field in table.data.schema:
         kind = field.type
-        while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        while is_list(kind):
             kind = kind.value_type
         if types.is_string(kind) or types.is_large_string(kind):
             yield field.name
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether a type of pyarrow is that of lists."""
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def length_of(tokens: Sequence[Any] | None) -> int:
@@ -70,7 +77,7 @@ def lengths_of(dataset: Any, *, column: str = LENGTH_COLUMN) -> Int[np.ndarray, 
     lengths, filled = np.empty(len(dataset), dtype=np.int32), 0
     for tokens in _parts(dataset, column):
         kind = tokens.type
-        is_text = (types.is_list(kind) or types.is_large_list(kind)) and not types.is_nested(kind.value_type)
+        is_text = is_list(kind) and not types.is_nested(kind.value_type)
         of_each = compute.list_value_length(tokens).fill_null(0) if is_text else [*map(length_of, tokens.to_pylist())]
         lengths[filled : filled + len(tokens)] = of_each
         filled += len(tokens)
@@ -81,10 +88,8 @@ def other_lengths_of(dataset: Any) -> Int[np.ndarray, "num_examples columns"] | 
     """Return the lengths of the stored columns of lists that are not as long as the tokens, such as labels of a summary."""
     if not is_stored(dataset) or (tokens := lengths_of(dataset)) is None:
         return None
-    from pyarrow import types
-
     kinds = {name: dataset.data.schema.field(name).type for name in _names(dataset) if name != LENGTH_COLUMN}
-    names = [name for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)]
+    names = [name for name, kind in kinds.items() if is_list(kind)]
     found = [lengths for name in names if (lengths := lengths_of(dataset, column=name)) is not None]
     differing = [lengths for lengths in found if not np.array_equal(lengths, tokens)]
     return np.stack(differing, axis=1) if differing else None
@@ -179,33 +184,28 @@ def row_with_gap(dataset: Any, *, column: str) -> int | None:
 
 
 def _has_gap(values: Any) -> bool:
-    from pyarrow import types
-
     while not values.null_count:
-        if not (types.is_list(values.type) or types.is_large_list(values.type)):
+        if not is_list(values.type):
             return False
         values = values.flatten()
     return True
 
 
-def has_nan(dataset: Any, *, column: str) -> bool:
-    """Return whether a stored column of decimal numbers, or of lists of them, has a NaN."""
+def has_not_finite(dataset: Any, *, column: str) -> bool:
+    """Return whether a stored column of decimal numbers, or of lists of them, has one that is NaN or infinite."""
     from pyarrow import compute, types
 
     def has(values: Any) -> bool:
-        while types.is_list(values.type) or types.is_large_list(values.type):
+        while is_list(values.type):
             values = values.flatten()
-        return types.is_floating(values.type) and bool(compute.any(compute.is_nan(values)).as_py())
+        return types.is_floating(values.type) and compute.all(compute.is_finite(values)).as_py() is False
 
     return any(map(has, dataset.data.column(column).chunks)) and any(map(has, _parts(dataset, column)))
 
 
 def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:
     """Return whether a list in a stored column has a missing value; None if the column does not hold lists."""
-    from pyarrow import types
-
-    kind = dataset.data.schema.field(column).type
-    if not types.is_list(kind) and not types.is_large_list(kind):
+    if not is_list(dataset.data.schema.field(column).type):
         return None
     # The whole column is checked first, because looking up each row of a shuffled table takes seconds.
     has_gaps = any(chunk.flatten().null_count for chunk in dataset.data.column(column).chunks)
@@ -231,7 +231,7 @@ def _is_of_numbers(rows: Any) -> bool:
         kind, values = rows.storage.type, rows.storage
     has_nulls = rows.null_count > 0
     for _ in shape or [None]:
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if is_list(kind):
             kind, values = kind.value_type, values.values
             has_nulls |= values.null_count > 0
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from doppler_hf.privacy.batching.columns import is_table
+from doppler_hf.privacy.batching.columns import is_list, is_table
 
 _SECONDS: Final = 0.5
 _ROWS_OF_PART: Final = 128  # The number of stored rows in a part.
@@ -147,7 +147,7 @@ def _bytes_of_array(array: Any) -> Iterator[Any]:
     kind = array.type
     if types.is_dictionary(kind):
         yield from _bytes_of_array(array.dictionary_decode())
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    elif is_list(kind):
         yield compute.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64).tobytes()
         yield from _bytes_of_array(array.flatten())
     elif types.is_struct(kind):
