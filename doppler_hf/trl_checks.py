@@ -92,6 +92,8 @@ def without_training_figures(trainer: Any) -> None:
     # Privacy: these figures have no noise. A private step does not ask TRL for any, so nothing is lost here.
     if not trainer.args.disable_dp:
         trainer._metrics["train"].clear()
+        # TRL counts the tokens of training batches, and would report their number with each evaluation: here it stays 0.
+        trainer._metrics["eval"].pop("num_tokens", None)
 
 
 @contextlib.contextmanager

@@ -57,9 +57,7 @@ def _attributes_of(owner: Any) -> list[Any]:
     return own + [each for kind in type(owner).__mro__ for each in vars(kind).values()]
 
 
-def refuse_without_inputs(
-    dataset: Any, taken: Collection[str], *, labels: Collection[str], description: str | None
-) -> None:
+def refuse_without_inputs(dataset: Any, taken: Collection[str], *, labels: Collection[str], description: str | None) -> None:
     """Refuse a data set of which the model takes no column but labels."""
     columns = dataset.column_names or ()
     if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",)).isdisjoint(columns):

@@ -63,6 +63,7 @@ def check_before_training(private_trainer: Any) -> None:
     trainer.refuse_attributes_without_effect(private_trainer)
     trainer.refuse_methods_without_effect(private_trainer)
     trainer.refuse_missing_callbacks(private_trainer)
+    trainer.refuse_early_stopping_without_evaluations(private_trainer)
     data.warn_of_training_data_in_evaluation(private_trainer)
     records.refuse_metrics_of_no_users(private_trainer)
     signatures.refuse_other_signatures(private_trainer)

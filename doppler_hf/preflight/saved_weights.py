@@ -68,6 +68,7 @@ def note_another_model_when_loaded(run: PrivateRun, trainer: Any) -> None:
     if trainer._sharding.is_cut or saved_adapters(trainer.model) or not isinstance(trainer.model, PreTrainedModel):
         return
     if why := why_not_loaded(trainer.model):
+        run.why_not_loaded = why
         name = type(trainer.model).__name__
         run.notes.append(
             f"{name}.from_pretrained will not restore this model: {why}. Save its weights after train() with "

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import DefaultFlowCallback, Trainer
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer
+from transformers.trainer_utils import IntervalStrategy
 
 from doppler_hf.errors import Refusal, TypeRefusal, page
 from doppler_hf.privacy import LEDGER_NAME
@@ -210,6 +211,20 @@ def refuse_missing_callbacks(trainer: Any) -> None:
             "Some code has removed it or replaced trainer.callback_handler.callbacks. Put it back with "
             "trainer.add_callback(transformers.trainer_callback.DefaultFlowCallback), and use trainer.remove_callback to "
             "remove single callbacks.",
+        )
+
+
+def refuse_early_stopping_without_evaluations(trainer: Any) -> None:
+    """Refuse Transformers' early stopping where nothing is evaluated or compared, which it would assert later."""
+    args = trainer.args
+    is_used = any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks)
+    if is_used and (args.eval_strategy == IntervalStrategy.NO or args.metric_for_best_model is None):
+        raise Refusal(
+            "early-stopping-alone",
+            "EarlyStoppingCallback compares evaluations by a metric; got "
+            f"eval_strategy={str(IntervalStrategy(args.eval_strategy).value)!r} and "
+            f"metric_for_best_model={args.metric_for_best_model!r}. Set eval_strategy='steps' and "
+            "metric_for_best_model='loss', or leave the callback out.",
         )
 
 

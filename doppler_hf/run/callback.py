@@ -94,8 +94,8 @@ class PrivacyCallback(TrainerCallback):
                 f"All {step} steps of this run were already done, so nothing was trained. To continue, set a larger "
                 "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
-                f"The budget allows {run.affordable} of the {remaining} remaining steps, because earlier steps count. "
-                "Training will stop after them.": run.affordable < remaining,
+                f"The budget allows {run.affordable} of the {remaining} remaining steps, because "
+                f"{_why_fewer(counted, step)}. Training will stop after them.": run.affordable < remaining,
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
@@ -209,8 +209,15 @@ class PrivacyCallback(TrainerCallback):
             missing = run.statement.steps_planned - state.global_step
             if missing > 0 >= run.affordable:
                 steps = f"{missing:,} step{'s' * (missing > 1)}"
-                print(f"The run ended {steps} early, because steps that were made after the checkpoint count, too.")
+                print(f"The run ended {steps} early, because {_why_fewer(run.ledger.steps_run, state.global_step)}.")
             run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
+
+
+def _why_fewer(counted: int, step: int) -> str:
+    """Return why a budget does not pay for all planned steps, if so many steps count at a step."""
+    if counted > step:
+        return f"steps that were made {'after the checkpoint' if step else 'before'} count, too"
+    return "sampling began a new round, which costs more ε than going on with the earlier one"
 
 
 def _code_of(trainer: Any) -> dict[str, tuple[Any, ...]]:

@@ -56,7 +56,7 @@ def written_part(run: PrivateRun, trainer: Any, folder: Path) -> str:
     assert run.ledger is not None
     sections = [
         privacy_section(run.ledger, also_not_covered=uncovered_rounding(run, trainer.model)),
-        loading_section(trainer, folder),
+        loading_section(trainer, folder, why_not_loaded=run.why_not_loaded),
         model_section(run, trainer),
         results_section(run, trainer, folder),
         training_section(run, trainer),
@@ -139,7 +139,7 @@ def hub_name(trainer: Any) -> str | None:
     return getattr(trainer, "hub_model_id", None) or args.hub_model_id if args.push_to_hub or args.hub_model_id else None
 
 
-def loading_section(trainer: Any, folder: Path) -> str:
+def loading_section(trainer: Any, folder: Path, *, why_not_loaded: str = "") -> str:
     """Return a snippet that loads the model: an adapter on its base, a model of Transformers, or one of the user's own."""
     model = trainer.model
     # A checkpoint has another name on the hub than the model, if it is there at all.
@@ -160,6 +160,9 @@ def loading_section(trainer: Any, folder: Path) -> str:
             given = "".join(f", {option}={value!r}" for option, value in options.items())
             imports = [f"from transformers import {kind.__name__}"]
             lines.append(f'base = {kind.__name__}.from_pretrained("{named}"{given})')
+            size = getattr(config, "vocab_size", None)
+            if size not in (None, getattr(own_config(config, name), "vocab_size", size)):  # for new tokens
+                lines.append(f"base.resize_token_embeddings({size})")
             if not is_hub_id(name):
                 said.append(f"`{named}` was a folder where the model was trained. Give yours.")
         else:
@@ -172,6 +175,10 @@ def loading_section(trainer: Any, folder: Path) -> str:
     elif isinstance(model, PreTrainedModel):
         imports = [f"from {'transformers' if is_known else kind.__module__} import {kind.__name__}"]
         lines.append(f"model = {kind.__name__}.from_pretrained(folder)")
+        if why_not_loaded:
+            said.append(f"`{kind.__name__}.from_pretrained` does not restore this model: {why_not_loaded}.")
+            said.append("Make `model` as in the training, and load the weights of this folder into it.")
+            lines.pop()
         if kind.__module__ == "__main__":
             said.append(f"`{kind.__name__}` is a class of the training script: import it from there.")
             imports = []
@@ -220,19 +227,20 @@ def labels_of_head(model: Any) -> dict[str, Any]:
 
 
 def changes_of_base(config: Any, name: str) -> dict[str, Any]:
-    """Return the options of `from_pretrained` with which the base was changed, such as fewer layers, where they can be read.
+    """Return the options of `from_pretrained` with which the base was changed, such as fewer layers, if they can be read."""
+    own, simple = own_config(config, name), (bool, int, float, str, type(None))
+    return {
+        option: value
+        for option, value, _ in (() if own is None else config_differences(config, own))
+        if isinstance(value, simple) and option.isidentifier() and not option.startswith("_")
+    }
 
-    The base's own configuration is read from its folder, or from the cache of the hub.
-    """
+
+def own_config(config: Any, name: str) -> Any:
+    """Return the base's own configuration, read from its folder or from the cache of the hub; None if it is in neither."""
     with contextlib.suppress(OSError, ValueError):
-        own = type(config).from_pretrained(name, local_files_only=True)
-        simple = (bool, int, float, str, type(None))
-        return {
-            option: value
-            for option, value, _ in config_differences(config, own)
-            if isinstance(value, simple) and option.isidentifier() and not option.startswith("_")
-        }
-    return {}
+        return type(config).from_pretrained(name, local_files_only=True)
+    return None
 
 
 def joined_imports(imports: list[str]) -> list[str]:

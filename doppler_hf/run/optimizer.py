@@ -34,7 +34,10 @@ def learning_rate_in_words(args: DopplerTrainingArguments, optimizer: DopplerOpt
     """Return in words the first learning rate, and whether it was given, chosen or loaded from a checkpoint."""
     rate = first_learning_rate(optimizer)
     source = "auto: from noise, steps and model size" if args.learning_rate is None else "as given"
-    return f"{rate:.3g} ({source if rate == optimizer.defaults['lr'] else 'from the checkpoint'})"
+    if rate != optimizer.defaults["lr"]:
+        ignored = "" if args.learning_rate is None else f"; learning_rate={args.learning_rate:g} has no effect"
+        source = f"from the checkpoint{ignored}"
+    return f"{rate:.3g} ({source})"
 
 
 def optimizer_of(

@@ -204,6 +204,7 @@ class PrivateRun:
         self.trained_model: TrainedModel | None = None
         self.is_running = self.is_little_said = False
         self.notes: list[str] = []
+        self.why_not_loaded = ""  # how a model that `from_pretrained` makes would differ, for the model card
         self.pads_each_row_alone = False  # Whether every row has a padded length of its own.
         self.words: dict[str, str] = {}
         self.has_picture = False  # Whether the output folder has a picture of the training.

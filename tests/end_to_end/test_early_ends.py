@@ -32,6 +32,18 @@ def fail(**_):
     raise ValueError("mine")
 
 
+@pytest.mark.parametrize(
+    "options", [dict(metric_for_best_model="loss"), dict(eval_strategy="steps", eval_steps=1)], ids=["evaluation", "metric"]
+)
+def test_early_stopping_without_what_it_compares_is_refused_before_the_first_step(tmp_path, options):
+    made = dict(callbacks=[EarlyStoppingCallback()], evaluated=text_data(8, seed=1), max_steps=1)
+    trainer = trainer_of(tmp_path, **made, **options)
+    with refused("early-stopping-alone", match="Set eval_strategy='steps' and metric_for_best_model='loss'"):
+        trainer.train()
+    assert not (tmp_path / "out" / LEDGER_NAME).exists()
+    trained(trainer_of(tmp_path, **made, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"))  # the mend
+
+
 # At this learning rate no evaluation is better than the first.
 STOPPING_EARLY = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=1e3)
 

@@ -311,6 +311,11 @@ def test_a_model_whose_layers_were_replaced_is_told_with_lines_that_work(tmp_pat
     said = capsys.readouterr().out
     assert "from_pretrained will not restore this model: 'resnet.embedder.embedder.normalization' is a " in said
     assert "but would be a BatchNorm2d" in said
+    trainer.save_model()
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "`ResNetForImageClassification.from_pretrained` does not restore this model: 'resnet.embedder" in card
+    assert "ResNetForImageClassification.from_pretrained(folder)" not in card
     lines = re.findall(r"(?:torch\.save|model\.load_state_dict)\(.*?'\)\)?", said)
     assert len(lines) == 2
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,12 @@ def test_an_interrupted_checkpoint_is_skipped(tmp_path, monkeypatch, given):
     assert_trained_alike(resumed, whole)
 
 
+def test_a_learning_rate_that_a_resume_does_not_take_is_told(tmp_path, capsys):
+    trained(trainer_of(tmp_path, **OPTIONS))
+    trainer_of(tmp_path, **OPTIONS | dict(max_steps=7, learning_rate=0.5)).train(resume_from_checkpoint=True)
+    assert "(from the checkpoint; learning_rate=0.5 has no effect)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_word_that_is_false_begins_anew_and_a_folder_of_that_name_is_a_folder(tmp_path, monkeypatch):
     trained(trainer_of(tmp_path / "before", **OPTIONS))
     trainer = trainer_of(tmp_path, **OPTIONS)

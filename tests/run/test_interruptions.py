@@ -73,6 +73,21 @@ def test_a_run_that_steps_were_lost_of_says_why_it_ends_early(tmp_path, capsys):
     assert "early" not in capsys.readouterr().out
 
 
+def test_a_run_whose_round_began_anew_says_why_it_ends_early(tmp_path, capsys, monkeypatch):
+    options = dict(max_steps=8, noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=1)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, callbacks=[On(step_end=at(4, interrupt))], **options).train()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    again = trainer_of(tmp_path, **options)
+    with pytest.warns(UserWarning, match="Sampling starts a new round"):
+        again.train(resume_from_checkpoint=True)
+    assert again.privacy.ledger.steps_run == again.state.global_step < 8
+    said = capsys.readouterr().out
+    assert "remaining steps, because sampling began a new round, which costs more ε" in " ".join(said.split())
+    assert "early, because sampling began a new round" in said
+
+
 @pytest.mark.parametrize(("end", "words"), [(interrupt, "Interrupted"), (terminate, "Stopped by SIGTERM")])
 def test_an_interruption_of_the_checks_says_that_nothing_was_spent(tmp_path, capsys, end, words):
     with pytest.raises((KeyboardInterrupt, Terminated)):

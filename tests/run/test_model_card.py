@@ -293,12 +293,15 @@ def test_the_front_matter_is_the_hubs(tmp_path, way):
     assert data.base_model is None
 
 
-@pytest.mark.parametrize("way", ["adapter", "adapter of a changed base", "plain"])
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")  # PEFT's, for new tokens
+@pytest.mark.parametrize("way", ["adapter", "adapter of a changed base", "adapter for new tokens", "plain"])
 def test_the_snippet_of_the_card_loads_the_model(tmp_path, monkeypatch, way):
     base = tmp_path / "a base"
     changes = {"num_hidden_layers": 1, "hidden_act": "relu", "id2label": {0: "bad", 1: "good"}} if "changed" in way else {}
     tiny_bert(num_hidden_layers=2).save_pretrained(base)
     model = BertForSequenceClassification.from_pretrained(base, **changes)
+    if "tokens" in way:
+        model.resize_token_embeddings(model.config.vocab_size + 2)
     model = adapted(model) if "adapter" in way else model
     trainer = trained(trainer_of(tmp_path, model=model))
     trainer.save_model()

@@ -94,7 +94,7 @@ def assert_trains_privately(trainer, *, evaluated):
     assert [logs.keys() for logs in steps] == [STEP_LOGS] * 2
     evaluations = [logs for logs in trainer.state.log_history if "eval_loss" in logs]
     assert [evaluated | {"epsilon"} <= logs.keys() for logs in evaluations] == [True, True]
-    assert {logs["eval_num_tokens"] for logs in evaluations} == {0.0}
+    assert not any("eval_num_tokens" in logs for logs in evaluations)
     assert trainer.privacy.ledger.statement.num_units == 24
     assert trainer.privacy.ledger.private
 

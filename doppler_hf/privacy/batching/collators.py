@@ -141,7 +141,8 @@ def _unequal() -> Refusal:
     # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(
         "not-padded",
-        "The records of a batch have different sizes, and the data_collator neither pads nor resizes them. For texts set "
+        "The records of a batch have different sizes, and the data_collator neither pads nor resizes them. Give images one "
+        "size in a transform or by an image_processor. For texts set "
         "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer); for token labels use "
         "DataCollatorForTokenClassification(tokenizer).",
     )
