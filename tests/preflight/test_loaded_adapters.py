@@ -14,7 +14,7 @@ from doppler_hf.preflight import loaded_adapters
 from doppler_hf.preflight.loaded_adapters import EXACT, difference_when_loaded, refuse_adapters_that_load_differently
 from tests.support.adapters import add_adapter, config_of
 from tests.support.refusals import refused
-from tests.support.tiers import thorough
+from tests.support.tiers import further, thorough
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
 from tests.support.unspent import refusal_unspent
@@ -126,7 +126,7 @@ VARIANTS = {
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT warns of several of these options
-@pytest.mark.parametrize("name", ["VeraConfig", "FourierFTConfig", *thorough(*CONFIGS)])
+@pytest.mark.parametrize("name", further([*CONFIGS], quick=["VeraConfig", "FourierFTConfig"]))
 def test_other_kinds_of_adapters_load_exactly(tmp_path, name):
     model = get_peft_model(tiny_bert(), config_of(name, **QUERY | CONFIGS[name]))
     assert difference_when_loaded(model, "default", folder=tmp_path) < 1e-6

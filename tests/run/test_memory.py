@@ -1,18 +1,14 @@
 """Memory is a contract: what a private step has in use at most, against a plain one of the same micro-batches."""
 
-import itertools
-
 import pytest
 
 from scripts.bench.memory import CONTRACT, SIZES, WAYS, WORKS, peak_bytes
+from tests.support.pairwise import pairwise
 from tests.support.tiers import further
 
 VOCABULARIES = [1000, None]  # a small head hides nothing
-# The largest ones take a minute each.
-CASES = further(
-    [*itertools.product(WORKS, WAYS, SIZES, VOCABULARIES)],
-    quick=[("gpt2", "lora", SIZES[0], None), ("gpt2", "full", SIZES[0], 1000)],
-)
+QUICK = [("gpt2", "lora", SIZES[0], None), ("gpt2", "full", SIZES[0], 1000)]
+CASES = further([*dict.fromkeys([*QUICK, *pairwise([*WORKS], WAYS, SIZES, VOCABULARIES)])], quick=QUICK)
 
 
 @pytest.mark.usefixtures("unchecked_arrays")
