@@ -112,7 +112,8 @@ def read_recipe(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     except yaml.YAMLError as error:
         raise Refusal(
             "recipe-not-yaml",
-            f"The recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line.",
+            f"The recipe {path} is not YAML ({' '.join(str(error).split())}). Write one 'name: value' on each line. For a "
+            "training script of your own, give --script in its place.",
         ) from error
     if resolved is None:
         return {}, {}
