@@ -17,6 +17,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.linalg import row_norms
 from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
+from doppler_hf.privacy.batching.columns import LABELS
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.randomness import filled_generators
@@ -34,6 +35,23 @@ def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
     """Refuse labels that the rule for the model's class would all ignore."""
     if not trainer.has_own_loss:
         run.probe.refuse_ignored_labels()
+
+
+def note_other_number_of_classes(run: PrivateRun, trainer: Any) -> None:
+    """Note a classifier whose number of outputs is not that of the class names which the data set gives."""
+    base, features = without_adapters(trainer.model), getattr(trainer.train_dataset, "features", None) or {}
+    if trainer.has_own_loss or not isinstance(base, PreTrainedModel) or rules.task_of(base) is not None:
+        return
+    named = {name: getattr(features[name], "names", None) for name in LABELS if name in features}
+    for column, names in named.items():
+        number = getattr(base.config, "num_labels", None)
+        if not names or number in (None, len(names)):
+            continue
+        so = ", so it trains amounts and no classes" if number == 1 else ""
+        run.notes.append(
+            f"the column {column!r} has {len(names):,} classes, but the model has num_labels={number:,}{so}: load it with "
+            f"num_labels={len(names)}"
+        )
 
 
 def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:

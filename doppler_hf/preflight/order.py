@@ -163,6 +163,7 @@ def check_before_engine(run: PrivateRun, private_trainer: Any) -> None:
     trainer.note_methods_of_another_library(run, private_trainer)
     loss.refuse_ignored_labels(run, private_trainer)
     loss.refuse_truth_values(run, private_trainer)
+    loss.note_other_number_of_classes(run, private_trainer)
     model.refuse_model(run, private_trainer)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import ClassLabel
 from torch.nn import functional as F
 from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -164,3 +165,18 @@ def test_a_model_that_returns_tuples_trains_and_is_evaluated(tmp_path, cls):
 def test_another_loss_in_a_tuple_is_refused(tmp_path):
     with refused("another-loss", match="PenaltyInTuples"):
         trainer_of(tmp_path, model=of_tuples(PenaltyInTuples), max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (1, "has 3 classes, but the model has num_labels=1, so it trains amounts and no classes: load it with num_labels=3"),
+        (10, "has 3 classes, but the model has num_labels=10: load it with num_labels=3"),
+        (3, None),
+    ],
+)
+def test_a_model_with_another_number_of_outputs_than_the_data_have_classes_is_told_of(tmp_path, capsys, outputs, words):
+    data = text_data(24).cast_column("labels", ClassLabel(names=["bad", "fair", "good"]))
+    trained(trainer_of(tmp_path, model=tiny_bert(num_labels=outputs), data=data, max_steps=1))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "classes, but the model has" not in said if words is None else f"the column 'labels' {words}" in said
