@@ -21,11 +21,10 @@ from doppler_hf.filters import (
     impulse_response,
     step_response,
 )
-from doppler_hf.filters.noise_shape import in_units_of_c
+from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
 
 PICTURE_ENDINGS: Final = (".png", ".svg", ".pdf")
 FREQUENCY: Final = "frequency (fraction of Nyquist)"
-DROWNED: Final = 0.005  # The number is copied from `run.summary`, because that module imports torch.
 
 
 def check_picture(path: Path) -> None:

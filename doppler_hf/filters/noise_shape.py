@@ -144,6 +144,9 @@ class NoiseShape:
 
 
 WHITE: Final = NoiseShape()
+# With more noise of the average gradient than this, in units of C, image classifiers learnt little:
+# recipes/results/few-examples.md.
+DROWNED: Final = 0.005
 
 
 def in_units_of_c(noise: float) -> str:

@@ -17,6 +17,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from doppler_hf.errors import Refusal
+from doppler_hf.privacy.clipping.engine import without_self
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions
 
 # The arguments that `CallbackHandler.call_event` passes to every event, and the additional arguments of some events.
@@ -205,16 +206,12 @@ def _stock(name: str) -> inspect.Signature:
     """Return Transformers' signature of a method, or of our own method, without `self`."""
     if name == _OURS:
         return inspect.Signature([inspect.Parameter(each, _NAMED) for each in ("model", "inputs")])
-    return _without_self(inspect.signature(getattr(Trainer, name)))
+    return without_self(inspect.signature(getattr(Trainer, name)))
 
 
 _NAMED: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _ANY_POSITIONAL: Final = inspect.Parameter.VAR_POSITIONAL
 _ANY_KEYWORD: Final = inspect.Parameter.VAR_KEYWORD
-
-
-def _without_self(signature: inspect.Signature) -> inspect.Signature:
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def _signature_of(function: Any) -> inspect.Signature | None:
@@ -231,7 +228,7 @@ def _signature_of(function: Any) -> inspect.Signature | None:
             if not hasattr(inner, "__wrapped__") or kinds != [_ANY_POSITIONAL, _ANY_KEYWORD]:
                 break
             inner = inner.__wrapped__
-        return _without_self(signature) if bound and kinds[:1] != [_ANY_POSITIONAL] else signature
+        return without_self(signature) if bound and kinds[:1] != [_ANY_POSITIONAL] else signature
     except (TypeError, ValueError):
         return None
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from transformers.integrations import TensorBoardCallback
 
 from doppler_hf.filters import NoiseShape
-from doppler_hf.filters.noise_shape import in_units_of_c
+from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import without_partial_round
 from doppler_hf.privacy.ledger.terms import (
@@ -32,8 +32,6 @@ from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import MAJORITY, MEAN_LABEL, MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT
 from doppler_hf.training_args import DopplerTrainingArguments
 
-# With more noise of the average gradient than this, image classifiers learnt little: recipes/results/few-examples.md.
-DROWNED: Final = 0.005
 # At ε = 5, the definition alone allows an attack to recognise 99 % of the records with 1 % false positives. Usual are 1 to
 # 8.
 LARGEST_EPSILON: Final = 10.0

@@ -325,7 +325,7 @@ class _OfClass:
         own = getattr(type(module), method)
         functools.update_wrapper(self, own)
         del vars(self)["__wrapped__"]
-        self.__signature__ = _without_self(inspect.signature(own))
+        self.__signature__ = without_self(inspect.signature(own))
         self._module, self._method, self._own = weakref.ref(module), method, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,7 +345,8 @@ def _pickled(module: nn.Module | None, method: str) -> tuple[Any, ...]:
     return getattr, (module, method)
 
 
-def _without_self(signature: inspect.Signature) -> inspect.Signature:
+def without_self(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature of a function as that of a bound method."""
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
