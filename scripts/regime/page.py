@@ -1,6 +1,6 @@
 """The page of the results: tables of what there is, what the theory says of it, and what is missing."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,7 +186,7 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
 def _answer(results: Results) -> Iterator[str]:
     """Yield whether the paper's filters gain with each of the paper's algorithms, as far as it is known."""
     changes: list[str] = []
-    intervals: list[tuple[float, float]] = []
+    intervals: dict[str, tuple[float, float]] = {}
     filters, epsilons = dict[str, None](), dict[str, None]()
     for task in TASKS:
         for terms, searches in _searches_by_terms(task, results).items():
@@ -199,7 +199,8 @@ def _answer(results: Results) -> Iterator[str]:
                         continue
                     used = f"`{METHODS[name].low_pass_filter}`"
                     filters[used] = epsilons[f"{dict(terms).get('epsilon', 8):g}"] = None
-                    intervals.append(interval(paired))
+                    of = f"{used} with {algorithm} on `{task}`"
+                    intervals[of + (f", {_conditions(terms)}" if terms else "")] = interval(paired)
                     found.append(f"{used} {difference(paired)}")
                 if found:
                     under = f", {_conditions(terms)}" if terms else ""
@@ -211,12 +212,14 @@ def _answer(results: Results) -> Iterator[str]:
             yield "How much is there to gain? Without any noise a filter has nothing to remove.\n\n" + "\n".join(rooms)
 
 
-def _found(intervals: Sequence[tuple[float, float]]) -> str:
-    """Say in how many comparisons a filter gains or loses, and in how many the paper's gains are excluded."""
-    gains, losses = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
-    excluded, number = sum(high < LEAST_GAIN for _, high in intervals), len(intervals)
-    found = f"A filter gains in {gains} of {number} comparisons" if gains else "No gain is shown so far"
-    found += f", and in {losses} of {number} comparisons a filter loses at its chosen rate." if losses else "."
+def _found(intervals: Mapping[str, tuple[float, float]]) -> str:
+    """Say in which comparisons a filter gains, in how many it loses, and in how many the paper's gains are excluded."""
+    gains = [name for name, (low, _) in intervals.items() if low > 0]
+    losses = sum(high < 0 for _, high in intervals.values())
+    excluded, number = sum(high < LEAST_GAIN for _, high in intervals.values()), len(intervals)
+    found = f"A filter gains in {len(gains)} of {number} comparisons: {_and(gains)}." if gains else ""
+    found = found or "No gain is shown so far."
+    found += f" In {losses} of {number} comparisons a filter loses at its chosen rate." if losses else ""
     how_many = f"All {number}" if excluded == number else f"{excluded} of {number}"
     return f"{found} {how_many} intervals exclude a gain of {LEAST_GAIN:g} points."
 
@@ -283,7 +286,8 @@ def _repeated(results: Results) -> Iterator[str]:
             {name: {row["seed"]: 100 * row[of] for row in each} for name, each in found.items()} for of in ("test", AVERAGE)
         )
         for name in found:
-            for base in (family_of(name)[0], family_of(name)[2]):
+            none, _, momentum = family_of(name)
+            for base in (none, momentum) if name.startswith("LP-") else (none,):
                 changes = [paired_changes(each, name, base) for each in (last, average)]
                 paired = [each for each in changes if each is not None]
                 if paired:

@@ -86,7 +86,7 @@ def test_the_answer_says_where_the_filter_loses(page):
         for seed, test in enumerate(found)
     ]
     found = page(*tuned, *reported)
-    assert "**No gain is shown so far, and in 1 of 1 comparisons a filter loses at its chosen rate. All 1" in found
+    assert "**No gain is shown so far. In 1 of 1 comparisons a filter loses at its chosen rate. All 1" in found
     assert "- `tiny`, SGD: `first-order-v1` -1.67 [-3.10, -0.23]" in found
     assert "0 of these 2 intervals contain 0." in found
     assert "another rate may be as good" not in found
@@ -115,7 +115,8 @@ def test_the_answer_counts_every_filter_under_every_condition(page):
         for seed, by_chance in enumerate((0.0, 0.001 * (name == "DPSGD"), 0.0))
     ]
     found = page(*usual, *terms, *reported)
-    assert "**A filter gains in 2 of 3 comparisons, and in 1 of 3 comparisons a filter loses at its chosen rate." in found
+    gains = "`first-order-v1` with SGD on `tiny` and `first-order-v1` with SGD on `tiny`, ε = 2"
+    assert f"**A filter gains in 2 of 3 comparisons: {gains}. In 1 of 3 comparisons a filter loses at its" in found
     assert "2 of 3 intervals exclude a gain of 3 points." in found
     assert "- `tiny`, SGD: `first-order-v1` +0.97 [+0.82, +1.11], `second-order` -1.03 [-1.18, -0.89]" in found
     assert "- `tiny`, SGD, ε = 2: `first-order-v1` +6.97 [+6.82, +7.11]" in found
