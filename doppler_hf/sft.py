@@ -113,7 +113,7 @@ def _warn_of_rows_left_out(args: Any, *, given: Any, kept: Any) -> None:
         return
     reason = f"because max_length={args.max_length} cuts off all of their tokens that would be trained"
     if len(kept) == 0:
-        raise Refusal("no-examples", f"TRL left out all rows of train_dataset, {reason}. Raise max_length.")
+        raise Refusal("all-rows-left-out", f"TRL left out all rows of train_dataset, {reason}. Raise max_length.")
     if args.process_index == 0:
         count = f"{len(given) - len(kept):,} of the {len(given):,} rows"
         warnings.warn(f"TRL left out {count} of train_dataset, {reason}. To train on them, raise max_length.", stacklevel=3)

@@ -83,7 +83,7 @@ def test_rows_that_trl_leaves_out_are_told_of(tmp_path):
     with pytest.warns(UserWarning, match=r"TRL left out (\d+) of the \d+ rows of train_dataset, because max_length="):
         trainer = trainer_of(tmp_path, "assistant", **options)
     assert 0 < len(trainer.train_dataset) < len(lengths)
-    with refused("no-examples", match="Raise max_length"):
+    with refused("all-rows-left-out", match="Raise max_length"):
         trainer_of(tmp_path, "assistant", **options | dict(max_length=2))
 
 
