@@ -55,6 +55,10 @@ CHANGES: Final = (
     "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Among nine, "
     "one is beyond its interval by chance in a third of such studies:"
 )
+OTHER_BASE: Final = (
+    "**The gain of `{filter}` on `{task}` may be one of the rate:** one run chose the rate of {base}, and against {base} at "
+    "a rate of {rate} the change is {change} ({seeds} seeds)."
+)
 AFTER_CHANGES: Final = (
     "At a constant rate, [averaging the weights](#what-averaging-gains) gains about as much as the best filter, with every "
     "filter and without one. The package's defaults reach the accuracy of the best filter [without any search]"
@@ -222,9 +226,34 @@ def _answer(results: Results) -> Iterator[str]:
     if changes:
         yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons))
         yield CHANGES + "\n\n" + "\n".join(changes)
+        yield from map(OTHER_BASE.format_map, _gains_against_other_rates(results))
         yield AFTER_CHANGES
         if rooms := [room for task in TASKS if (room := _room(task, results))]:
             yield "\n\n".join([ROOMS, "\n".join(rooms)])
+
+
+def _gains_against_other_rates(results: Results) -> Iterator[dict[str, str]]:
+    """Yield what is left of each gain where the method without a filter was tested at another rate, too."""
+    for task in TASKS:
+        searches = {search.line.method: search for search in _searches_by_terms(task, results).get((), [])}
+        for name in searches:
+            base = family_of(name)[0]
+            tests = {each: tests_of(searches[each], results, of="test") for each in (name, base) if each in searches}
+            gained = paired_changes(tests, name, base) if name.startswith("LP-") and base in tests else None
+            if gained is None or interval(gained)[0] <= 0:
+                continue
+            for place in searches[base].rows:
+                other = {name: tests[name], base: _tests_at(searches[base], place, results)}
+                paired = None if place == searches[base].best else paired_changes(other, name, base)
+                if paired is not None:
+                    yield {
+                        "filter": METHODS[name].low_pass_filter,
+                        "task": task,
+                        "base": base,
+                        "rate": f"{searches[base].rows[place]['learning_rate']:g}",
+                        "change": difference(paired),
+                        "seeds": str(len(paired)),
+                    }
 
 
 def _found(intervals: Mapping[str, tuple[float, float]]) -> str:

@@ -68,10 +68,7 @@ def test_the_answer_says_what_an_interval_excludes(page):
     assert "**No gain is shown so far. All 1 intervals exclude a gain of 3 points. Leave" in narrow
     assert "- `tiny`, SGD: `first-order-v1` +0.00 [-0.25, +0.25]" in narrow
     assert "It covers only ε = 8, 50 epochs" in narrow
-    assert (
-        "All 2 intervals contain 0. That does not show that there is no effect: the widest is ±0.2 points."
-        in narrow
-    )
+    assert "All 2 intervals contain 0. That does not show that there is no effect: the widest is ±0.2 points." in narrow
     assert "nine filters only `first-order-v1` have test results." in narrow
     assert "- `tiny`: the average gains 0.0 to 0.0 points; 0 of 2 intervals are above 0." in narrow
     assert "How much is there to gain?" not in narrow
@@ -124,6 +121,12 @@ def test_the_answer_counts_every_filter_under_every_condition(page):
     assert "- `tiny`, SGD: `first-order-v1` +0.97 [+0.82, +1.11], `second-order` -1.03 [-1.18, -0.89]" in found
     assert "- `tiny`, SGD, ε = 2: `first-order-v1` +6.97 [+6.82, +7.11]" in found
     assert "It covers only ε = 8 and 2, 50 epochs" in found
+    assert "may be one of the rate" not in found
+    at_another = [
+        row_of("DPSGD", 0.4, 0.6, seed=seed, tests_once=True) | {"test": 0.609, "test_of_average": 0.6} for seed in (0, 1)
+    ]
+    found = page(*usual, *terms, *reported, *at_another)
+    assert "against DPSGD at a rate of 0.4 the change is +0.10 [+0.10, +0.10] (2 seeds)." in found
     assert "nine filters only `first-order-v1` and `second-order` have test results." in found
 
 
