@@ -15,6 +15,7 @@ from scripts.regime.search import (
     SGD_LINES,
     Line,
     Search,
+    enlarged_cells,
     family_of,
     further_cells,
     lines_of,
@@ -23,8 +24,8 @@ from scripts.regime.search import (
     repeated_cells,
     reported_cells,
     reported_rows,
-    reported_seeds,
     search_of,
+    tests_at,
     tests_of,
 )
 from scripts.regime.tasks import TASKS
@@ -136,6 +137,10 @@ another rate than the chosen one, marked by a star. Beside a rate is the held-ou
 | task | difference | rate of the first | rate of the second | seeds | of the last weights |
 |---|---|---|---|---|---|
 """.strip()
+LARGER: Final = """
+The same with larger images, at the rates above, since a search there would take days. *Minus* are paired differences in
+points from the method and rate that head the column.
+""".strip()
 AVERAGED: Final = """
 ## What averaging gains
 
@@ -243,7 +248,7 @@ def _gains_against_other_rates(results: Results) -> Iterator[dict[str, str]]:
             if gained is None or interval(gained)[0] <= 0:
                 continue
             for place in searches[base].rows:
-                other = {name: tests[name], base: _tests_at(searches[base], place, results)}
+                other = {name: tests[name], base: tests_at(searches[base], place, results)}
                 paired = None if place == searches[base].best else paired_changes(other, name, base)
                 if paired is not None:
                     yield {
@@ -319,6 +324,7 @@ def _answers(results: Results) -> Iterator[str]:
         )
     yield from _repeated(results)
     yield from _at_other_rates(results)
+    yield from _with_larger_images(results)
 
 
 def _repeated(results: Results) -> Iterator[str]:
@@ -349,7 +355,7 @@ def _at_other_rates(results: Results) -> Iterator[str]:
     for task in TASKS:
         searches = {search.line.method: search for search in _searches_by_terms(task, results).get((), [])}
         tests = {
-            name: {place: _tests_at(search, place, results) for place in search.rows}
+            name: {place: tests_at(search, place, results) for place in search.rows}
             for name, search in searches.items()
             if search.best is not None
         }
@@ -369,10 +375,28 @@ def _at_other_rates(results: Results) -> Iterator[str]:
         yield "\n".join([OTHER_RATES, *rows])
 
 
-def _tests_at(search: Search, place: int, results: Results) -> dict[int, float]:
-    """Return the test accuracy in % by seed at a rate."""
-    cells = [search.cell(place, seed=seed, tests_once=True) for seed in reported_seeds(search.line.task)]
-    return {row["seed"]: 100 * row["test"] for row in reported_rows(cells, results)}
+def _with_larger_images(results: Results) -> Iterator[str]:
+    """Yield the test accuracies of the runs with larger images, and how they differ from those without a filter."""
+    for task in TASKS:
+        found = {of: reported_rows(cells, results) for of, cells in enlarged_cells(task, results).items()}
+        tests = {
+            f"{name}, η = {rate:g}": {row["seed"]: 100 * row["test"] for row in rows}
+            for (name, rate), rows in found.items()
+            if rows
+        }
+        bases = [each for each in tests if each.startswith(f"{SGD_LINES[0]},")]
+        if not bases or len(tests) < 2:
+            continue
+        lines = [
+            f"| task | method | seeds | last weights | {' | '.join(f'minus {base}' for base in bases)} |",
+            "|" + "---|" * (4 + len(bases)),
+        ]
+        lines += [
+            f"| {task} | {name} | {len(test)} | {_mean(test)} | {' | '.join(_minus(tests, name, base) for base in bases)} |"
+            for name, test in tests.items()
+        ]
+        yield LARGER
+        yield "\n".join(lines)
 
 
 def _rate(search: Search, place: int) -> str:

@@ -177,6 +177,7 @@ def _cells(task: str, groups: Sequence[Sequence[Line]], results: Results) -> Ite
             yield from ((cell, None) for cell in reported_cells(search) if results.get(cell) is None)
         if group == 2:
             again = [cell for cells in repeated_cells(task, results).values() for cell in cells]
+            again += [cell for cells in enlarged_cells(task, results).values() for cell in cells]
             yield from ((cell, None) for cell in again if results.get(cell) is None)
 
 
@@ -233,6 +234,26 @@ def repeated_cells(task: str, results: Results) -> dict[str, list[Cell]]:
     }
 
 
+def tested_places(search: Search, results: Results) -> list[int]:
+    """Return the places whose rates have test results, the best one first."""
+    places = [place for place in search.rows if tests_at(search, place, results)]
+    return sorted(places, key=lambda place: (place != search.best, place))
+
+
+def enlarged_cells(task: str, results: Results) -> dict[tuple[str, float], list[Cell]]:
+    """Return (method, rate) → cells with larger images, at the rates that have test results on smaller images."""
+    smaller, methods, seeds = ENLARGED.get(task, ("", (), ()))
+    cells: dict[tuple[str, float], list[Cell]] = {}
+    for name in methods:
+        search = search_of(Line(smaller, name, is_reported=True), results)
+        for place in tested_places(search, results):
+            found = [dataclasses.replace(search.cell(place, seed=seed, tests_once=True), task=task) for seed in seeds]
+            rate = found[0].learning_rate
+            assert rate is not None, "the rate comes from a search"
+            cells[name, rate] = found
+    return cells
+
+
 def reported_rows(cells: Sequence[Cell], results: Results) -> list[dict[str, Any]]:
     """Return the results of those cells that were trained."""
     return [row for cell in cells if (row := results.get(cell)) is not None]
@@ -241,6 +262,12 @@ def reported_rows(cells: Sequence[Cell], results: Results) -> list[dict[str, Any
 def tests_of(search: Search, results: Results, *, of: str) -> dict[int, float]:
     """Return the test accuracy in % by seed, of those seeds that were run."""
     return {row["seed"]: 100 * row[of] for row in reported_rows(reported_cells(search), results)}
+
+
+def tests_at(search: Search, place: int, results: Results) -> dict[int, float]:
+    """Return the test accuracy in % by seed at a rate."""
+    cells = [search.cell(place, seed=seed, tests_once=True) for seed in reported_seeds(search.line.task)]
+    return {row["seed"]: 100 * row["test"] for row in reported_rows(cells, results)}
 
 
 def paired_changes(reported: Mapping[str, dict[int, float]], name: str, other: str) -> np.ndarray | None:
@@ -267,6 +294,11 @@ MORE_ADAM_LINES: Final = (
 # What was repeated with new seeds, because it was the best of several: task → methods, and seeds.
 REPEATED: Final[Mapping[str, tuple[Sequence[str], Sequence[int]]]] = {
     "cifar10-half": (("DPSGD", "DPSGD with momentum", "LP-DPSGD, first-order-v2"), range(5, 10)),
+}
+# What is trained with larger images at the rates found with smaller ones, since a search there would take days: task → the
+# task that gives the rates, methods, and seeds.
+ENLARGED: Final[Mapping[str, tuple[str, Sequence[str], Sequence[int]]]] = {
+    "cifar10": ("cifar10-half", ("DPSGD", "DPSGD with momentum", "LP-DPSGD, first-order-v2"), range(3)),
 }
 ALLOCATION: Final = ("sampling", "allocation")
 CONDITIONS: Final = (

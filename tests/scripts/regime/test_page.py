@@ -11,7 +11,8 @@ def row_of(method, rate, held_out, *, rho=None, average=None, **more):
     """Return the result of a run whose signal has autocorrelation ρ at lag 1, and ρ^τ at lag τ."""
     from scripts.regime.cells import Cell
 
-    row = dataclasses.asdict(Cell("tiny", method, rate, **more)) | {"held_out": held_out, "seconds": 1.0}
+    row = dataclasses.asdict(Cell(**({"task": "tiny", "method": method, "learning_rate": rate} | more)))
+    row |= {"held_out": held_out, "seconds": 1.0}
     row |= {"held_out_of_average": held_out if average is None else average, "curve": [held_out] * 10}
     if rho is not None:
         row["spectrum_of_signal"] = {
@@ -205,6 +206,27 @@ def test_new_seeds_are_reported_alone(page, monkeypatch):
     same = "+1.00 [+1.00, +1.00] | +0.00 [+0.00, +0.00] |"
     assert f"| tiny | {LP} − DPSGD | 2 new | {same}" in found
     assert f"| tiny | {LP} − DPSGD | 5 all | {same}" in found
+
+
+def test_larger_images_are_trained_at_the_rates_found_with_smaller_ones(page, monkeypatch):
+    from scripts.regime import search, tasks
+
+    monkeypatch.setitem(tasks.TASKS, "larger", tasks.TASKS["tiny"])
+    monkeypatch.setitem(search.ENLARGED, "larger", ("tiny", ("DPSGD", LP), range(2)))
+    tuned = compared({"DPSGD": (0.8, -0.9, 0.6), LP: (1.6, -0.9, 0.6)})
+    tested = [
+        row_of(name, rate, 0.6, seed=0, tests_once=True) | {"test": 0.6, "test_of_average": 0.6}
+        for name, rate in (("DPSGD", 0.8), ("DPSGD", 1.6), (LP, 1.6))
+    ]
+    larger = [
+        row_of(name, rate, 0.6, task="larger", seed=seed, tests_once=True)
+        | {"test": test + 0.01 * seed, "test_of_average": 0.6}
+        for name, rate, test in (("DPSGD", 0.8, 0.6), ("DPSGD", 1.6, 0.61), (LP, 1.6, 0.62))
+        for seed in (0, 1)
+    ]
+    found = page(*tuned, *tested, *larger).split("The same with larger images")[1].split("##")[0]
+    assert "| minus DPSGD, η = 0.8 | minus DPSGD, η = 1.6 |" in found
+    assert f"| larger | {LP}, η = 1.6 | 2 | 62.50 ± 0.50 | +2.00 [+2.00, +2.00] | +1.00 [+1.00, +1.00] |" in found
 
 
 def test_a_theory_that_ranks_all_filters_alike_is_not_counted(page):
