@@ -4,6 +4,7 @@ The callback also guards the budget: steps are reserved in the ledger before the
 step that would exceed the target. Only process 0 writes ledgers.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,6 +12,7 @@ from typing import Any, Final
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 
 from doppler_hf.errors import Refusal
+from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.losses import without_adapters
@@ -20,7 +22,7 @@ from doppler_hf.run.lineage import adapters_trained_by_others
 from doppler_hf.run.logged_loss import BoundWatch, forget_losses
 from doppler_hf.run.optimizer import learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun, callbacks_removed
-from doppler_hf.run.processes import COMPARED_EVERY, refuse_different_replicas
+from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.summary import print_end, print_interruption, print_start
 from doppler_hf.training_args import DopplerTrainingArguments
 
@@ -75,9 +77,9 @@ class PrivacyCallback(TrainerCallback):
         # Privacy: the logs of a checkpoint of an earlier version hold losses that were raw then.
         if any(each.statement.train_loss == "raw" for each in ledger.runs):
             forget_losses(state.log_history)
+        aside = on_process_0(functools.partial(_save_first, ledger, args.output_dir))
+        run.settle()
         if state.is_world_process_zero:
-            aside = set_aside(args.output_dir, unless=lambda there: there.is_prefix_of(ledger))
-            ledger.save(args.output_dir)
             counted = ledger.runs[-1].steps_before
             remaining = run.statement.steps_planned - step
             add_up = "If that run used the same data, its ε and the ε of this run add up."
@@ -85,7 +87,7 @@ class PrivacyCallback(TrainerCallback):
             notes = {
                 f"The adapter {', '.join(unknown)} was already trained (it changes the model's output), and no ledger on "
                 "this machine covers it. If it was trained on the same data, its ε adds to the ε of this run.": unknown,
-                f"The ledger of an earlier run in {args.output_dir} was renamed to {aside and aside.name}. {add_up}": aside,
+                f"The ledger of an earlier run in {args.output_dir} was renamed to {aside}. {add_up}": aside,
                 f"This run continues the ledger of the model's earlier run, so the {counted} steps of that run count, too. "
                 "If you train on different data, make a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
@@ -211,6 +213,13 @@ class PrivacyCallback(TrainerCallback):
                 steps = f"{missing:,} step{'s' * (missing > 1)}"
                 print(f"The run ended {steps} early, because {_why_fewer(run.ledger.steps_run, state.global_step)}.")
             run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
+
+
+def _save_first(ledger: PrivacyLedger, output_dir: str) -> str | None:
+    """Save a new ledger in place of that of another run, and return the name under which the other one is kept, if any."""
+    aside = set_aside(output_dir, unless=lambda there: there.is_prefix_of(ledger))
+    ledger.save(output_dir)
+    return None if aside is None else aside.name
 
 
 def _why_fewer(counted: int, step: int) -> str:

@@ -219,10 +219,12 @@ class EvaluatingTrainer(ShardedTrainer):
         if self.args.metrics_per_user:
             chosen = self.eval_dataset if evaluated is None else evaluated
             self._note_users(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
+        logged = len(self.state.log_history)
         metrics = super().evaluate(*args, **kwargs)
-        if evaluated is not None and training_rows_in(self.train_dataset, evaluated):
+        # Of several sets, Transformers calls this method for each. And a `log` of the user's own may keep nothing.
+        if evaluated is not None and not isinstance(evaluated, dict) and training_rows_in(self.train_dataset, evaluated):
             # Privacy: what is published leaves these out.
-            self.evaluations_of_training_data.append(self.state.log_history[-1])
+            self.evaluations_of_training_data += self.state.log_history[logged:]
         run = self._run
         has_ended = run is not None and run.ledger is not None and not run.is_running
         if run is not None and has_ended and not run.is_little_said and self.is_world_process_zero():

@@ -223,6 +223,7 @@ class PrivateRun:
         self._may_compute = False  # Whether the current step is reserved and not yet counted.
         self._fillings = 0
         self._is_warned = False
+        self._is_settled = False  # Whether the ledger of this run is saved, so that the run can be resumed.
 
     @property
     def settled_noise_std(self) -> float:
@@ -241,8 +242,9 @@ class PrivateRun:
         vars(self).pop("probe", None)  # the probe holds examples
         if self.ledger is None or not was_attached:
             return
-        # Nothing was dealt out before the first step, unless the run continues a round.
-        has_begun = self._continues_rounds or self.ledger.runs[-1].steps_reserved > 0
+        # Nothing was dealt out before the first step, unless the run continues a round. A run whose ledger was not saved
+        # cannot be resumed, but the earlier one can.
+        has_begun = self._is_settled and (self._continues_rounds or self.ledger.runs[-1].steps_reserved > 0)
         if self.affordable <= 0 or not has_begun:
             self._rounds.secret_of(self.ledger).forget()
 
@@ -440,9 +442,13 @@ class PrivateRun:
             raise budget_spent(ledger.epsilon(), self._args)
         if statement.private and statement.sampling == "allocation":
             self._rounds.secret_of(ledger).keep(self.sampler.secret, output_dir=self._args.output_dir)
-        if earlier is not None:
-            self._rounds.secret_of(earlier).forget()  # this run continues its rounds, or nobody can
         return ledger, affordable
+
+    def settle(self) -> None:
+        """Forget the secret of the earlier run's rounds, now that the ledger of this run is saved, on every process."""
+        self._is_settled = True
+        if self.previous.ledger is not None:
+            self._rounds.secret_of(self.previous.ledger).forget()  # this run continues its rounds, or nobody can
 
     # --- in every step ------------------------------------------------------------------------------------------------
 
@@ -470,12 +476,7 @@ class PrivateRun:
         `pieces` is empty when the loader is exhausted.
         """
         # Sensitivity: if a step used a part of another draw, an example could count twice.
-        if len(pieces) not in (0, self.sampler.pieces):
-            raise Refusal(
-                "accumulation-changed",
-                f"gradient_accumulation_steps was changed during the run from {self.sampler.pieces} to {len(pieces)}, so a "
-                "step would use only part of its batch. Set it before train().",
-            )
+        assert len(pieces) in (0, self.sampler.pieces), "a step takes all pieces of its batch"
         # Sensitivity: a unit takes part only in the turns of its group, and the noise of a turn covers the steps until the
         # next turn.
         other = next((piece.step for piece in pieces if piece.step != step), step)
@@ -510,14 +511,14 @@ class PrivateRun:
 
     def add_piece(self, piece: Sequence[MicroBatch]) -> Float[Tensor, " rows"]:
         """Clip the gradient of each example of the next piece, add it to the sum of the batch, and return the losses."""
-        if not self._may_compute:  # Privacy: a step that is not reserved would not be counted
-            raise callbacks_removed()
         if self.is_complete:
             raise Refusal(
                 "piece-added-twice",
                 "Your training_step calls super().training_step more often than gradient_accumulation_steps allows for a "
                 "batch. Call it once, or override compute_per_sample_loss instead.",
             )
+        if not self._may_compute:  # Privacy: a step that is not reserved would not be counted
+            raise callbacks_removed()
         self._pieces_left -= 1  # Count first, so that a piece that fails half-way is not added again.
         self._fill_generators()
         losses = [self._add_clipped(micro_batch) for micro_batch in piece]
@@ -538,7 +539,8 @@ class PrivateRun:
             )
         size, shares = micro_batch.size // micro_batch.rows_each, None
         if micro_batch.weight != 1.0:
-            shares = torch.full((size,), micro_batch.weight, device=losses.device)
+            # Sensitivity: in a lower precision, which may be torch's default, the shares of a unit could exceed 1 in sum.
+            shares = torch.full((size,), micro_batch.weight, dtype=torch.float32, device=losses.device)
         weights = shares
         if of_losses is not None:
             # Sensitivity: each weight is between 0 and 1, so is their mean over rows that are clipped as one, and the

@@ -29,7 +29,8 @@ _GIVEN: Final = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
     "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
     "allow_any_learning_rate",
-    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "eval_delay", "eval_on_start",
+    "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
 OF_EXAMPLES: Final = "train_dataset"
 # The relative tolerance for noise multipliers, which different processors may compute with different last bits.

@@ -229,6 +229,11 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Clipping of the whole gradient, with disable_dp only. Default: Trainer's 1.0. In a private run, set "
         "per_sample_max_grad_norm instead.",
     )
+    logging_nan_inf_filter: bool = HfArg(
+        default=False,
+        help="As in TrainingArguments, but off: a private training loss is always finite, and each test of it waits for the "
+        "device. It is worth its time only with report_train_loss=raw or disable_dp.",
+    )
     non_private_learning_rate = TrainingArguments.learning_rate
 
     @property

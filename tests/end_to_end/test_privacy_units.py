@@ -169,6 +169,32 @@ def test_adding_a_whole_user_changes_the_sum_by_at_most_c(data):
     assert torch.linalg.vector_norm(total(chosen) - total(without)) <= 0.7 * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, torch.float64])
+def test_shares_of_a_user_keep_their_precision_whatever_torchs_default_is(tmp_path, monkeypatch, precision):
+    """In bfloat16, three shares of a third would add up to 1.002."""
+    everything_drawn(monkeypatch)
+    found = []
+    backward = ClippedGradients.backward
+
+    def noting(self, losses, *, weights=None, **options):
+        found.append(weights)
+        backward(self, losses, weights=weights, **options)
+
+    monkeypatch.setattr(ClippedGradients, "backward", noting)
+    data = text_data(24).add_column("user_id", [number // 3 for number in range(24)])
+    trainer = trainer_of(tmp_path, data=data, max_steps=1, privacy_unit_column="user_id", clip_unit_mean=False)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(precision)
+    try:
+        trainer.train()
+    finally:
+        torch.set_default_dtype(default)
+    shares = torch.cat([each for each in found if each is not None])
+    assert shares.dtype == torch.float32
+    assert len(shares) >= 24
+    assert (3 * shares.double() <= 1.0).all()
+
+
 @pytest.mark.usefixtures("unchecked_arrays")
 def test_weights_are_one_for_each_example_and_none_is_above_1():
     model = torch.nn.Linear(1, 1, bias=False)

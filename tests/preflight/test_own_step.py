@@ -6,6 +6,7 @@ import pytest
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.preflight import own_step
+from tests.support.refusals import refused
 from tests.support.trainers import On, trained, trainer_of, weights
 from tests.support.unspent import refusal_unspent
 
@@ -171,3 +172,17 @@ def test_a_count_of_operations_that_works_is_not_reported(tmp_path, count):
     trainer = trained(trainer_of(tmp_path, cls=cls, max_steps=2, gradient_accumulation_steps=1))
     assert trainer.privacy.ledger.steps_run == 2
     assert trainer.state.total_flos == 0
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_step_that_hands_a_piece_on_twice_later_in_the_run_is_told_so(tmp_path, pieces):
+    class Twice(DopplerTrainer):
+        def training_step(self, *args):
+            if self.state.global_step >= 1:
+                super().training_step(*args)
+            return super().training_step(*args)
+
+    trainer = trainer_of(tmp_path, cls=Twice, gradient_accumulation_steps=pieces)
+    with refused("piece-added-twice", match="Call it once"):
+        trainer.train()
+    assert trainer.state.global_step == 1

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets, load_from_disk
 from torch.utils.data import ConcatDataset
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight import records
 from doppler_hf.preflight.records import COPIES as EQUAL
@@ -214,6 +215,25 @@ def test_results_of_training_rows_are_not_published(tmp_path):
     with warnings.catch_warnings(action="ignore"):
         trainer.evaluate(WHOLE.select([1, 2]))
     assert len(trainer.evaluations_of_training_data) == 1
+
+
+def test_of_several_sets_only_those_with_training_rows_are_left_out(tmp_path):
+    sets = {"own": WHOLE.select([1, 2]), "others": text_data(8, seed=1)}
+    trainer = trained(trainer_of(tmp_path, data=WHOLE, max_steps=1))
+    with warnings.catch_warnings(action="ignore"):
+        trainer.evaluate(sets)
+    assert [next(iter(each)) for each in trainer.evaluations_of_training_data] == ["eval_own_loss"]
+
+
+def test_training_rows_are_evaluated_though_a_log_of_ones_own_keeps_nothing(tmp_path):
+    class Silent(DopplerTrainer):
+        def log(self, logs, *args):
+            pass
+
+    trainer = trainer_of(tmp_path, cls=Silent, data=WHOLE, max_steps=1)
+    with warnings.catch_warnings(action="ignore"):
+        assert "eval_loss" in trainer.evaluate(WHOLE.select([1, 2]))
+    assert trainer.evaluations_of_training_data == []
 
 
 EQUAL_ROWS = {

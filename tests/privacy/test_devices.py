@@ -20,7 +20,7 @@ from tests.support.devices import FAR, Asked, far_away
 from tests.support.models import batch_for, build, decoder_options, encoder_options, losses_of, vit, with_adapters
 from tests.support.optimizers import doppler_optimizer
 from tests.support.tiers import further
-from tests.support.trainers import trainer_of
+from tests.support.trainers import On, trainer_of
 
 pytestmark = pytest.mark.usefixtures("unchecked_arrays")
 # It has a class of its own from torch 2.12 on.
@@ -122,8 +122,42 @@ def test_a_step_of_the_trainer_waits_for_nothing(name, precision, tmp_path):
     assert asked.waits == []
 
 
+def test_the_loop_of_transformers_waits_for_nothing_beside_the_model(tmp_path):
+    """Its models read, once in each forward pass, whether a token is padding."""
+    asked, passes = Asked(), []
+
+    def begin(state, **_):
+        trainer.privacy.engine.on_accelerator = True  # on a CPU it reads whether all gradients are finite, to save a copy
+        if state.global_step == 1:
+            asked.__enter__()
+            passes.clear()
+
+    def end(state, **_):
+        if state.global_step == 1:
+            asked.__exit__(None, None, None)
+
+    model = roberta()
+    model.register_forward_hook(lambda *_: passes.append(1))
+    trainer = trainer_of(
+        tmp_path, model=model, max_steps=2, callbacks=[On(step_begin=begin, pre_optimizer_step=end)],
+        gradient_accumulation_steps=4, per_device_train_batch_size=2, logging_strategy="no",
+    )  # fmt: skip
+    trainer.train()
+    assert len(passes) >= 4
+    assert len(asked.waits) <= len(passes)
+    assert asked.kernels > 0
+
+
 class Watched(DopplerTrainer):
-    """From the second step on torch raises an error where a step waits."""
+    """From the second step on torch raises an error where a step waits, except in the model's own forward pass."""
+
+    def compute_per_sample_loss(self, model, inputs):
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return super().compute_per_sample_loss(model, inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
     def training_step(self, *args):
         torch.cuda.set_sync_debug_mode("error" if self.state.global_step else "default")

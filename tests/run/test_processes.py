@@ -66,6 +66,8 @@ def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_ar
         ("low_pass_filter", "momentum", "none"),
         ("save_strategy", "no", "steps"),
         ("logging_steps", 1, 2),
+        ("per_device_eval_batch_size", 8, 16),
+        ("eval_delay", 0, 2),
     ],
 )
 def test_processes_with_other_arguments_refuse_all_of_them_alike(tmp_path, monkeypatch, name, value, other):

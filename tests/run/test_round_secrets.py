@@ -207,6 +207,24 @@ def test_a_round_goes_on_after_a_resumed_run_has_ended_before_its_first_step(tmp
     assert kept(states) == []
 
 
+def test_a_run_whose_ledger_cannot_be_saved_leaves_the_round_to_the_next(tmp_path, states, monkeypatch):
+    """A full disk, as an example: the earlier run can then still be finished within its target."""
+    _, second = interrupted(tmp_path)
+    before = kept(states)
+
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivacyLedger, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            second.train(resume_from_checkpoint=True)
+    assert kept(states) == before
+    terms = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_multiplier=None, target_epsilon=8.0)
+    assert from_there(trainer_of(tmp_path, data=text_data(48), **terms), 6).continues_rounds
+    assert kept(states) == []
+
+
 # --- with another number of processes -----------------------------------------------------------------------------------
 
 
