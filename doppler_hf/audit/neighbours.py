@@ -12,8 +12,9 @@ The second half of the pairs meets a model with moved weights, since the initial
 output of an adapter is zero at the start.
 
 All random numbers are held fixed. The model is in training mode without dropout, a random data set gives an example the same
-numbers each time, and a unit with too many examples contributes its first ones. A random collator draws numbers for a whole
-batch, so they cannot be held fixed for one example. In a training run all of these follow secret random numbers
+numbers each time, as model and loss do if they draw some, and a unit with too many examples contributes its first ones. A
+random collator draws numbers for a whole batch, so they cannot be held fixed for one example. The same holds for a loss that
+draws the numbers of a row with NumPy or Python. In a training run all of these follow secret random numbers
 (`privacy.randomness`).
 """
 
@@ -35,12 +36,14 @@ from torch.utils.data import Dataset
 from doppler_hf.audit.audited_run import copied, hidden_prints, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
+from doppler_hf.preflight.autograd_check.row_randomness import row_randomness, uses_other_generators
 from doppler_hf.preflight.autograd_check.trial import norm_of
-from doppler_hf.preflight.autograd_check.without_randomness import in_evaluation_mode, is_random, without_dropout
+from doppler_hf.preflight.autograd_check.without_randomness import draws_numbers, in_evaluation_mode, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
-from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch, fetch_one
+from doppler_hf.privacy.batching.micro_batches import MicroBatch, PrivateLoader, fetch, fetch_one
 from doppler_hf.privacy.batching.probe import Inputs
+from doppler_hf.privacy.batching.sampling import Piece
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator, refuse_known_numbers_in_passes
 from doppler_hf.privacy.noise import GaussianMechanism
 from doppler_hf.privacy.randomness import fill_generators, filled_generators
@@ -69,8 +72,9 @@ class NeighbourResult:
         tolerance: How far above 1 a distance may be because of rounding alone.
         rounding: How far rounding alone may move the contribution of another record, in units of C.
         noun: What a batch has: records, or users with `privacy_unit_column`.
-        is_of_training: Whether the model was in training mode. If it is random there even without dropout, it was compared
-            in evaluation mode, and what its layers do in training mode alone was not tested.
+        is_of_training: Whether the model was in training mode. If it draws numbers there, other than dropout, that cannot be
+            held fixed for each row, it was compared in evaluation mode, and what its layers do in training mode alone was
+            not tested.
     """
 
     distances: Float[np.ndarray, " pairs"]
@@ -170,7 +174,7 @@ def neighbour_distances(
     refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
     with (
         tempfile.TemporaryDirectory() as folder,
-        without_model_randomness(tested, loader) as is_of_training,
+        without_model_randomness(tested, loader) as (is_of_training, is_drawn),
         contextlib.ExitStack() as moving,
     ):
         tested.args, make, witnesses = motionless_run(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
@@ -182,6 +186,8 @@ def neighbour_distances(
             if is_held:
                 hold(run)
             witnesses.extend(replace_mechanisms(run))
+            if is_drawn:
+                hold_losses(run, pair=lambda: len(witnesses[0].moved))
             # The weights move between two pairs, so that the three batches of one pair meet the same model.
             witnesses[0].after[pairs // 2] = lambda: moving.enter_context(moved_weights(tested.model))
             return run
@@ -341,18 +347,68 @@ def replace_mechanisms(run: PrivateRun) -> list[Witness]:
     return [of_gradient, of_loss]
 
 
+def hold_losses(run: PrivateRun, *, pair: Callable[[], int]) -> None:
+    """Give a row the same random numbers in the losses of all three batches of a pair, and others in another pair.
+
+    Args:
+        run: The run (modified in place).
+        pair: A function that returns the number of the pair.
+    """
+    load, add, views = run.loader, run._add_clipped, run.statement.augmentation_multiplicity
+    # The micro-batches to come, by the identity of their inputs, which are kept so that no others get it.
+    rows: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+    seen: set[Any] = set()
+
+    def noting_loader(dataset: Any, collator: Collator, *, model: nn.Module) -> PrivateLoader:
+        loader = load(dataset, collator, model=model)
+        drawn: Any = loader.dataset
+        fetch_drawn, collate, fetched = drawn.__getitems__, loader.collate_fn, list[tuple[int, int]]()
+
+        def fetch_noted(indices: Piece) -> Piece:
+            fetched[:] = [(int(index), view) for index in indices for view in range(views)]
+            return fetch_drawn(indices)
+
+        def collate_noted(examples: Piece) -> Piece:
+            piece, start = collate(examples), 0
+            for micro_batch in piece:
+                rows[id(micro_batch.inputs)] = micro_batch.inputs, fetched[start : start + micro_batch.size]
+                start += micro_batch.size
+            return piece
+
+        drawn.__getitems__ = fetch_noted
+        loader.collate_fn = collate_noted
+        return loader
+
+    def add_held(micro_batch: MicroBatch) -> Tensor:
+        found = rows.pop(id(micro_batch.inputs), None)  # an empty pass, as with shards, has no row of the batch
+        with contextlib.nullcontext() if found is None else row_randomness(found[1], seed=pair(), seen=seen):
+            return add(micro_batch)
+
+    run.loader = noting_loader  # type: ignore[method-assign]
+    run._add_clipped = add_held  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
-def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[bool]:
-    """Make the model deterministic: in training mode without dropout or, if it still is random, in evaluation mode.
+def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[tuple[bool, bool]]:
+    """Put the model into training mode without dropout or, if rows then draw numbers of NumPy or Python, evaluation mode.
 
     Yields:
-        Whether it is in training mode.
+        Whether it is in training mode, and whether it draws numbers of torch, which are to be held fixed for each row.
     """
-    model, inputs = trainer.model, trainer._prepare_inputs(batch_of(loader, [0, len(loader.examples) - 1], seed=0))
-    with without_dropout(model):
-        is_held = not is_random(losses_of(trainer), inputs)
-    with without_dropout(model) if is_held else in_evaluation_mode(model):
-        yield is_held
+    model, ends, of = trainer.model, [0, len(loader.examples) - 1], losses_of(trainer)
+    batches = [trainer._prepare_inputs(batch_of(loader, rows, seed=0)) for rows in (ends, [*ends, ends[0]])]
+    calls = [lambda inputs=inputs: of(dict(inputs)) for inputs in batches]
+    for is_of_training, mode in ((True, without_dropout), (False, in_evaluation_mode)):
+        with mode(model):
+            if not uses_other_generators(calls):
+                yield is_of_training, draws_numbers(of, batches[0])
+                return
+    raise Refusal(
+        "random-loss",
+        "The test compares two batches that differ by one record, so each row must get the same random numbers in both. "
+        "Here the model or loss draws the numbers of its rows with NumPy or Python. Draw them with torch, such as "
+        "torch.randn_like(x), or in the data set.",
+    )
 
 
 def losses_of(trainer: DopplerTrainer) -> Callable[[Any], Tensor]:

@@ -33,6 +33,7 @@ from doppler_hf.preflight.autograd_check.row_randomness import unusual_size, use
 from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
+    draws_numbers,
     in_evaluation_mode,
     is_random,
     without_dropout,
@@ -54,6 +55,8 @@ _MOST_ROWS: Final = 256
 _ENOUGH: Final = 19
 # How often a batch is computed again before losses that differ are taken for a fault and not for chance.
 _MANY: Final = 16
+# The most batches in which a loss that draws random numbers is looked at, since it may couple examples only now and then.
+_MOST_DRAWN: Final = 64
 # With more weights than this, not counting embeddings, a pass of one example takes too long on a CPU to check many.
 _FEW_WEIGHTS: Final = 1 << 24
 
@@ -101,6 +104,7 @@ class _Comparison:
         self.has_users_loss = overrides(trainer, "compute_per_sample_loss")
         # `whole` has the short examples of `rows` in one batch.
         self.rows, self.whole = self.probe.short, self.probe.collated(self.probe.short)
+        self.batches_drawn = 1  # The number of small batches of a loss that draws random numbers.
 
     @property
     def number(self) -> int:
@@ -183,11 +187,22 @@ class _Comparison:
         # A user's loss may choose among all examples of a micro-batch, such as the hardest eight.
         least = min(self.most_rows, 4 * SHORT) if self.has_own_loss else SHORT
         number = max(SHORT, least, min(self.most_rows, _MOST_ROWS, int(affordable)))
+        self.batches_drawn = max(2, min(_MOST_DRAWN, int(affordable) // SHORT))
         self.rows = self.probe.distinct(number)
         self.whole = self.probe.collated(self.rows)
 
     def _place_of_coupling(self) -> tuple[Tensor, str | None]:
-        return place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
+        losses, place = place_of_coupling(self.clipped, self.model, self.losses_of, self.whole, number=self.number)
+        with self.clipped.unwatched():
+            is_drawn = place is None and draws_numbers(self.losses_of, self.whole)
+        # MixUp, for example, mixes a batch with some probability only.
+        rows = self.rows[:SHORT]
+        for _ in range(self.batches_drawn if is_drawn else 0):
+            few = self.probe.collated(rows)
+            _, place = place_of_coupling(self.clipped, self.model, self.losses_of, few, number=len(rows))
+            if place is not None:
+                break
+        return losses, place
 
     def _is_random(self, *, again: int = 3) -> bool:
         with self.clipped.unwatched():
@@ -221,11 +236,14 @@ class _Comparison:
             tolerance=self.tolerance,
             most_alone=SHORT if is_cheap else 2 if self.has_own_loss else 1,
             is_thorough=is_cheap,
-            norms_by=self.clipped if is_cheap and self.has_users_loss and not is_random else None,
+            norms_by=None,
         )
         if is_random:
             with self.clipped.unwatched():
                 batches = self._with_numbers_of_examples(batches)
+        # Norms of gradients can be compared if each example has its own random numbers.
+        if is_cheap and self.has_users_loss and batches.chance != "of places":
+            batches = batches._replace(norms_by=self.clipped)
         with contextlib.nullcontext() if batches.norms_by is not None else self.clipped.unwatched():
             reason, is_seen = None, False
             # With moved weights the loss may fail or overflow, such as a loss that expects numbers between 0 and 1.
@@ -233,11 +251,14 @@ class _Comparison:
                 reason, is_seen = batches.why_losses_change(), True
             if reason is None and (is_cheap or not is_seen):
                 reason = batches.why_losses_change()
+            # A loss may couple examples only now and then.
+            few = batches._replace(norms_by=None, is_thorough=False, most_alone=1)
+            for seed in range(1, self.batches_drawn // SHORT if is_random else 1):
+                reason = reason or few._replace(seed=seed).why_losses_change()
         if reason is not None:
             raise Refusal("depends-on-others", reason)
-        if self.has_users_loss and not is_random:
-            self._refuse_weights_of_others(batches)
         if self.has_users_loss:
+            self._refuse_weights_of_others(batches)
             with self.clipped.unwatched():
                 is_dropped = batches._replace(norms_by=None).changes_with_nan()
             if is_dropped:

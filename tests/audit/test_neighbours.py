@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from torch.nn import functional as F
 
 from doppler_hf import DopplerTrainer
 from doppler_hf.audit import NeighbourResult, neighbour_distances
@@ -30,6 +31,13 @@ from tests.support.trainers import TokenMean, trained, trainer_of, weights
 class AlwaysDropped(torch.nn.Module):
     def forward(self, x):
         return torch.nn.functional.dropout(x, 0.3, self.training)
+
+
+class DroppedByNumPy(torch.nn.Module):
+    def forward(self, x):
+        if not self.training:
+            return x
+        return x * torch.from_numpy(np.random.rand(len(x), 1) > 0.3).to(x)
 
 
 def name_of(case):
@@ -64,11 +72,12 @@ def test_one_unit_moves_the_sum_by_at_most_c(case, views):
 
 
 def test_it_says_if_a_model_was_compared_in_evaluation_mode(tmp_path):
-    """Random numbers that no attribute switches off would make the two batches of a pair differ."""
-    for chance, is_of_training in ((torch.nn.Identity(), True), (AlwaysDropped(), False)):
+    """Numbers of NumPy cannot be held fixed for each row."""
+    for chance, is_of_training in ((torch.nn.Identity(), True), (AlwaysDropped(), True), (DroppedByNumPy(), False)):
         model = tiny_bert()
         model.dropout = chance
-        result = neighbour_distances(trainer_of(tmp_path / str(is_of_training), model=model), pairs=2)
+        result = neighbour_distances(trainer_of(tmp_path / type(chance).__name__, model=model), pairs=2)
+        assert not result.contradicts_claim
         assert result.is_of_training == is_of_training
         assert ("in training mode alone is tested when a training starts" in verdict(result)) != is_of_training
 
@@ -98,6 +107,39 @@ def test_random_augmentation_is_held_for_the_others(tmp_path):
     assert 0.9 < result.distances.max() <= 1.0 + 1e-6
     assert result.couplings.max() < 1e-12
     assert len({str(trainer.train_dataset[0]) for _ in range(16)}) > 1  # by itself it is as random as before
+
+
+DRAWN = {
+    "noise on the logits": lambda l, y, z: F.cross_entropy(z + torch.randn_like(z), y, reduction="none"),
+    "one vector for all rows": lambda l, y, z: F.cross_entropy(z + torch.randn(z.shape[1]), y, reduction="none"),
+    "one number for all rows, of NumPy": lambda l, y, z: l * np.random.rand(),
+    "a random weight": lambda l, y, z: l * torch.rand(len(l)),
+}
+DRAWN_OF_OTHERS = {
+    "pairs of examples": lambda l, y, z: 0.7 * l + 0.3 * F.cross_entropy(z, y[torch.randperm(len(y))], reduction="none"),
+    "pairs in half of the batches": lambda l, y, z: (
+        DRAWN_OF_OTHERS["pairs of examples"](l, y, z) if torch.rand(()) < 0.5 else l
+    ),
+    "noise, divided by the number": lambda l, y, z: DRAWN["noise on the logits"](l, y, z) / len(l),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWN, *DRAWN_OF_OTHERS])
+def test_random_numbers_of_a_loss_are_held_for_the_others(tmp_path, name):
+    """A correct loss that draws numbers is not taken for a defect, and a defect is not hidden by them."""
+    options = dict(clipping="vanilla", per_sample_max_grad_norm=10.0, gradient_accumulation_steps=2)
+    trainer = trainer_of(
+        tmp_path, cls=of_losses((DRAWN | DRAWN_OF_OTHERS)[name]), model=tiny_bert(), grad_sample_self_check=False, **options
+    )
+    result = neighbour_distances(trainer, pairs=6)
+    assert result.contradicts_claim == (name in DRAWN_OF_OTHERS)
+    assert result.is_of_training
+
+
+def test_views_of_a_record_have_numbers_of_their_own(tmp_path):
+    options = dict(augmentation_multiplicity=2, data=Augmented())
+    trainer = trainer_of(tmp_path, cls=of_losses(DRAWN["noise on the logits"]), model=tiny_bert(), **options)
+    assert not neighbour_distances(trainer, pairs=3).contradicts_claim
 
 
 class Carried(DopplerTrainer):
@@ -218,7 +260,11 @@ def test_what_cannot_be_tested_is_refused(tmp_path):
     trainer.data_collator = drawing
     with refused("random-collator"):
         neighbour_distances(trainer)
-    trainer.data_collator, trainer.train_dataset = pad, OwnGenerator()
+    trainer.data_collator = pad
+    drawn = trainer_of(tmp_path, cls=of_losses(lambda l, y, z: l * torch.from_numpy(np.random.rand(len(l)))))
+    with refused("random-loss", match="Draw them with torch"):
+        neighbour_distances(drawn)
+    trainer.train_dataset = OwnGenerator()
     with refused("generator-of-its-own"):
         neighbour_distances(trainer)
     with refused("no-privacy-to-test", match="disable_dp"):

@@ -11,9 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 
+from doppler_hf import DopplerTrainer
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from tests.support.beside import LAYERS, OF_ITSELF, OF_OTHERS, behind_an_adapter, of_losses, with_gate, with_layer
+from tests.support.refusals import refused
 from tests.support.tiers import further, thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
@@ -192,6 +194,8 @@ HIDDEN = {
     "half of the signs": lambda l, y, z: l * (1 + 0.1 * (torch.randperm(len(l)) % 2 * 2.0 - 1.0)),
     "noise less its mean": lambda l, y, z: l * (1 + (noise := torch.randn(len(l))) - noise.mean()),
     "one time of a grid": lambda l, y, z: l * ((torch.rand(()) + torch.arange(len(l)) / len(l)) % 1),
+    "pairs of examples, in half of the batches": lambda l, y, z: mixed_up(l, y, z) if random.random() < 0.5 else l,
+    "noise, pairs in half of the batches": lambda l, y, z: mixed_up(l, y, z) if np.random.rand() < 0.5 else noisy(l, y, z),
     "NumPy's noise, divided by the number": lambda l, y, z: l * torch.from_numpy(np.random.rand(len(l))) / len(l),
     "Python's noise, divided by the number": lambda l, y, z: l * torch.tensor([random.random() for _ in l]) / len(l),
 }  # fmt: skip
@@ -218,7 +222,13 @@ OF_ONE = {
     "NumPy's number for all rows": lambda l, y, z: l * np.random.rand(),
     "Python's noise": lambda l, y, z: l * torch.tensor([random.random() for _ in l]),
 }  # fmt: skip
-QUICK = ["pairs of examples", "dropout, divided by the number", "a random half", "weights that add up to the number"]
+QUICK = [
+    "pairs of examples",
+    "pairs of examples, in half of the batches",
+    "dropout, divided by the number",
+    "a random half",
+    "weights that add up to the number",
+]
 
 
 @pytest.mark.parametrize(
@@ -249,3 +259,39 @@ def test_random_numbers_of_a_row_are_its_own(tmp_path, name, size, dtype):
         **DATA,
     )  # fmt: skip
     assert trained(trainer).state.global_step > 0
+
+
+class Sampling(torch.nn.Module):
+    """Draws a code for each row, as a variational autoencoder does, and may change the gradient of the codes."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.bert, self.change = tiny_bert(), change
+
+    def forward(self, input_ids, attention_mask):
+        logits = self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
+        logits = logits + 0.1 * torch.randn_like(logits)
+        if self.change is not None and logits.requires_grad:
+            logits.register_hook(self.change)
+        return logits
+
+
+class OfCodes(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        labels = inputs.pop("labels")
+        return F.cross_entropy(model(**inputs), labels, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [(None, False), (lambda g: g / g.norm(), True), (lambda g: g - g.mean(0), True), (lambda g: 2 * g, False)],
+    ids=["none", "divided by the norm of all", "less the mean of all", "doubled"],
+)
+def test_random_numbers_hide_no_backward_pass_that_reads_others(tmp_path, change, is_refused):
+    trainer = trainer_of(tmp_path, cls=OfCodes, model=Sampling(change), max_steps=1, label_names=["labels"], **DATA)
+    if not is_refused:
+        trained(trainer)
+        return
+    with refused("depends-on-others"):
+        trainer.train()
+    assert trainer.privacy.ledger is None

@@ -143,6 +143,38 @@ def test_weights_of_the_batch_are_refused_before_the_first_step(tmp_path, cls, c
     assert trainer.privacy.ledger is None
 
 
+class Noisy(Weighted):
+    """Its losses draw random numbers, and its weights are those of another class."""
+
+    of = Weighted
+
+    def compute_per_sample_loss(self, model, inputs):
+        losses, weights = self.of.compute_per_sample_loss(self, model, inputs)
+        return losses * (1 + 0.1 * torch.rand_like(losses)), weights
+
+
+class Above(Weighted):
+    of_classes = OF_CLASSES * 10
+
+
+@pytest.mark.parametrize(
+    ("cls", "code"),
+    [(OfCounts, "weights-of-others"), (OfRanks, "weights-of-others"), (Above, "weights-out-of-range"), (Weighted, None)],
+)
+def test_random_losses_hide_no_weights_of_the_batch(tmp_path, cls, code):
+    noisy = type("Noisy", (Noisy, cls), {"of": cls})
+    trainer = trainer_of(
+        tmp_path, cls=noisy, model=tiny_bert(), data=text_data(48), max_steps=1, grad_sample_self_check=True
+    )
+    if code is None:
+        trained(trainer)
+        return
+    with pytest.raises(Refusal) as refusal:
+        trainer.train()
+    assert refusal.value.code == code
+    assert trainer.privacy.ledger is None
+
+
 class OfClasses(DopplerTrainer):
     def compute_per_sample_loss(self, model, inputs):
         labels = inputs.pop("labels")

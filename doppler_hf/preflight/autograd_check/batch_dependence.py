@@ -67,6 +67,7 @@ class Batches(NamedTuple):
             to the examples (`row_randomness`). If rows draw from NumPy's or Python's generator, a row has the same
             numbers only in the same place of a batch of the same size, with the generators filled in the same way.
         least: The fewest rows of a batch, if random numbers belong to the examples.
+        seed: Which random numbers the examples or places have.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class Batches(NamedTuple):
     norms_by: ClippedGradients | None
     chance: Literal["none", "of the examples", "of places"] = "none"
     least: int = 1
+    seed: int = 0
 
     def why_losses_change(self) -> str | None:
         """Return a sentence that says why losses change with the other examples, or None if they do not change.
@@ -181,9 +183,9 @@ class Batches(NamedTuple):
     def _outcome(self, batch: Inputs, places: Sequence[int]) -> Outcome:
         with contextlib.ExitStack() as numbers:
             if self.chance == "of the examples":
-                numbers.enter_context(row_randomness(places))
+                numbers.enter_context(row_randomness(places, seed=self.seed))
             elif self.chance == "of places":
-                numbers.enter_context(filled_generators(0))
+                numbers.enter_context(filled_generators(self.seed))
             return self._computed(batch, len(places))
 
     def _computed(self, batch: Inputs, number: int) -> Outcome:

@@ -35,9 +35,16 @@ def unusual_size(most: int, *, usual: Collection[int], is_least: bool = False) -
 
 
 @contextlib.contextmanager
-def row_randomness(examples: Sequence[int]) -> Iterator[None]:
-    """Give each row of a batch random numbers that depend only on its example, for the duration of the block."""
-    with filled_generators(0), _OfRows(examples):
+def row_randomness(examples: Sequence[Any], *, seed: int = 0, seen: set[Any] | None = None) -> Iterator[None]:
+    """Give each row of a batch random numbers that depend only on its example and the seed, for the duration of the block.
+
+    Args:
+        examples: The example of each row.
+        seed: Other seeds give other numbers.
+        seen: Which draws of larger batches were for rows. In a batch of a single row, every dimension could be that of the
+            rows, so there it is the one that was seen before.
+    """
+    with filled_generators(seed), _OfRows(examples, seed=seed, seen=set() if seen is None else seen):
         yield
 
 
@@ -53,15 +60,15 @@ def uses_other_generators(calls: Sequence[Any]) -> bool:
 
 
 class _OfRows(TorchDispatchMode):
-    def __init__(self, examples: Sequence[int]) -> None:
+    def __init__(self, examples: Sequence[Any], *, seed: int, seen: set[Any]) -> None:
         super().__init__()
-        self._examples, self._drawn = examples, Counter[Any]()
+        self._examples, self._first, self._seen, self._drawn = examples, seed, seen, Counter[Any]()
         module = torch.get_device_module() if torch.accelerator.is_available() else None
         self._seed_device = None if module is None else getattr(module, "manual_seed_all", module.manual_seed)
 
     def _seed(self, *content: Any) -> None:
         """Seed torch's generators by this content."""
-        seed = int.from_bytes(hashlib.blake2b(repr(content).encode(), digest_size=7).digest(), "little")
+        seed = int.from_bytes(hashlib.blake2b(repr((self._first, *content)).encode(), digest_size=7).digest(), "little")
         # For each kind of device that is absent, torch.manual_seed of 2.13 formats the stack of calls. In a training it then
         # takes a thousand times as long as this.
         torch.default_generator.manual_seed(seed)
@@ -73,10 +80,10 @@ class _OfRows(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         size, shape = len(self._examples), _shape(args)
-        dimension = _dimension_of_rows(shape, size)
-        if dimension is not None:  # the numbers for one row have the same shape in batches of all sizes
-            shape = (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :])
-        place = (str(func), shape, dimension)
+        places = [(str(func), *_of_one_row(shape, size, each)) for each in (*_dimensions_of_rows(shape, size), None)]
+        place = next((each for each in places if each in self._seen), places[0]) if size == 1 else places[0]
+        self._seen.add(place)
+        _, shape, dimension = place
         self._drawn[place] += 1
         number = self._drawn[place] if dimension is not None else self._drawn[place] // _MOST_ALIKE
         self._seed(place, number)
@@ -90,10 +97,17 @@ class _OfRows(TorchDispatchMode):
         return whole
 
 
-def _dimension_of_rows(shape: Sequence[int], size: int) -> int | None:
-    if shape and shape[0] and shape[0] % size == 0:
-        return 0
-    return next((place for place, length in enumerate(shape) if length == size), None)
+def _dimensions_of_rows(shape: Sequence[int], size: int) -> list[int]:
+    """Return the dimensions that could be that of a batch's rows, the likeliest first."""
+    first = [0] if shape and shape[0] and shape[0] % size == 0 else []
+    return [*first, *(place for place, length in enumerate(shape) if length == size and place not in first)]
+
+
+def _of_one_row(shape: tuple[int, ...], size: int, dimension: int | None) -> tuple[tuple[int, ...], int | None]:
+    """Return the shape of the numbers for one row, which is the same in batches of all sizes, and the dimension of rows."""
+    if dimension is None:
+        return shape, None
+    return (*shape[:dimension], shape[dimension] // size, *shape[dimension + 1 :]), dimension
 
 
 def _draw_rows(func: Any, args: Any, kwargs: Any, whole: Any, *, dimension: int, rows: slice) -> None:

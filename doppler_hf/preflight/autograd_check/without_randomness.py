@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from doppler_hf.linalg import same
 from doppler_hf.privacy.clipping.layers import modes_kept
+from doppler_hf.privacy.randomness import states_of_generators
 from doppler_hf.shards import first_row, part_here
 
 # This matches dropout, drop_path_rate, attn_pdrop, layerdrop, router_jitter_noise, and mask_time_prob of SpecAugment.
@@ -101,3 +102,11 @@ def is_random(losses_of: Any, inputs: dict[str, Any], *, again: int = 3) -> bool
         first = losses_of(dict(inputs))
         # Repeat several times, since a layer that is only sometimes left out does not show every time.
         return any(not same(losses_of(dict(inputs)), first) for _ in range(again))
+
+
+def draws_numbers(losses_of: Any, inputs: dict[str, Any]) -> bool:
+    """Return whether the losses of a batch take numbers from a global generator, even if these did not change them."""
+    with torch.no_grad():
+        before = states_of_generators()
+        losses_of(dict(inputs))
+        return states_of_generators() != before
