@@ -53,11 +53,11 @@ runs. Of the paper's nine filters only {filters} have test results. In [short ru
 """.strip()
 CHANGES: Final = (
     "This is the change of the test accuracy by each filter in points, with the learning rate tuned for each method. The "
-    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Among nine, "
-    "one is beyond its interval by chance in a third of such studies:"
+    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Among {number}, "
+    "one or more lie beyond their interval by chance in {share:.0%} of such studies:"
 )
 OTHER_BASE: Final = (
-    "**The gain of `{filter}` on `{task}` may be one of the rate:** one run chose the rate of {base}, and against {base} at "
+    "**The gain of `{filter}` on `{task}` depends on the rate:** one run chose the rate of {base}, and against {base} at "
     "a rate of {rate} the change is {change} ({seeds} seeds)."
 )
 AFTER_CHANGES: Final = (
@@ -230,7 +230,8 @@ def _answer(results: Results) -> Iterator[str]:
                     changes.append(f"- `{task}`, {algorithm}{under}: {', '.join(found)}")
     if changes:
         yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons))
-        yield CHANGES + "\n\n" + "\n".join(changes)
+        number = len(intervals)
+        yield CHANGES.format(number=number, share=1 - 0.95**number) + "\n\n" + "\n".join(changes)
         yield from map(OTHER_BASE.format_map, _gains_against_other_rates(results))
         yield AFTER_CHANGES
         if rooms := [room for task in TASKS if (room := _room(task, results))]:

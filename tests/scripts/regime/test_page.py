@@ -122,7 +122,7 @@ def test_the_answer_counts_every_filter_under_every_condition(page):
     assert "- `tiny`, SGD: `first-order-v1` +0.97 [+0.82, +1.11], `second-order` -1.03 [-1.18, -0.89]" in found
     assert "- `tiny`, SGD, ε = 2: `first-order-v1` +6.97 [+6.82, +7.11]" in found
     assert "It covers only ε = 8 and 2, 50 epochs" in found
-    assert "may be one of the rate" not in found
+    assert "depends on the rate" not in found
     at_another = [
         row_of("DPSGD", 0.4, 0.6, seed=seed, tests_once=True) | {"test": 0.609, "test_of_average": 0.6} for seed in (0, 1)
     ]
