@@ -25,6 +25,7 @@ from doppler_hf.privacy import (
 from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, without_partial_round
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
 from doppler_hf.privacy.accounting.selection import Selection
+from doppler_hf.privacy.ledger.record import refuse_other_terms
 from doppler_hf.privacy.ledger.statement import SearchTerms
 from doppler_hf.privacy.loss_bounds import GUESS
 from doppler_hf.privacy.noise import PrivateLoss, noise_source
@@ -37,6 +38,8 @@ _CALIBRATED_FOR: Final = (
     "target_epsilon", "target_delta", "accountant", "sample_rate", "steps_planned", "loss_noise_multiplier",
     "noise_shape", "sampling",
 )  # fmt: skip
+# A new plan needs this share of its target, since with less its noise would be too large to learn anything.
+SMALLEST_SHARE: Final = 0.01
 
 
 class Previous(NamedTuple):
@@ -176,12 +179,14 @@ def planned_statement(
             search=None if trial is None else SearchTerms.of(trial.selection),
         )
 
+    if continued is not None:
+        again = under(continued.statement.noise_multiplier)
+        refuse_other_terms(continued.statement, again)  # no target_epsilon helps against these
     if args.noise_multiplier is not None:
         return under(args.noise_multiplier)
     assert args.target_epsilon is not None
     target, ahead, share_of_delta = args.target_epsilon, steps, delta
     if continued is not None:
-        again = under(continued.statement.noise_multiplier)
         before, now = vars(continued.statement), vars(again)
         terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
         changed = [f"{term} changed from {before[term]} to {now[term]}" for term in terms]
@@ -194,10 +199,9 @@ def planned_statement(
         if steps > previous.step and continued.plans:
             # The new terms may depend on results, so plans add up, and each has its own part of ε and δ.
             ahead, share_of_delta = steps - previous.step, delta / (1 + len(continued.plans))
-            target -= get_epsilon_of_plans(continued.plans, delta=delta - share_of_delta)
-            # With less than a hundredth of the budget, nothing could be learnt, because the noise would be too large.
-            if target < 0.01 * args.target_epsilon:
-                raise budget_spent(continued.epsilon(), args, changed=changed)
+            target -= epsilon_beside_new_plan(continued)
+            if target < SMALLEST_SHARE * args.target_epsilon:
+                raise budget_spent(continued, args, new_plan=changed, can_finish=_can_finish(continued, previous.step))
     if trial is not None:
         assert math.isclose(trial.selection.delta, delta), "δ of the trials does not add up to that of the search"
         # Privacy: every trial satisfies the two guarantees from which the ε of the search follows, whatever its settings.
@@ -246,16 +250,74 @@ def mechanisms_of(
     return of_gradient, PrivateLoss(of_loss, device=args.device)
 
 
-def budget_spent(epsilon: float, args: DopplerTrainingArguments, *, changed: Sequence[str] = ()) -> Refusal:
-    """Return the refusal of a run for which too little of its budget is left; `changed` says what makes it a new plan."""
+def epsilon_beside_new_plan(ledger: PrivacyLedger) -> float:
+    """Return what the plans of a ledger cost once a new plan is added, which leaves each of them a smaller part of δ."""
+    delta = ledger.statement.target_delta
+    return get_epsilon_of_plans(ledger.plans, delta=delta - delta / (1 + len(ledger.plans)))
+
+
+def budget_spent(
+    ledger: PrivacyLedger,
+    args: DopplerTrainingArguments,
+    *,
+    left_for: str = "",
+    new_plan: Sequence[str] = (),
+    can_finish: bool = False,
+) -> Refusal:
+    """Return the refusal of a run for which too little of its budget is left.
+
+    Args:
+        ledger: The ledger that the run would continue, as the earlier run left it.
+        args: The arguments of the run.
+        left_for: What the budget does not allow, in words; empty if no step is left, and the target is below what was spent.
+        new_plan: What makes the run a new plan, in words; empty if it continues the last plan.
+        can_finish: Whether the earlier run could be finished with its own arguments.
+    """
+    spent, beside = ledger.epsilon(), epsilon_beside_new_plan(ledger)
+    needs_plan = bool(new_plan or left_for)
+    smallest = _rounded_up(beside / (1.0 - SMALLEST_SHARE) if needs_plan else spent)
+    share = f"A new plan leaves the earlier steps only a part of δ, at which all that were planned cost ε = {beside:.4g}. "
     return Refusal(
         "budget-spent",
-        f"The privacy budget of this run is spent: ε = {epsilon:.4g} of target_epsilon = {args.target_epsilon}. "
+        f"The privacy budget of this run is spent: ε = {beside if new_plan else spent:.4g} of target_epsilon = "
+        f"{args.target_epsilon}. "
         + (
-            f"The full planned ε counts even if a run stopped early, and this run needs a new plan ({', '.join(changed)}). "
-            "To finish the earlier run, resume with its arguments. To continue with the new plan, raise target_epsilon."
-            if changed
-            else "To continue, raise target_epsilon."
+            f"This run needs a new plan ({', '.join(new_plan)}). {share}Without it, the earlier run has ε = {spent:.4g}. "
+            if new_plan
+            else f"Nothing is left for {left_for}. "
+            if left_for
+            else ""
         )
-        + " You can also start over with an untrained model and a new trainer; the ε of both runs then add up.",
+        + ("To finish the earlier run, resume with its arguments. " if can_finish else "")
+        + (
+            ""
+            if math.isinf(smallest)
+            else f"To continue with the new plan, set target_epsilon={smallest:g} or more; the more, the less noise. "
+            if new_plan
+            else f"To continue, set target_epsilon={smallest:g} or more; the more, the less noise. {share}"
+            if left_for
+            else f"To resume the finished run, set target_epsilon={smallest:g} or more. "
+        )
+        + "You can also start over with an untrained model and a new trainer; the ε of both runs then add up.",
     )
+
+
+def _can_finish(ledger: PrivacyLedger, step: int) -> bool:
+    """Return whether a run with the terms of the earlier run could make a step, if it can continue that run's round."""
+    theirs = ledger.statement
+    left = ledger.steps_allowed_to(theirs, from_step=step, keeps_rounds=True)
+    remaining = max(0, theirs.steps_planned - step)
+    return ledger.affordable_steps(remaining if left is None else min(remaining, left)) > 0
+
+
+def _rounded_up(epsilon: float) -> float:
+    """Return ε rounded up to three digits.
+
+    Example:
+        >>> _rounded_up(10.6213), _rounded_up(0.051)
+        (10.7, 0.051)
+    """
+    if math.isinf(epsilon):
+        return epsilon
+    digits = 2 - math.floor(math.log10(epsilon))
+    return round(math.ceil(epsilon * 10.0**digits * (1.0 - 1e-12)) / 10.0**digits, digits)

@@ -439,7 +439,11 @@ class PrivateRun:
         # Resuming a finished run spends nothing more, but its ledger must not claim a target that it has overrun.
         is_overrun = target is not None and ledger.private and ledger.epsilon() > target
         if (remaining > 0 and affordable == 0) or is_overrun:
-            raise budget_spent(ledger.epsilon(), self._args)
+            assert earlier is not None, "a new run is calibrated to its target"
+            # The ledger of the refused run counts steps that will not be made, so the one before says what was spent.
+            is_new_round = ledger.runs[-1].steps_allowed > 0 and not self._continues_rounds
+            left_for = "" if remaining == 0 else "the new round that it would begin" if is_new_round else "a further step"
+            raise budget_spent(earlier, self._args, left_for=left_for)
         if statement.private and statement.sampling == "allocation":
             self._rounds.secret_of(ledger).keep(self.sampler.secret, output_dir=self._args.output_dir)
         return ledger, affordable

@@ -113,7 +113,7 @@ def test_a_plan_that_results_may_have_chosen_adds_its_epsilon(tmp_path, capsys):
 def test_another_length_within_the_same_target_is_refused_with_what_to_do(tmp_path):
     trained(trainer_of(tmp_path, callbacks=[On(step_end=at(4, stop))], save_strategy="steps", save_steps=2, **PLANNED))
     options = PLANNED | dict(max_steps=6, save_strategy="steps")
-    with refused("budget-spent"):
+    with refused("budget-spent", match="To finish the earlier run, resume with its arguments"):
         trainer_of(tmp_path, **options).train(resume_from_checkpoint=True)
     # Both mends.
     trainer_of(tmp_path, **PLANNED).train(resume_from_checkpoint=True)
@@ -262,6 +262,47 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     with pytest.warns(match="the secret of the earlier run's round is not in"), refused("budget-spent"):
         second.train(resume_from_checkpoint=True)
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
+
+
+def test_a_run_whose_budget_ended_it_names_what_was_spent_and_the_smallest_target_with_which_it_goes_on(tmp_path, recwarn):
+    """The round's secret is lost, so a new round began, and the target ended it early. Each refusal names what works."""
+    options = dict(data=text_data(48), noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=1)
+    options |= dict(max_steps=12, report_train_loss="none", noise_shape="white")
+    first = trainer_of(tmp_path, callbacks=[On(step_begin=at(3, interrupt))], **options)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    secrets_of(first).forget()
+    second = trainer_of(tmp_path, **options)
+    second.train(resume_from_checkpoint=True)
+    assert 3 < second.state.global_step < 12
+    wanted = r"ε = 8 of target_epsilon = 8\.0\. Nothing is left for the new round"
+    with refused("budget-spent", match=wanted) as told:
+        trainer_of(tmp_path, **options).train(resume_from_checkpoint=True)
+    assert "resume with its arguments" not in str(told.value)
+    smallest = float(re.search(r"set target_epsilon=([\d.]+) or more", str(told.value))[1])
+    cost = get_epsilon_of_plans([*second.privacy.ledger.plans, []], delta=48**-1.1)
+    assert cost / 0.99 <= smallest <= 1.02 * cost
+    for target in (8.5, cost):
+        wanted = rf"ε = {cost:.4g} of target_epsilon = {target}.*target_epsilon changed from 8\.0 to"
+        with refused("budget-spent", match=wanted) as told:
+            trainer_of(tmp_path, **options | dict(target_epsilon=target)).train(resume_from_checkpoint=True)
+        assert "resume with its arguments" not in str(told.value)
+        assert f"set target_epsilon={smallest:g} or more" in str(told.value)
+    third = trainer_of(tmp_path, **options | dict(target_epsilon=smallest))
+    third.train(resume_from_checkpoint=True)
+    assert third.state.global_step > second.state.global_step
+    assert third.privacy.epsilon() <= smallest
+
+
+def test_a_changed_number_of_records_is_told_of_before_the_budget(tmp_path):
+    """A larger target, as the refusal of the budget proposes it, would not help."""
+    options = dict(noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=2)
+    trained(trainer_of(tmp_path, max_steps=2, **options))
+    for target in (8.0, 20.0):
+        fewer = trainer_of(tmp_path, data=text_data(20), max_steps=4, **options | dict(target_epsilon=target))
+        with refused("other-terms-than-resumed", match="from 24 in the earlier run to 20"):
+            fewer.train(resume_from_checkpoint=True)
+    trained(trainer_of(tmp_path / "another", data=text_data(20), max_steps=4, **options))  # the mend
 
 
 @pytest.mark.parametrize(

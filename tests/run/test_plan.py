@@ -72,7 +72,7 @@ def test_another_plan_has_what_the_first_one_leaves_of_the_target_wherever_it_en
 @pytest.mark.parametrize("made", [50, 100])
 def test_other_terms_for_the_same_target_are_refused(tmp_path, made):
     earlier = ledger_after(made, plan_of(tmp_path))
-    with refused("budget-spent", match=r"2\.99\d* .*3.0.*steps_planned changed from 100 to 150"):
+    with refused("budget-spent", match=r"of target_epsilon = 3.0\. .*steps_planned changed from 100 to 150.* has ε = 2\.99"):
         plan_of(tmp_path, earlier=earlier, first_step=made, max_steps=150)
 
 

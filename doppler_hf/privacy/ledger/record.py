@@ -111,6 +111,22 @@ def search_continued() -> Refusal:
     )
 
 
+def refuse_other_terms(earlier: PrivacyStatement, statement: PrivacyStatement) -> None:
+    """Refuse a run that would continue the ledger of an earlier run for other data, another unit of privacy or another δ."""
+    for name, there, here in (
+        (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
+        ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),
+        ("target_delta", earlier.target_delta, statement.target_delta),
+    ):
+        if there != here:
+            raise Refusal(
+                "other-terms-than-resumed",
+                f"{name} changed from {there} in the earlier run to {here} in this run, so one ledger cannot hold "
+                "both. Resume with the same data, privacy_unit_column and target_delta, or make a new "
+                "trainer with another output_dir; the ε of both then add up.",
+            )
+
+
 class LedgerRecord:
     """The content of a checked chain of entries: see `PrivacyLedger`."""
 
@@ -237,18 +253,7 @@ class LedgerRecord:
         if earlier.search is not None or statement.search is not None:
             # Privacy: a trial that continues would release more than its two guarantees allow.
             raise search_continued()
-        for name, there, here in (
-            (f"The number of {statement.noun}s", earlier.num_units, statement.num_units),
-            ("What ε covers", *(_in_records(each.unit_of_privacy) for each in (earlier, statement))),
-            ("target_delta", earlier.target_delta, statement.target_delta),
-        ):
-            if there != here:
-                raise Refusal(
-                    "other-terms-than-resumed",
-                    f"{name} changed from {there} in the earlier run to {here} in this run, so one ledger cannot hold "
-                    "both. Resume with the same data, privacy_unit_column and target_delta, or make a new "
-                    "trainer with another output_dir; the ε of both then add up.",
-                )
+        refuse_other_terms(earlier, statement)
         if entry["steps_run"] != counted:
             _refuse(entry, f"{counted} steps were counted")
         if entry["from_step"] > counted:
