@@ -6,6 +6,7 @@ line is the command's line in `doppler-hf --help`. `run` returns the exit code. 
 words that are not its own flags: the fields of a recipe. `python -m doppler_hf` is the same command.
 
 - plan, estimate, filter, audit, check, verify: the commands
+- flags: the values and names of flags, for all commands
 - checked_files: what a ledger says of the files in its folder, for verify
 - script: runs a training script up to its training, for check, audit and estimate
 - random_model: a model with random weights, for estimate and plan
@@ -96,7 +97,10 @@ def _run(argv: Sequence[str] | None) -> int:
     elif unknown:
         assert chosen is not None, "argparse requires a command"
         # The command's own parser reports the error, because its usage line names the existing flags.
-        commands.choices[chosen].error(f"unrecognized arguments: {' '.join(unknown)}")
+        from doppler_hf.cli.flags import hint
+
+        own = commands.choices[chosen]
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown, own._option_string_actions)}")
     try:
         return int(args.run(args))
     except (ValueError, MissingExtraError) as error:

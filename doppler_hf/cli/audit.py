@@ -31,6 +31,7 @@ from rich.table import Table
 from doppler_hf.audit import AuditResult, AuditTrainer, TextAuditResult, audit_texts
 from doppler_hf.audit.audited_run import discarded_run, hidden_prints
 from doppler_hf.cli import script
+from doppler_hf.cli.flags import whole_number
 from doppler_hf.errors import Refusal, page
 from doppler_hf.trainer import DopplerTrainer
 
@@ -43,9 +44,11 @@ _BEGINS: Final = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf audit`."""
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--canaries", type=int, default=1000, metavar="M", help="how many canaries (default: %(default)s)")
     kinds.add_argument(
-        "--text-canaries", type=int, metavar="M", help="how many canaries made of text, for a causal language model"
+        "--canaries", type=whole_number, default=1000, metavar="M", help="how many canaries (default: %(default)s)"
+    )
+    kinds.add_argument(
+        "--text-canaries", type=whole_number, metavar="M", help="how many canaries made of text, for a causal language model"
     )
     parser.add_argument(
         "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: %(default)s)"

@@ -23,14 +23,17 @@ from rich.table import Table
 
 from doppler_hf.audit.neighbours import NeighbourResult, neighbour_distances
 from doppler_hf.cli import script
+from doppler_hf.cli.flags import whole_number
 from doppler_hf.trainer import DopplerTrainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf check`."""
-    parser.add_argument("--pairs", type=int, default=16, metavar="N", help="pairs of batches (default: %(default)s)")
     parser.add_argument(
-        "--draw-size", type=int, metavar="N", help="records in a batch besides the tested one (default: up to 32)"
+        "--pairs", type=whole_number, default=16, metavar="N", help="pairs of batches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--draw-size", type=whole_number, metavar="N", help="records in a batch besides the tested one (default: up to 32)"
     )
     script.add_arguments(parser)
 

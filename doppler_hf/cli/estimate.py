@@ -22,6 +22,7 @@ per_device_train_batch_size for a CUDA card with that much memory, which need no
 import argparse
 import functools
 import json
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from doppler_hf.cli import script
+from doppler_hf.cli.flags import hint, whole_number
 from doppler_hf.cli.measured_run import measured_run
 from doppler_hf.cli.random_model import TASKS, RandomModel
 from doppler_hf.errors import Refusal
@@ -52,23 +54,29 @@ _USABLE = 0.9  # Libraries, and gaps between the allocator's blocks, take the re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf estimate`."""
     parser.add_argument("--model", metavar="NAME", help="hub name, or a folder with config.json")
-    parser.add_argument("--task", choices=[*TASKS], help="the task of the training run")
-    parser.add_argument("--length", type=int, metavar="L", help="tokens per record; leave it out for images")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="expected batch size over all processes")
-    parser.add_argument("--micro-batch", type=int, default=8, metavar="M", help="records per pass (default: %(default)s)")
+    parser.add_argument("--task", choices=[*TASKS], metavar="TASK", help=f"the task of the run: {', '.join(TASKS)}")
+    parser.add_argument("--length", type=whole_number, metavar="L", help="tokens per record; leave it out for images")
+    parser.add_argument("--batch-size", type=whole_number, metavar="B", help="expected batch size over all processes")
+    parser.add_argument(
+        "--micro-batch", type=whole_number, default=8, metavar="M", help="records per pass (default: %(default)s)"
+    )
     parser.add_argument("--base-optimizer", choices=TIMED, default="adam_bc", help="default: %(default)s")
     parser.add_argument("--low-pass-filter", default="momentum", metavar="FILTER", help="default: %(default)s")
     parser.add_argument("--noise-shape", default="white", metavar="SHAPE", help="as banded:bands=4 (default: %(default)s)")
-    parser.add_argument("--lora-r", type=int, default=0, metavar="R", help="rank of adapters; 0 trains all weights")
+    parser.add_argument("--lora-r", type=whole_number, default=0, metavar="R", help="rank of adapters; 0 trains all weights")
     parser.add_argument("--lora-target-modules", metavar="NAMES", help="layers with adapters, comma separated")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="devices of this kind (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=whole_number, default=1, metavar="P", help="devices of this kind (default: %(default)s)"
+    )
     parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="per second between processes; needed for several")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, as --bf16 of a training script")
     parser.add_argument("--memory", type=float, metavar="GIB", help="propose a micro-batch for a card with this much memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     script.add_arguments(parser, is_required=False)
-    parser.set_defaults(defaults={each.dest: each.default for each in parser._actions})
+    parser.set_defaults(
+        defaults={each.dest: each.default for each in parser._actions}, flags=[*parser._option_string_actions]
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
     if args.script is not None or args.recipe is not None:
         return run_of_script(args)
     if args.fields:
-        raise Refusal("unknown-options", f"Unknown options: {' '.join(args.fields)}. See doppler-hf estimate --help.")
+        raise Refusal(
+            "unknown-options",
+            f"Unknown options: {' '.join(args.fields)}{hint(args.fields, args.flags)}. See doppler-hf estimate --help.",
+        )
     for name in _NEEDED:
         if vars(args)[name] is None:
             flag = f"--{name.replace('_', '-')}"
@@ -169,16 +180,25 @@ def in_hours(seconds: float) -> str:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Refuse flags that nothing would read, and several processes without the speed of their connection."""
+    if args.length is not None and args.length < 1:
+        raise Refusal(
+            "out-of-range", f"--length must be at least 1; got {args.length}. Give the tokens of a text, as --length 128."
+        )
     if args.memory is not None:
+        if not 0 < args.memory < math.inf:
+            raise Refusal(
+                "out-of-range",
+                f"--memory must be positive and finite; got {args.memory:g}. Give GiB, for example --memory 80.",
+            )
         for name, reason in (("micro_batch", "which proposes a micro-batch"), ("bandwidth", "with which nothing is timed")):
             if vars(args)[name] != args.defaults[name]:
                 raise Refusal(
                     "no-effect", f"--{name.replace('_', '-')} has no effect beside --memory, {reason}. Leave it out."
                 )
-    elif args.processes > 1 and not (args.bandwidth is not None and args.bandwidth > 0):
+    elif args.processes > 1 and not (args.bandwidth is not None and 0 < args.bandwidth < math.inf):
         raise Refusal(
             "no-bandwidth",
-            f"--bandwidth must be a positive number for {args.processes} processes; got {args.bandwidth}. The transfer "
+            f"--bandwidth must be positive and finite for {args.processes} processes; got {args.bandwidth}. The transfer "
             "between processes is not measured here. Give its bytes per second, for example --bandwidth 1e10.",
         )
     elif args.processes == 1 and args.bandwidth is not None:

@@ -25,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from doppler_hf.cli.flags import whole_number
 from doppler_hf.cli.planned_runs import (
     SCHEDULES,
     PlannedRun,
@@ -54,21 +55,26 @@ READING: Final = (
 MOST_PRINTED: Final = 6
 LONGEST_FILTER: Final = 48
 # The names of `cli.random_model.TASKS`, whose file imports torch.
-TASKS: Final = ("text-classification", "causal-lm", "image-classification")
+TASKS: Final = (
+    "text-classification", "causal-lm", "image-classification", "text-generation", "token-classification",
+    "question-answering", "fill-mask", "text2text-generation", "multiple-choice",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `doppler-hf plan`."""
     parser.add_argument(
         "--num-examples",
-        type=int,
+        type=whole_number,
         required=True,
         metavar="N",
         help="number of records in the training set; with privacy_unit_column, the number of users",
     )
-    parser.add_argument("--batch-size", type=int, metavar="B", help="expected, over all processes and micro-batches")
+    parser.add_argument(
+        "--batch-size", type=whole_number, metavar="B", help="expected, over all processes and micro-batches"
+    )
     parser.add_argument("--epochs", type=float, metavar="E", help="length of the run; a step is one batch")
-    parser.add_argument("--max-steps", type=int, metavar="T", help="length of the run, in place of --epochs")
+    parser.add_argument("--max-steps", type=whole_number, metavar="T", help="length of the run, in place of --epochs")
     parser.add_argument("--epsilon", type=float, metavar="ε", help="target ε")
     parser.add_argument(
         "--noise-multiplier",
@@ -112,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub name, or a folder with config.json, to show the learning rate of a run that trains all weights; needs "
         "--task. No weights are loaded",
     )
-    parser.add_argument("--task", choices=TASKS, help="the task of --model")
+    parser.add_argument("--task", choices=TASKS, metavar="TASK", help=f"the task of --model: {', '.join(TASKS)}")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -288,7 +294,9 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise Refusal("out-of-range", f"--trainable-parameters must be at least 1; got {number:g}, as in 1.2e6.")
     if args.model is not None and args.task is None:
         raise Refusal(
-            "no-task", f"--task is missing, which --model {args.model} needs. Give it as --task {' or --task '.join(TASKS)}."
+            "no-task",
+            f"--task is missing, which --model {args.model} needs. Give it, for example as --task {TASKS[0]}. All tasks are "
+            f"{', '.join(TASKS)}.",
         )
     if args.task is not None and args.model is None:
         raise Refusal("no-effect", f"--task {args.task} has no effect without --model. Give the model, or leave --task out.")

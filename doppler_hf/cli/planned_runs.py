@@ -21,6 +21,7 @@ from doppler_hf.privacy.accounting.selection import (
     NumberOfTrials,
     Selection,
     divide_budget,
+    refuse_number_of_trials,
     selection_of_releases,
 )
 from doppler_hf.run.auto_noise import shape_of_equal_epsilon
@@ -131,6 +132,8 @@ class PlanRequest:
                 f"--delta must be positive and less than 1/N = {1 / self.num_examples:.3g}; got {self.delta:g}. A δ of 1/N "
                 "or more would allow one record to be published in full. Leave --delta out to use N^-1.1.",
             )
+        if self.trials is not None:
+            refuse_number_of_trials(self.trials)
         if self.batch_size is None:
             raise Refusal("no-batch-size", f"--batch-size is missing. Start with {self._proposed()}.")
         if self.batch_size > self.num_examples:

@@ -153,6 +153,12 @@ def script_environment(words: Sequence[str]) -> Iterator[None]:
 
 def _script_of(words: Sequence[str]) -> list[str]:
     """Return the path of the script for a recipe, and the arguments for it."""
+    if words[0].endswith(".py"):
+        raise Refusal(
+            "script-as-recipe",
+            f"{words[0]} is a Python file, and this command expected a recipe here. Put --script before a Python file, "
+            f"and the script's own arguments after it: --script {words[0]}.",
+        )
     recipe = Path(words[0]).resolve()
     # The folder beside the package comes first, since its scripts have the package's version.
     places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]

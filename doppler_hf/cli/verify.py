@@ -37,7 +37,7 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, get_total_epsilon
 from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
-from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, ledger_files, ledgers_in
+from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, entries_in, ledger_files, ledgers_in
 from doppler_hf.privacy.ledger.terms import (
     HOW_COMPUTED,
     attacks_in_words,
@@ -113,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
                 if has_weights and not aside
                 else ""
             ),
+        )
+    if path.name != LEDGER_NAME and not entries_in(path) and path not in ledger_files(path.parent):
+        raise Refusal(
+            "not-a-ledger-file",
+            f"{given} is not a ledger. Give its folder, {path.parent}, if {LEDGER_NAME} is in it.",
         )
     if args.head is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.head):
         # A forger could find a ledger that matches fewer digits by trial and error.

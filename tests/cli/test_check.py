@@ -133,3 +133,10 @@ def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, c
     assert "Expected the path of a script after --script; got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["check"])
+
+
+@pytest.mark.parametrize("command", ["check", "audit", "estimate"])
+def test_a_script_in_place_of_a_recipe_is_told_where_it_belongs(command, script, capsys):
+    assert main([command, str(script), "--learning_rate", "1e-3"]) == 2
+    told = capsys.readouterr().err
+    assert f"Put --script before a Python file, and the script's own arguments after it: --script {script}." in told

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
-from transformers import BertConfig, GPT2Config, ViTConfig
+from transformers import BertConfig, GPT2Config, T5Config, ViTConfig
 
 from doppler_hf.cli import main
+from doppler_hf.cli.random_model import TASKS
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.run import estimate as module
 from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
@@ -22,7 +24,14 @@ CONFIGS = {
     "text-classification": BertConfig(vocab_size=50, max_position_embeddings=16, **SMALL),
     "causal-lm": GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0),
     "image-classification": ViTConfig(image_size=16, patch_size=8, **SMALL),
+    "text2text-generation": T5Config(
+        vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, decoder_start_token_id=0, pad_token_id=0
+    ),
 }
+CONFIGS |= {"text-generation": CONFIGS["causal-lm"]}
+CONFIGS |= dict.fromkeys(
+    ("token-classification", "question-answering", "fill-mask", "multiple-choice"), CONFIGS["text-classification"]
+)
 
 
 def words(folder, task, *more):
@@ -31,7 +40,7 @@ def words(folder, task, *more):
     return ["estimate", "--model", str(folder), "--task", task, "--batch-size", "8", *length, *more]
 
 
-@pytest.mark.parametrize("task", further([*CONFIGS], quick=["causal-lm"]))
+@pytest.mark.parametrize("task", further([*CONFIGS], quick=["causal-lm", "question-answering"]))
 def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert main(words(tmp_path, task, "--micro-batch=2", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
@@ -40,6 +49,26 @@ def test_every_part_of_a_model_is_estimated(task, tmp_path, capsys):
     assert found["peak_bytes"] == pytest.approx(sum(found["bytes"].values()))
     assert min(found["seconds"][name] for name in ("passes", "noise", "optimizer")) > 0
     assert found["seconds"]["between processes"] == found["bytes"]["earlier noise"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, of the layers of GPT-2
+@pytest.mark.parametrize("task", TASKS)
+def test_the_memory_of_every_task_is_estimated_with_adapters_too(task, tmp_path, capsys):
+    for more in ([], ["--lora-r=2", "--lora-target-modules=all-linear"]):
+        assert main(words(tmp_path, task, "--memory=1", "--json", *more)) == 0
+        assert json.loads(capsys.readouterr().out)["proposed"] == 8
+
+
+def test_an_adapter_is_refused_with_the_model_to_which_it_belongs(tmp_path, capsys):
+    folder, base = tmp_path / "adapter", str(tmp_path / "base")
+    LoraConfig(base_model_name_or_path=base).save_pretrained(folder)
+    given = words(tmp_path / "base", "text-classification", "--memory=1")
+    assert main([*given, "--model", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert f"{folder} has an adapter (adapter_config.json) and no model" in told
+    for mend in (f"--model {base}", "--lora-r", "--trainable-parameters"):
+        assert mend in told
+    assert main([*given, "--model", base, "--lora-r=2"]) == 0  # the mend
 
 
 def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
@@ -59,11 +88,18 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--processes", "2"], "--bandwidth must be a positive number for 2 processes; got None"),
-        (["--processes", "2", "--bandwidth", "0"], "--bandwidth must be a positive number for 2 processes; got 0"),
+        (["--processes", "2"], "--bandwidth must be positive and finite for 2 processes; got None"),
+        (["--processes", "2", "--bandwidth", "0"], "--bandwidth must be positive and finite for 2 processes; got 0"),
         (["--bandwidth", "0"], "--bandwidth has no effect with one process"),
         (["--memory", "1", "--micro-batch", "2"], "--micro-batch has no effect beside --memory"),
         (["--memory", "1", "--processes", "2", "--bandwidth", "1e9"], "--bandwidth has no effect beside --memory"),
+        (["--processes", "2", "--bandwidth", "inf"], "--bandwidth must be positive and finite for 2 processes; got inf"),
+        (["--length", "0"], "--length must be at least 1; got 0"),
+        (["--length", "-1"], "--length must be at least 1; got -1"),
+        *(
+            (["--memory", value], f"--memory must be positive and finite; got {value}")
+            for value in ("0", "-1", "nan", "inf")
+        ),
         (["--micro-batch", "0"], "must be at least 1; got 8, 0 and 1"),
         (["--task", "image-classification"], "--length 8 has no effect on images"),
         (["--length", "17"], "--length must be at most the 16 positions of this model; got 17. Use --length 16."),

@@ -202,6 +202,7 @@ def test_layers_and_adapters_only_lower_the_learning_rate():
         (["--trainable-parameters=nan"], "at least 1"),
         (["--trainable-parameters=inf"], "at least 1"),
         (["--model=x"], "--task text-classification"),
+        (["--model=x"], "question-answering"),
         (["--task=causal-lm"], "no effect without --model"),
         (["--model=/no/such/folder", "--task=causal-lm"], "/no/such/folder"),
     ],
@@ -210,6 +211,46 @@ def test_weights_that_are_none_are_one_line(given, said, capsys, one_cell):
     assert main([*WORDS, *given]) == 2
     error = capsys.readouterr().err
     assert said in error
+
+
+@pytest.mark.usefixtures("one_cell")
+def test_whole_numbers_may_be_written_as_floats_and_other_numbers_are_refused(capsys):
+    words = ["plan", "--num-examples=2e3", "--batch-size=1e2", "--max-steps=4.0", "--noise-multiplier=1", "--json"]
+    plan = json.loads(printed(words, capsys))
+    assert (plan["num_examples"], plan["batch_size"], plan["steps"]) == (2000, 100, 4)
+    for value in ("2.5e0", "nan", "inf", "1e300", "9" * 20, "many", "1,000"):
+        with pytest.raises(SystemExit):
+            main([*WORDS, f"--batch-size={value}"])
+        assert f"expected a whole number below 1e+15, as 5000 or 5e3; got '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--target-epsilon=3", "--epsilon"),
+        ("--target_delta=1e-5", "--delta"),
+        ("--num_train_epochs=3", "--epochs"),
+        ("--per_device_train_batch_size=8", "--batch-size"),
+        ("--per_sample_max_grad_norm=1", "--max-grad-norm"),
+        ("--max-step=4", "--max-steps"),
+        ("--q", None),
+    ],
+)
+def test_a_flag_with_another_name_in_training_is_proposed_by_its_name_here(given, meant, capsys):
+    with pytest.raises(SystemExit):
+        main([*WORDS, given])
+    told = capsys.readouterr().err
+    assert f"unrecognized arguments: {given.partition('=')[0].replace('_', '-')}" in told
+    assert ("did you mean" in told) == (meant is not None)
+    assert meant is None or f"(did you mean '{meant}'?)" in told
+
+
+def test_a_noise_multiplier_whose_epsilon_is_no_float_is_one_line(capsys, one_cell):
+    words = ["plan", "--num-examples=2000", "--batch-size=100", "--max-steps=4"]
+    for value in ("1e-300", "1e-120"):
+        assert main([*words, f"--noise-multiplier={value}"]) == 2
+        assert f"0 or at least 1e-50; got {value}" in capsys.readouterr().err
+    assert main([*words, "--noise-multiplier=1e-50"]) == 0
 
 
 def test_the_tasks_and_the_budget_are_those_of_the_files_that_import_torch():
@@ -293,7 +334,7 @@ def test_the_table_of_a_search_says_what_it_costs(capsys):
     assert "Trials of hyperparameter searches" in text
 
 
-@pytest.mark.parametrize("given", ["1", "0.5", "nan", "1e9"])
+@pytest.mark.parametrize("given", ["1", "0.5", "0", "-1", "nan", "inf", "1e9"])
 def test_a_search_of_one_trial_or_none_is_refused(given, capsys):
     assert main([*WORDS, f"--trials={given}"]) == 2
     error = capsys.readouterr().err

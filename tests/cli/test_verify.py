@@ -459,3 +459,20 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
         r"LEDGER ONLY: .* steps\. No weight files were found next to the ledger\. Copy them there .*\. The ε of the whole"
     )
     assert re.match(words, said(capsys))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "README.md", "config.json"])
+def test_a_file_that_is_no_ledger_raises_no_alarm(name, written, tmp_path, capsys):
+    """What is said of a changed ledger would frighten whoever has named a file beside it."""
+    ledger = tmp_path / LEDGER_NAME
+    ledger.write_text(written[1], "utf-8")
+    (tmp_path / name).write_bytes(b"{}" if name.endswith(".json") else b"\x00\xff# A model")
+    assert main(["verify", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{tmp_path / name} is not a ledger. Give its folder, {tmp_path}, if {LEDGER_NAME} is in it." in captured.err
+    (tmp_path / name).unlink()
+    assert main(["verify", str(tmp_path)]) == 0  # the mend
+    ledger.write_text("{}")
+    assert main(["verify", str(ledger)]) == 1
+    assert "NOT VERIFIED" in capsys.readouterr().out

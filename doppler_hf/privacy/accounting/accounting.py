@@ -27,6 +27,7 @@ from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA, Rounds, ep
 from doppler_hf.privacy.accounting.secret_groups import epsilon_of_runs
 
 LARGEST_NOISE_MULTIPLIER: Final = 1e6  # Larger values make no difference.
+SMALLEST_NOISE_MULTIPLIER: Final = 1e-50  # The ε of smaller values, above 1e100, cannot be computed with floats.
 Sampling = Literal["allocation", "poisson"]
 Accountant = Literal["pld"]  # the name in a ledger: privacy loss distributions
 
@@ -144,8 +145,11 @@ def merged_rounds(history: Iterable[Releases]) -> tuple[Rounds, ...]:
     counts: Counter[Rounds] = Counter()
     for releases in history:
         noise_multiplier, sample_rate, steps, strategy, sampling = releases
-        if not 0.0 <= noise_multiplier < math.inf:
-            raise Refusal("out-of-range", f"noise_multiplier must be finite and at least 0; got {noise_multiplier}.")
+        if noise_multiplier != 0.0 and not SMALLEST_NOISE_MULTIPLIER <= noise_multiplier < math.inf:
+            raise Refusal(
+                "out-of-range",
+                f"noise_multiplier must be finite, and 0 or at least {SMALLEST_NOISE_MULTIPLIER:g}; got {noise_multiplier}.",
+            )
         if not 0.0 < sample_rate <= 1.0:
             raise Refusal(
                 "out-of-range",

@@ -94,14 +94,19 @@ class NumberOfTrials(NamedTuple):
         return 1.0 - 1.0 / total
 
 
-@functools.lru_cache(maxsize=64)
-def _parameter(mean: float, shape: float) -> float:
+def refuse_number_of_trials(mean: float) -> None:
+    """Refuse an expected number of trials that is out of range."""
     if not 1.0 < mean <= MOST_TRIALS:
         raise Refusal(
             "out-of-range",
             f"A hyperparameter search needs more than 1 and at most {MOST_TRIALS:,} expected trials; got {mean:g}. Give "
             "another number. For a single run, call train(), or leave --trials out of the plan.",
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _parameter(mean: float, shape: float) -> float:
+    refuse_number_of_trials(mean)
     if not shape > -1.0:
         raise Refusal(
             "out-of-range",
