@@ -5,6 +5,7 @@ step that would exceed the target. Only process 0 writes ledgers.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -97,7 +98,9 @@ class PrivacyCallback(TrainerCallback):
                 "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
                 f"The budget allows {run.affordable} of the {remaining} remaining steps, because "
-                f"{_why_fewer(counted, step)}. Training will stop after them.": run.affordable < remaining,
+                f"{_why_fewer(counted, step)}. Training will stop after {'it' if run.affordable == 1 else 'them'}.": (
+                    run.affordable < remaining
+                ),
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
@@ -212,6 +215,12 @@ class PrivacyCallback(TrainerCallback):
             if missing > 0 >= run.affordable:
                 steps = f"{missing:,} step{'s' * (missing > 1)}"
                 print(f"The run ended {steps} early, because {_why_fewer(run.ledger.steps_run, state.global_step)}.")
+            if args.load_best_model_at_end and state.best_global_step is None and _is_never_a_number(state, args):
+                print(
+                    "load_best_model_at_end has loaded nothing, because "
+                    f"metric_for_best_model={args.metric_for_best_model!r} was NaN in every evaluation. "
+                    "The model has the weights of the last step. Check compute_metrics, or set another metric."
+                )
             run.is_little_said = print_end(run.ledger, args, logs=state.log_history)
 
 
@@ -220,6 +229,13 @@ def _save_first(ledger: PrivacyLedger, output_dir: str) -> str | None:
     aside = set_aside(output_dir, unless=lambda there: there.is_prefix_of(ledger))
     ledger.save(output_dir)
     return None if aside is None else aside.name
+
+
+def _is_never_a_number(state: TrainerState, args: DopplerTrainingArguments) -> bool:
+    """Return whether the metric for the best model was NaN in each evaluation of the run, and there was one."""
+    key = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+    found = [log[key] for log in state.log_history if key in log]
+    return bool(found) and all(math.isnan(value) for value in found)
 
 
 def _why_fewer(counted: int, step: int) -> str:

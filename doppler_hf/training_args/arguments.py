@@ -295,6 +295,7 @@ class DopplerTrainingArguments(TrainingArguments):
             ValueError: If `DopplerTrainingArguments` would refuse these values.
         """
         checks.check_kinds(self, base=DopplerTrainingArguments)
+        checks.refuse_file_as_folder(self)
         self._fill_in()
         if self.disable_dp:
             checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from transformers import SchedulerType, TrainingArguments
@@ -195,6 +196,18 @@ def refuse_privacy_without_dp(args: TrainingArguments, *, base: type[TrainingArg
                 field.name, value, beside="disable_dp", because="True, which trains with the stock Trainer",
                 fix="Leave one of them out. For a filter without noise, set noise_multiplier=0 instead of disable_dp",
             )  # fmt: skip
+
+
+def refuse_file_as_folder(args: TrainingArguments) -> None:
+    """Refuse an `output_dir` that cannot be made, because it or a path above it is a file."""
+    folder = Path(str(args.output_dir)).absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise Refusal(
+            "output-dir-is-a-file",
+            f"output_dir={args.output_dir!r} cannot be a folder, because {there} is not one. Set output_dir to a folder, "
+            "which need not exist yet.",
+        )
 
 
 def check_ranges(args: TrainingArguments) -> None:

@@ -1,5 +1,7 @@
 """The rehearsal: what would fail after the first steps is refused before them, and nothing else is changed."""
 
+import itertools
+import math
 import multiprocessing
 from collections import namedtuple
 from pathlib import Path
@@ -348,6 +350,19 @@ def test_a_training_is_the_same_with_and_without(tmp_path, options, capsys):
     (first, *of_first), (second, *of_second) = found
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert of_first == of_second
+
+
+@pytest.mark.parametrize("values", [[math.nan], [math.nan, math.nan, 0.5]], ids=["never", "only at first"])
+def test_the_end_of_a_run_says_that_no_best_model_was_loaded(tmp_path, capsys, values):
+    """The first of the values goes to the check before the first step, and the last one stays."""
+    options = dict(metric_for_best_model="f1", max_steps=2, **(BEST | dict(eval_steps=1, save_steps=1)))
+    f1 = itertools.chain(values, itertools.repeat(values[-1]))
+    with pytest.warns(UserWarning, match="is NaN on the first rows"):
+        trainer = trained(trainer_of(tmp_path, compute_metrics=lambda _: {"f1": next(f1)}, **options))
+    is_never = trainer.state.best_global_step is None
+    assert is_never == (len(values) == 1)
+    words = "load_best_model_at_end has loaded nothing, because metric_for_best_model='f1' was NaN in every evaluation."
+    assert capsys.readouterr().out.count(words) == is_never
 
 
 def test_a_best_metric_without_a_value_is_told_of(tmp_path):

@@ -84,6 +84,9 @@ def test_a_run_whose_round_began_anew_says_why_it_ends_early(tmp_path, capsys, m
         again.train(resume_from_checkpoint=True)
     assert again.privacy.ledger.steps_run == again.state.global_step < 8
     said = capsys.readouterr().out
+    steps = again.state.global_step - 4
+    assert f"The budget allows {steps} of the 4 remaining steps" in said
+    assert f"Training will stop after {'it' if steps == 1 else 'them'}." in " ".join(said.split())
     assert "remaining steps, because sampling began a new round, which costs more ε" in " ".join(said.split())
     assert "early, because sampling began a new round" in said
 

@@ -180,3 +180,19 @@ def test_an_optimizer_that_is_left_out_is_left_out_however_arguments_are_read(tm
 def test_max_grad_norm_is_hfs_without_privacy_and_off_with_it(tmp_path):
     assert arguments(tmp_path).max_grad_norm == 0.0
     assert arguments(tmp_path, target_epsilon=None, disable_dp=True).max_grad_norm == 1.0
+
+
+def test_an_output_dir_that_cannot_be_a_folder_is_refused_with_the_file_in_its_place(tmp_path):
+    file, link = tmp_path / "model", tmp_path / "link"
+    file.write_text("")
+    link.symlink_to(tmp_path / "nowhere")
+    for folder, there in ((file, file), (file / "out" / "first", file), (link, link)):
+        with refused("output-dir-is-a-file", match=f"because {there} is not one"):
+            DopplerTrainingArguments(str(folder), target_epsilon=3.0, use_cpu=True)
+        with refused("output-dir-is-a-file"):
+            DopplerTrainingArguments(str(folder), disable_dp=True, use_cpu=True)
+    (tmp_path / "folder").mkdir()
+    link.unlink()
+    link.symlink_to(tmp_path / "folder")
+    for folder in (tmp_path / "new" / "out", tmp_path / "folder", link / "out"):
+        assert DopplerTrainingArguments(str(folder), target_epsilon=3.0, use_cpu=True).output_dir == str(folder)
