@@ -53,7 +53,7 @@ runs. Of the paper's nine filters only {filters} have test results. In [short ru
 """.strip()
 CHANGES: Final = (
     "This is the change of the test accuracy by each filter in points, with the learning rate tuned for each method. The "
-    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Among {number}, "
+    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Of {number}, "
     "one or more lie beyond their interval by chance in {share:.0%} of such studies:"
 )
 OTHER_BASE: Final = (
