@@ -5,7 +5,6 @@ step that would exceed the target. Only process 0 writes ledgers.
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -235,7 +234,7 @@ def _is_never_a_number(state: TrainerState, args: DopplerTrainingArguments) -> b
     """Return whether the metric for the best model was NaN in each evaluation of the run, and there was one."""
     key = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
     found = [log[key] for log in state.log_history if key in log]
-    return bool(found) and all(math.isnan(value) for value in found)
+    return bool(found) and all(value != value for value in found)
 
 
 def _why_fewer(counted: int, step: int) -> str:
