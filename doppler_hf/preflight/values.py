@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.answers import refuse_positions_outside
 from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
 from doppler_hf.preflight.text_labels import refuse_text_as_label
 from doppler_hf.privacy.batching.collators import tried
@@ -35,7 +36,7 @@ from doppler_hf.privacy.batching.columns import (
     rows_with_gaps,
 )
 from doppler_hf.privacy.batching.micro_batches import fetch_one
-from doppler_hf.privacy.losses import task_of, without_adapters
+from doppler_hf.privacy.losses import places_of_prompt, task_of, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
@@ -87,6 +88,8 @@ def refuse_out_of_range(
             among = limits_in(first.keys()) | text_in(first.keys())
             beyond += _beyond_in_rows(examples, among, name=name, model=own, hint=hint)
     _refuse_other_counts_of_ends(model, examples, name)
+    if not has_own_loss and not places_of_prompt(model):  # positions count the tokens of a trained prompt, too
+        refuse_positions_outside(examples, collate=collate, name=name, hint=hint)
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # an evaluation pads empty texts next to other rows
             continue

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -46,6 +46,10 @@ OWN_LOSS: Final = (
     "inputs['labels'], reduction='none')"
 )
 ANSWER = ("start_positions", "end_positions")  # The labels of question answering.
+TOKENS_OF_AN_ANSWER: Final = (
+    "Get the number of a token from that of a character of the context: encoding = tokenizer(question, context, "
+    "truncation=True), then encoding.char_to_token(character, sequence_index=1) or 0. Token 0 stands for no answer"
+)
 MASK: Final = "bool_masked_pos"  # This input marks the patches of an image that the model must reconstruct.
 WITHOUT_TOKENS: Final = (
     "multiple_choice",
@@ -418,10 +422,15 @@ def answer_losses(
         of_one = of_one.to(torch.promote_types(of_one.dtype, torch.float32))
         of_one = of_one.masked_fill(~is_own, torch.finfo(of_one.dtype).min)
         index = position.reshape(-1, 1).clamp(min=0)  # A negative position means the first token, as in Transformers.
-        is_inside = (index < shape[1]) & is_own.gather(1, index.clamp(max=shape[1] - 1))
-        label = index.where(is_inside, IGNORED_LABEL).squeeze(1)
+        label = index.where(is_inside(index, is_own), IGNORED_LABEL).squeeze(1)
         total = total + F.cross_entropy(of_one, label, ignore_index=IGNORED_LABEL, reduction="none") / 2
     return total
+
+
+def is_inside(index: Int[Tensor, "batch one"], is_own: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch one"]:
+    """Return whether the position of an answer is that of one of the example's own tokens, so that the loss counts it."""
+    index = index.clamp(min=0)
+    return (index < is_own.shape[1]) & is_own.gather(1, index.clamp(max=is_own.shape[1] - 1))
 
 
 def hidden_patch_losses(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from doppler_hf.errors import Refusal
@@ -14,6 +15,7 @@ from doppler_hf.privacy.batching.columns import LABELS, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator
+from doppler_hf.privacy.losses import ANSWER, TOKENS_OF_AN_ANSWER, is_inside
 from doppler_hf.privacy.randomness import filled_generators, next_numbers
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
@@ -137,12 +139,18 @@ class Probe:
             if not _are_ignored(self.collated(rows)):
                 self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
                 return
-        raise Refusal(
-            "no-labels-count",
-            f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores, so only noise would change the "
-            "weights. For classification, give each record the number of its class. To train a language model, use the "
-            "tokens as labels: train_dataset.map(lambda row: {'labels': row['input_ids']}).",
+        fact = f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores"
+        mend = (
+            "For classification, give each record the number of its class. To train a language model, use the tokens as "
+            "labels: train_dataset.map(lambda row: {'labels': row['input_ids']})."
         )
+        if {*ANSWER} <= self.collated(self.short[:1]).keys():
+            fact = (
+                "All start_positions and end_positions of train_dataset are outside of the row's tokens, where the loss "
+                "ignores them"
+            )
+            mend = f"{TOKENS_OF_AN_ANSWER}."
+        raise Refusal("no-labels-count", f"{fact}, so only noise would change the weights. {mend}")
 
     def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:
         """Return a batch of rows, and each row as a batch of one."""
@@ -182,7 +190,10 @@ class Probe:
 
 
 def _are_ignored(batch: Inputs) -> bool:
-    labels = batch.get("labels")
+    labels, own = batch.get("labels"), batch.get("attention_mask", batch.get("input_ids"))
+    if {*ANSWER} <= batch.keys() and isinstance(own, Tensor) and own.ndim == 2:
+        mask = own if "attention_mask" in batch else torch.ones_like(own)
+        return not any(bool(is_inside(batch[name].reshape(-1, 1), mask != 0).any()) for name in ANSWER)
     return isinstance(labels, Tensor) and bool((labels == IGNORED_LABEL).all())
 
 
