@@ -145,19 +145,22 @@ def _exact(switches: tuple[Any, ...], read: Callable[[], Any], write: Callable[[
             switch.fp32_precision = precision
 
 
+NUMBER_OF_CLASSES: Final = "Set num_labels in the model's config to the number of classes, and number the classes from 0"
+
+
 def cross_entropies(
-    logits: Float[Tensor, "batch labels *places"], labels: Int[Tensor, "batch *places"], *, ignored: int
+    logits: Float[Tensor, "batch labels *places"],
+    labels: Int[Tensor, "batch *places"],
+    *,
+    ignored: int,
+    fix: str = NUMBER_OF_CLASSES,
 ) -> Float[Tensor, "batch *places"]:
     """Return the cross-entropy at each place, 0 where there is no label."""
     try:
         return F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     except IndexError:
         # Torch's message and traceback have the label of an example, so they are replaced: messages end up in logs.
-        raise no_class(
-            logits.shape[1],
-            ignored,
-            "Set num_labels in the model's config to the number of classes, and number the classes from 0",
-        ) from None
+        raise no_class(logits.shape[1], ignored, fix) from None
 
 
 def no_class(classes: int, ignored: int, fix: str) -> Refusal:

@@ -76,7 +76,7 @@ class _Outside(NamedTuple):
 
 
 def refuse_positions_outside(examples: Any, *, collate: Callable[[list[Any]], Any], name: str, hint: str) -> None:
-    """Refuse a data set with negative positions of answers, or with different ones behind the ends of rows."""
+    """Refuse a data set, which has both columns, with negative positions, or with different ones behind ends of rows."""
     longest, found = 0, {column: list[_Outside]() for column in ANSWER}
     for rows in (_blocks_of_table if is_stored(examples) else _blocks_of_rows)(examples):
         longest = max(longest, int(rows.lengths.max(initial=0)))
@@ -105,24 +105,30 @@ def _is_outside_in(batch: Any, column: str) -> bool:
 
 def _blocks_of_table(examples: Any) -> Iterator[_Rows]:
     """Yield the rows of a stored table with a list of tokens and whole numbers as positions, for at most ten seconds."""
-    names = examples.column_names
-    if not {LENGTH_COLUMN, *ANSWER} <= {*names} or not is_list(examples.data.schema.field(LENGTH_COLUMN).type):
+    if not is_list(examples.data.schema.field(LENGTH_COLUMN).type):
         return
-    has_mask = _MASK in names and is_list(examples.data.schema.field(_MASK).type)
+    has_mask = _MASK in examples.column_names and is_list(examples.data.schema.field(_MASK).type)
     read = [LENGTH_COLUMN, *ANSWER, *([_MASK] if has_mask else [])]
-    end, start = time.monotonic() + _MOST_SECONDS, 0
-    for table in examples.with_format("arrow").select_columns(read).iter(batch_size=_ROWS_AT_ONCE):
-        lengths, number = _lengths(table[LENGTH_COLUMN]), len(table)
-        positions = {column: _numbers(table[column]) for column in ANSWER}
-        if any(len(each) != number or each.dtype.kind not in "iu" for each in positions.values()):
+    # Scan in the order of storage, since in the order of a shuffled table each row would have to be looked up.
+    stored = np.arange(len(examples)) if examples._indices is None else examples._indices.column(0).to_numpy()
+    order = np.argsort(stored, kind="stable")
+    end = time.monotonic() + _MOST_SECONDS
+    for start in range(0, len(order), _ROWS_AT_ONCE):
+        places = order[start : start + _ROWS_AT_ONCE]
+        of_block = stored[places]
+        first, number = int(of_block[0]), int(of_block[-1]) - int(of_block[0]) + 1
+        table = {name: examples.data.column(name).slice(first, number) for name in read}
+        if not np.array_equal(of_block, np.arange(first, first + number)):
+            table = {name: each.take(of_block - first) for name, each in table.items()}
+        lengths, positions = _lengths(table[LENGTH_COLUMN]), {column: _numbers(table[column]) for column in ANSWER}
+        if any(len(each) != len(places) or each.dtype.kind not in "iu" for each in positions.values()):
             return  # other checks name missing values
         is_own = np.ones(lengths.sum(), bool)
         if has_mask and np.array_equal(_lengths(table[_MASK]), lengths):
             is_own = _numbers(table[_MASK]) != 0
         if len(is_own) == lengths.sum():  # a mask of pairs of tokens has more numbers
             positions = {column: each.astype(np.int64) for column, each in positions.items()}
-            yield _Rows(start + np.arange(number), lengths, is_own, positions)
-        start += number
+            yield _Rows(places, lengths, is_own, positions)
         if time.monotonic() > end:
             return
 

@@ -25,6 +25,7 @@ from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
+    choices_of,
     columns_of_text,
     has_gaps_in_lists,
     has_not_finite,
@@ -36,7 +37,7 @@ from doppler_hf.privacy.batching.columns import (
     rows_with_gaps,
 )
 from doppler_hf.privacy.batching.micro_batches import fetch_one
-from doppler_hf.privacy.losses import places_of_prompt, task_of, without_adapters
+from doppler_hf.privacy.losses import ANSWER, NUMBER_OF_THE_CHOICE, places_of_prompt, task_of, without_adapters
 from doppler_hf.privacy.token_losses import IGNORED_LABEL
 
 MOST_SECONDS: Final = 10.0  # enough for a billion stored numbers
@@ -69,13 +70,18 @@ def refuse_out_of_range(
     _refuse_gaps(examples, collate, name)
 
     def limits_in(columns: Collection[str]) -> frozenset[Limit]:
-        found = limits_of(model, [*columns], has_own_loss=has_own_loss)
+        found = [*limits_of(model, [*columns], has_own_loss=has_own_loss)]
+        is_choice = task_of(without_adapters(model)) == "multiple_choice" and not has_own_loss
+        row = fetch_one(examples, 0) if is_choice else None
+        if isinstance(row, Mapping) and LENGTH_COLUMN in row:
+            choices = choices_of(row[LENGTH_COLUMN])  # other rows have as many, or are refused
+            found += [Limit(each, "numbers", len(choices), NUMBER_OF_THE_CHOICE, is_ignoring=True) for each in LABELS]
         return frozenset(limit for limit in found if limit.column in columns)
 
     def text_in(columns: Collection[str]) -> frozenset[Limit]:
         return frozenset(limits_of_text(columns, label_names=label_names))
 
-    beyond = []
+    beyond, names = [], [*examples.column_names] if is_stored(examples) else []
     if is_table(examples):
         beyond += [(0, limit) for limit in text_in([*columns_of_text(examples)])]
         beyond += _beyond_in_table(examples, limits_in(examples.column_names))
@@ -84,11 +90,13 @@ def refuse_out_of_range(
         if first is None:
             raise _none_row(name)
         if isinstance(first, Mapping):
+            names = [*first.keys()]
             own = None if has_own_loss else without_adapters(model)
             among = limits_in(first.keys()) | text_in(first.keys())
             beyond += _beyond_in_rows(examples, among, name=name, model=own, hint=hint)
     _refuse_other_counts_of_ends(model, examples, name)
-    if not has_own_loss and not places_of_prompt(model):  # positions count the tokens of a trained prompt, too
+    # Positions count the tokens of a trained prompt, too.
+    if {LENGTH_COLUMN, *ANSWER} <= {*names} and not has_own_loss and not places_of_prompt(model):
         refuse_positions_outside(examples, collate=collate, name=name, hint=hint)
     for index, limit in beyond:
         if limit.kind == "not empty" and name != "train_dataset":  # an evaluation pads empty texts next to other rows

@@ -25,7 +25,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 from transformers.models.auto import modeling_auto
 
 from doppler_hf.errors import Refusal, page
-from doppler_hf.linalg import cross_entropies
+from doppler_hf.linalg import NUMBER_OF_CLASSES, cross_entropies
 from doppler_hf.privacy.dense_losses import ctc_losses, ignored_pixel, pixel_losses
 from doppler_hf.privacy.token_losses import IGNORED_LABEL, head_in_chunks, next_labels, token_losses
 
@@ -50,6 +50,21 @@ TOKENS_OF_AN_ANSWER: Final = (
     "Get the number of a token from that of a character of the context: encoding = tokenizer(question, context, "
     "truncation=True), then encoding.char_to_token(character, sequence_index=1) or 0. Token 0 stands for no answer"
 )
+# A task → where its labels come from. The labels of other tasks are a column of numbers.
+_LABELS_OF: Final[dict[Task | None, str]] = {
+    "causal_lm": "Pass data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), which makes the labels. "
+    "If only some tokens are to be learnt, add a column 'labels', and pass DataCollatorForSeq2Seq(tokenizer)",
+    "masked_lm": "Pass data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=True), which makes the labels",
+    "seq2seq_lm": "Add a column 'labels' with the tokens of the target, tokenizer(text_target=target)['input_ids'], and "
+    "pass data_collator=DataCollatorForSeq2Seq(tokenizer, model=model)",
+    "token_classification": "Add a column 'labels' with one class for each token, made from the tokenizer's word_ids(), and "
+    "pass data_collator=DataCollatorForTokenClassification(tokenizer)",
+}
+_RENAME: Final = (
+    "Rename a column of numbers, for example with train_dataset.rename_column(NAME, 'labels'), or use a collator that makes "
+    "labels"
+)
+NUMBER_OF_THE_CHOICE: Final = "The label is the number of the right choice, which begins at 0"
 MASK: Final = "bool_masked_pos"  # This input marks the patches of an image that the model must reconstruct.
 WITHOUT_TOKENS: Final = (
     "multiple_choice",
@@ -222,7 +237,9 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if "return_loss" in inputs:  # CLIP would test whether it is True, but a collator makes a tensor of it.
         raise _without_labels(base_model, {"logits_per_image": None})
     inputs = {name: value for name, value in inputs.items() if name not in ("labels", *ANSWER)}
-    if task == "seq2seq_lm" and labels is not None and "decoder_input_ids" not in inputs:
+    if task == "seq2seq_lm" and labels is None:  # such a model fails without them, in words of its own
+        raise _without_labels(base_model, {})
+    if task == "seq2seq_lm" and "decoder_input_ids" not in inputs:
         if hasattr(base_model, "prepare_decoder_input_ids_from_labels"):
             inputs["decoder_input_ids"] = base_model.prepare_decoder_input_ids_from_labels(labels)
         else:  # M2M100 and Whisper shift the labels inside their forward pass, whose loss is not used.
@@ -260,7 +277,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if task == "masked_image" and MASK in inputs and "reconstruction" in outputs:
         return hidden_patch_losses(outputs["reconstruction"], inputs["pixel_values"], inputs[MASK])
     logits = outputs.get("logits")
-    if labels is None:
+    if labels is None or "start_logits" in outputs:
         raise _without_labels(base_model, outputs)
     if logits is None:
         raise _no_rule(base_model, None)
@@ -273,7 +290,7 @@ def per_sample_losses(model: nn.Module, inputs: dict[str, Any], *, base_model: P
     if has_tokens:
         return token_losses(logits, labels, found=found)
     if task == "multiple_choice":
-        return classification_losses(logits, labels, problem_type="single_label_classification")
+        return classification_losses(logits, labels, problem_type="single_label_classification", fix=NUMBER_OF_THE_CHOICE)
     if task == "semantic_segmentation":
         if getattr(base_model, "auxiliary_head", None) is not None:
             raise Refusal(
@@ -311,10 +328,12 @@ def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refus
             f"The loss of {name} is one number for the whole batch, and a private run needs one loss per record. Override "
             f"compute_per_sample_loss to return one for each, as in {page('guides/own-loss')}.",
         )
+    is_answering = "start_logits" in outputs
+    lacking = " and ".join(f"`{each}`" for each in (ANSWER if is_answering else ("labels",)))
+    mend = f"Add both columns. {TOKENS_OF_AN_ANSWER}" if is_answering else _LABELS_OF.get(task_of(model), _RENAME)
     return Refusal(
         "no-labels",
-        f"The batches have no `labels`, so there is no per-sample loss for {name}. Rename a column of numbers, for example "
-        "with train_dataset.rename_column(NAME, 'labels'), use a collator that makes labels, or override "
+        f"The batches have no {lacking}, so there is no per-sample loss for {name}. {mend}. For another loss override "
         f"compute_per_sample_loss: {page('start/troubleshooting', 'data')}.",
     )
 
@@ -333,13 +352,17 @@ def _no_rule(model: PreTrainedModel, logits: Tensor | None) -> Refusal:
 
 
 def classification_losses(
-    logits: Float[Tensor, "batch labels"], labels: Shaped[Tensor, "batch ..."], *, problem_type: ProblemType | None = None
+    logits: Float[Tensor, "batch labels"],
+    labels: Shaped[Tensor, "batch ..."],
+    *,
+    problem_type: ProblemType | None = None,
+    fix: str = NUMBER_OF_CLASSES,
 ) -> Float[Tensor, " batch"]:
     """Return the loss of each example of a sequence or image classification task.
 
     transformers' heads average the same losses over the batch: cross-entropy for one label, the mean of the binary
     cross-entropy for several, and of the squared error for regression. `problem_type` is as in the model's config; None
-    infers it as transformers does.
+    infers it as transformers does. `fix` says in an error what to do about a label that is out of range.
 
     Example:
         >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
@@ -372,7 +395,7 @@ def classification_losses(
     if problem_type == "regression":
         return F.mse_loss(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
     if problem_type == "single_label_classification":
-        return cross_entropies(logits, labels, ignored=IGNORED_LABEL)
+        return cross_entropies(logits, labels, ignored=IGNORED_LABEL, fix=fix)
     return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(dim=-1)
 
 

@@ -110,14 +110,17 @@ def test_negative_positions_are_refused_and_one_wrong_position_of_many_rows_is_n
     refuse(with_positions(rows, lambda row, index: -1), collate=clamped)
 
 
-def test_blocks_of_a_table_are_joined(monkeypatch):
+def test_a_table_is_read_in_blocks_whatever_its_order(monkeypatch):
     monkeypatch.setattr(answers, "_ROWS_AT_ONCE", 3)
     rows = rows_of(by_tokens)
     refuse(rows.select(range(5, 40)))
     short = [index for index, row in enumerate(rows) if len(row["input_ids"]) < LONGEST]
+    long = next(index for index in range(40) if index not in short)
     odd = with_positions(rows, lambda row, index: 20 + index if index in (short[0], short[-1]) else row["start_positions"])
-    with refused("values-out-of-range"):
-        refuse(odd)
+    for order in (odd, odd.shuffle(seed=1), odd.select([short[-1], long, short[0]])):
+        with refused("values-out-of-range"):
+            refuse(order)
+    refuse(odd.select([short[0], long, short[0]]))  # one position alone
     refuse(odd.select([index for index in range(40) if index not in (short[0], short[-1])]))
 
 

@@ -96,6 +96,62 @@ def test_rows_of_unequal_lengths_are_told_how_to_be_padded_and_not_how_long_they
     assert trains(made(tmp_path / "3", of_tokens, model=tagger, collator=hf.DataCollatorForTokenClassification(TOKENIZER)))
 
 
+def sized(number, *, seed=0):
+    return [int(each) for each in np.random.default_rng(seed).integers(3, 9, size=number)]
+
+
+def choices(*, right=1, are_alike=False):
+    """Rows of two texts, which are of one length in a row or not."""
+    ids = [[[5] * size, [6] * (size if are_alike else size + 1)] for size in sized(24)]
+    return Dataset.from_dict({"input_ids": ids, "labels": [right] * 24})
+
+
+def targets():
+    """Texts with labels of other lengths."""
+    pairs = zip(sized(24), sized(24, seed=1), strict=True)
+    return Dataset.from_list([{"input_ids": [5] * first, "labels": [6] * second} for first, second in pairs])
+
+
+def t5():
+    sizes = dict(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def gpt2():
+    sizes = dict(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+@pytest.mark.parametrize("processor", [None, TOKENIZER])
+def test_choices_of_unequal_lengths_are_told_their_collator(tmp_path, are_alike, processor):
+    model, data = hf.BertForMultipleChoice(tiny_bert().config), choices(are_alike=are_alike)
+    told("not-padded", tmp_path, data, model=model, processing_class=processor, match=r"DataCollatorForMultipleChoice\(tok")
+    assert trains(made(tmp_path, data, model=model, collator=hf.DataCollatorForMultipleChoice(TOKENIZER)))
+
+
+@pytest.mark.parametrize("processor", [None, TOKENIZER])
+def test_labels_of_unequal_lengths_are_told_their_collator(tmp_path, processor):
+    model = t5()
+    match = r"DataCollatorForSeq2Seq\(tokenizer, model=model\) .*DataCollatorForTokenClassification"
+    told("not-padded", tmp_path, targets(), model=model, processing_class=processor, match=match)
+    assert trains(made(tmp_path, targets(), model=model, collator=hf.DataCollatorForSeq2Seq(TOKENIZER, model=model)))
+    several = text_data().map(lambda row: {"labels": [float(row["labels"]), 1.0]})  # two classes for each text
+    error = told("not-padded", tmp_path, several, model=tiny_bert(problem_type="multi_label_classification"))
+    assert "DataCollatorWithPadding" in str(error)
+
+
+def test_the_label_of_a_choice_is_told_to_be_its_number(tmp_path):
+    options = dict(model=hf.BertForMultipleChoice(tiny_bert().config), collator=hf.DataCollatorForMultipleChoice(TOKENIZER))
+    for data in (choices(right=2), choices(right=2).with_transform(lambda rows: rows), [*choices(right=2)]):
+        error = told("values-out-of-range", tmp_path, data, match="from 0 to 1, .*the number of the right choice", **options)
+        assert "num_labels" not in str(error)
+    assert trains(made(tmp_path, choices(right=1), **options))
+    with refused("label-without-class", match="the number of the right choice"):
+        inputs = options["collator"]([*choices(right=2)][:2])
+        made(tmp_path, choices(), **options).compute_per_sample_loss(options["model"], dict(inputs))
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +191,54 @@ def test_a_model_that_computes_its_loss_from_labels_is_told_what_to_override(tmp
     options = dict(model=model, collator=collator)
     told(code, tmp_path, data, match=r"F\.cross_entropy\(model\(\*\*inputs\)\['logits'\]", **options)
     assert trains(made(tmp_path, data, cls=Told, **options))
+
+
+MASKING = hf.PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1}, "[PAD]")), pad_token="[PAD]", mask_token="[MASK]"
+)
+# A model → what the message names, and the rows and the collator that it asks for.
+WITH_LABELS = {
+    "causal": (
+        gpt2, r"DataCollatorForLanguageModeling\(tokenizer, mlm=False\)", None,
+        hf.DataCollatorForLanguageModeling(TOKENIZER, mlm=False),
+    ),
+    "some tokens": (
+        gpt2, r"DataCollatorForSeq2Seq\(tokenizer\)", lambda row: row["input_ids"],
+        hf.DataCollatorForSeq2Seq(TOKENIZER),
+    ),
+    "masked": (
+        lambda: hf.BertForMaskedLM(tiny_bert().config), r"DataCollatorForLanguageModeling\(tokenizer, mlm=True\)", None,
+        hf.DataCollatorForLanguageModeling(MASKING, mlm=True),
+    ),
+    "seq2seq": (
+        t5, r"text_target=target\)\['input_ids'\].*DataCollatorForSeq2Seq\(tokenizer, model=model\)",
+        lambda row: row["input_ids"][:2], hf.DataCollatorForSeq2Seq(TOKENIZER),
+    ),
+    "token classes": (
+        lambda: hf.BertForTokenClassification(tiny_bert().config), r"DataCollatorForTokenClassification\(tokenizer\)",
+        lambda row: [1] * len(row["input_ids"]), hf.DataCollatorForTokenClassification(TOKENIZER),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_LABELS)
+def test_rows_without_labels_are_told_what_makes_those_of_the_model(tmp_path, kind):
+    build, match, label, collator = WITH_LABELS[kind]
+    data = text_data().remove_columns("labels")
+    told("no-labels", tmp_path, data, model=build(), processing_class=TOKENIZER, match=match)
+    labelled = data if label is None else data.map(lambda row: {"labels": label(row)})
+    assert trains(made(tmp_path, labelled, model=build(), collator=collator))
+
+
+@pytest.mark.parametrize("given", [[], ["labels"], ["end_positions"]])
+def test_a_model_of_answers_is_told_the_names_of_its_positions(tmp_path, given):
+    model, data = hf.BertForQuestionAnswering(tiny_bert().config), text_data().remove_columns("labels")
+    lacking = data.map(lambda row: dict.fromkeys(given, 1))
+    options = dict(model=model, collator=hf.DataCollatorWithPadding(TOKENIZER), remove_unused_columns="labels" not in given)
+    match = "no `start_positions` and `end_positions`.*encoding.char_to_token"
+    told("no-labels", tmp_path, lacking, match=match, **options)
+    answers = data.map(lambda row: {"start_positions": 1, "end_positions": 2})
+    assert trains(made(tmp_path, answers, **options))
 
 
 def images(**columns):

@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from doppler_hf.errors import Refusal
-from doppler_hf.privacy.batching.columns import LENGTH_COLUMN, choices_of
+from doppler_hf.privacy.batching.columns import LABELS, LENGTH_COLUMN, choices_of
 from doppler_hf.privacy.randomness import filled_generators
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
@@ -92,7 +93,7 @@ def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> d
     except (RuntimeError, ValueError) as error:
         if not re.match(r"stack expects each|each element in list|Unable to create tensor", str(error)):
             raise
-        raise _text_columns(rows) or _unequal() from None
+        raise _text_columns(rows) or _unequal(rows) from None
 
 
 def collate_without(examples: Sequence[Any], *, collator: Collator, column: str) -> dict[str, Any]:
@@ -119,8 +120,16 @@ def collate_one_by_one(examples: Sequence[Any], *, collator: Collator) -> dict[s
                 f"{type(example).__name__}. Make a table, such as datasets.Dataset.from_dict({{'pixel_values': images, "
                 "'labels': labels}), or give DopplerTrainer a data_collator.",
             )
-    rows = [collator([example]) for example in examples]
+    given = [example for example in examples if isinstance(example, Mapping)]
+    try:
+        rows = [collator([example]) for example in examples]
+    except ValueError as error:
+        if not str(error).startswith("expected sequence of length"):  # the texts of one record differ, as choices do
+            raise
+        raise _unequal(given) from None
     _refuse_other_columns(rows)
+    if any(len({each[name].shape[1:] for each in rows}) > 1 for name in rows[0]):
+        raise _unequal(given)
     return {name: _joined([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -137,14 +146,25 @@ def _text_columns(rows: Sequence[Mapping[str, Any]]) -> Refusal | None:
     )
 
 
-def _unequal() -> Refusal:
+def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
+    first: Mapping[str, Any] = rows[0] if rows else {}
+    tokens = first.get(LENGTH_COLUMN)
+    if tokens is not None and choices_of(tokens) is tokens:
+        mend = "For multiple choice pass data_collator=DataCollatorForMultipleChoice(tokenizer)"
+    elif tokens is not None and any(len({np.shape(row.get(name, ())) for row in rows}) > 1 for name in LABELS):
+        mend = (
+            "Pass data_collator=DataCollatorForSeq2Seq(tokenizer, model=model) if the labels are tokens, or "
+            "DataCollatorForTokenClassification(tokenizer) if they are classes of tokens"
+        )
+    else:
+        mend = (
+            "Give images one size in a transform or by an image_processor. For texts set processing_class=tokenizer, or "
+            "data_collator=DataCollatorWithPadding(tokenizer)"
+        )
     # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(
         "not-padded",
-        "The records of a batch have different sizes, and the data_collator neither pads nor resizes them. Give images one "
-        "size in a transform or by an image_processor. For texts set "
-        "processing_class=tokenizer, or data_collator=DataCollatorWithPadding(tokenizer); for token labels use "
-        "DataCollatorForTokenClassification(tokenizer).",
+        f"The records of a batch have different sizes, and the data_collator neither pads nor resizes them. {mend}.",
     )
 
 
@@ -158,8 +178,6 @@ def _refuse_other_columns(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
-    if len({row.shape[1:] for row in rows}) > 1:
-        raise _unequal()
     # As float64, whole numbers stay exact if other records have fractions.
     is_mixed = len({row.is_floating_point() for row in rows}) > 1
     return torch.cat([row.double() for row in rows] if is_mixed else list(rows))

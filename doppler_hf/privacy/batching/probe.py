@@ -139,18 +139,18 @@ class Probe:
             if not _are_ignored(self.collated(rows)):
                 self.short[0] = next((row for row in rows if not _are_ignored(self.collated([row]))), rows[0])
                 return
-        fact = f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores"
-        mend = (
-            "For classification, give each record the number of its class. To train a language model, use the tokens as "
-            "labels: train_dataset.map(lambda row: {'labels': row['input_ids']})."
-        )
         if {*ANSWER} <= self.collated(self.short[:1]).keys():
-            fact = (
+            raise Refusal(
+                "no-labels-count",
                 "All start_positions and end_positions of train_dataset are outside of the row's tokens, where the loss "
-                "ignores them"
+                f"ignores them, so only noise would change the weights. {TOKENS_OF_AN_ANSWER}.",
             )
-            mend = f"{TOKENS_OF_AN_ANSWER}."
-        raise Refusal("no-labels-count", f"{fact}, so only noise would change the weights. {mend}")
+        raise Refusal(
+            "no-labels-count",
+            f"All labels of train_dataset are {IGNORED_LABEL}, which the loss ignores, so only noise would change the "
+            "weights. For classification, give each record the number of its class. To train a language model, use the "
+            "tokens as labels: train_dataset.map(lambda row: {'labels': row['input_ids']}).",
+        )
 
     def in_parts(self, rows: Sequence[Any]) -> tuple[Inputs, list[Inputs]]:
         """Return a batch of rows, and each row as a batch of one."""
