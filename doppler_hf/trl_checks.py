@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from doppler_hf.errors import NO_KTO, Refusal
-from doppler_hf.preflight.data import refuse_repeats, warn_if_evaluated
+from doppler_hf.preflight.data import refuse_repeats, refuse_what_is_no_data_set, warn_if_evaluated
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 # TRL's argument → the reason why a private run cannot use it.
@@ -51,6 +51,8 @@ def private_init(trainer: Any, args: Any, config: type, *, train_dataset: Any, e
     if args.disable_dp:
         yield
         return
+    refuse_what_is_no_data_set(train_dataset, "train_dataset")
+    refuse_what_is_no_data_set(eval_dataset, "eval_dataset")
     if not {"image", "images"}.isdisjoint(next(iter(train_dataset or ()), ())):  # TRL looks for images in the same way.
         raise Refusal(
             "images-in-texts",

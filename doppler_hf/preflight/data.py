@@ -1,12 +1,13 @@
 """Checks of a training set and its collator that need not read a row."""
 
 import itertools
+import os
 import warnings
 from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
@@ -14,11 +15,15 @@ from doppler_hf.preflight.user_errors import RENAMED
 from doppler_hf.privacy.batching.columns import columns_of_text, is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
 from doppler_hf.privacy.known_numbers import LEAVES, is_own_generator
+from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _FIRST: Final = 100  # Only so many values of a dictionary are looked at.
+_KINDS_OF_FILES: Final = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+# Columns that belong to an input, and are none by themselves.
+_BESIDE_INPUTS: Final = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids")
 _PACKED: Final = "seq_lengths"  # the column in which TRL keeps the lengths of the texts packed into a row
 
 
@@ -58,16 +63,55 @@ def _attributes_of(owner: Any) -> list[Any]:
 
 
 def refuse_without_inputs(dataset: Any, taken: Collection[str], *, labels: Collection[str], description: str | None) -> None:
-    """Refuse a data set of which the model takes no column but labels."""
+    """Refuse a data set of which the model takes no column but labels, and what belongs to an input, such as its mask."""
     columns = dataset.column_names or ()
-    if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",)).isdisjoint(columns):
+    if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",), _BESIDE_INPUTS).isdisjoint(columns):
         text = next(columns_of_text(dataset) if is_table(dataset) else iter(()), "text")
+        removed = ", ".join(column for column in columns if column not in {*taken, *RENAMED, "labels"})
+        removed = f" ({removed})" if removed else ""
         raise Refusal(
             "no-inputs",
             f"The model takes none of the columns of the {(description or 'data').lower()} set ({', '.join(columns)}) as an "
-            "input. If a transform or the collator makes the inputs, set remove_unused_columns=False. If it has texts, "
-            f"tokenize them: .map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True).",
+            f"input. If a transform or the collator makes the inputs of columns that Transformers removes{removed}, set "
+            "remove_unused_columns=False. If a column has another name than the input, rename it, for example with "
+            ".rename_column(NAME, 'input_ids'). If it has texts, tokenize them: "
+            f".map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True).",
         )
+
+
+def refuse_what_is_no_data_set(given: Any, name: str) -> None:
+    """Refuse a path in place of a data set, and a list of several data sets."""
+    if isinstance(given, str | os.PathLike):
+        path = os.fspath(given)
+        kind = _KINDS_OF_FILES.get(os.path.splitext(path)[1].lower())
+        loaded = f"{path!r}" if kind is None else f"{kind!r}, data_files={path!r}"
+        raise Refusal(
+            "not-a-data-set",
+            f"{name} must be a data set; got the name or path {path!r}. Load it: datasets.load_dataset({loaded})['train'].",
+        )
+    if isinstance(given, list | tuple) and given and all(isinstance(each, Dataset) or is_table(each) for each in given):
+        joined = "datasets.concatenate_datasets" if all(map(is_table, given)) else "torch.utils.data.ConcatDataset"
+        mend = f"Join the data sets: {joined}({name})."
+        if name != "train_dataset":
+            mend = "Pass a dictionary, whose names become parts of metrics' names: {'first': set1, 'second': set2}."
+        raise Refusal("not-a-data-set", f"{name} must be a data set; got a {type(given).__name__} of data sets. {mend}")
+
+
+def refuse_evaluation_data(trainer: Any) -> None:
+    """Refuse paths, lists of data sets, and empty data sets that will be evaluated."""
+    refuse_what_is_no_data_set(trainer.eval_dataset, "eval_dataset")
+    args, is_own = trainer.args, overrides(trainer, "get_eval_dataloader")
+    evaluates = args.eval_strategy != "no" or trainer.compute_metrics is not None
+    for key, each in evaluation_sets(trainer.eval_dataset).items():
+        name = f"eval_dataset[{key!r}]" if key else "eval_dataset"
+        refuse_what_is_no_data_set(each, name)
+        if evaluates and not is_own:
+            _refuse_empty(each, name)
+
+
+def _refuse_empty(dataset: Any, name: str) -> None:
+    if has_length(dataset) and len(dataset) == 0:
+        raise Refusal("no-examples", f"{name} is empty. Check whether a filter has removed all rows.")
 
 
 def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any) -> None:
@@ -91,8 +135,7 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
             "single split, such as train_dataset['train'], or convert the columns with "
             "datasets.Dataset.from_dict(train_dataset).",
         )
-    if len(train_dataset) == 0:
-        raise Refusal("no-examples", "train_dataset is empty. Check whether a filter has removed all rows.")
+    _refuse_empty(train_dataset, "train_dataset")
     # Sensitivity: which texts share a row depends on all of them, so that one more text changes many rows.
     if args.privacy_unit_column is None and _PACKED in (getattr(train_dataset, "column_names", None) or ()):
         raise Refusal(
@@ -105,6 +148,7 @@ def refuse_a_run_without_data(args: DopplerTrainingArguments, train_dataset: Any
 
 def refuse_stream(train_dataset: Any) -> None:
     """Refuse a data set without a length, or whose rows can only be read one after the other."""
+    refuse_what_is_no_data_set(train_dataset, "train_dataset")
     has_no_numbers = isinstance(train_dataset, IterableDataset)
     if train_dataset is not None and (has_no_numbers or not has_length(train_dataset)):
         what = "rows that can only be read in their order" if has_length(train_dataset) else "no length"

@@ -51,6 +51,8 @@ def check_new_trainer(private_trainer: Any) -> None:
     trainer.refuse_model_in_parts(private_trainer)
     launcher.refuse_settings_of_the_launcher(private_trainer.args, private_trainer.accelerator)
     trainer.refuse_methods_without_effect(private_trainer)
+    trainer.refuse_generation_without_effect(private_trainer)
+    data.refuse_evaluation_data(private_trainer)
     data.warn_of_training_data_in_evaluation(private_trainer)
 
 
@@ -64,6 +66,8 @@ def check_before_training(private_trainer: Any) -> None:
     trainer.refuse_methods_without_effect(private_trainer)
     trainer.refuse_missing_callbacks(private_trainer)
     trainer.refuse_early_stopping_without_evaluations(private_trainer)
+    trainer.refuse_generation_without_effect(private_trainer)
+    data.refuse_evaluation_data(private_trainer)
     data.warn_of_training_data_in_evaluation(private_trainer)
     records.refuse_metrics_of_no_users(private_trainer)
     signatures.refuse_other_signatures(private_trainer)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from transformers import DefaultFlowCallback, EarlyStoppingCallback, Trainer
+from transformers import DefaultFlowCallback, EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import IntervalStrategy
 
 from doppler_hf.errors import Refusal, TypeRefusal, page
@@ -31,6 +31,8 @@ _NOT_CALLED: Final = {
         "Remove it, set base_optimizer, and override create_scheduler",
     ),
 }  # fmt: skip
+# In these methods, a trainer of the user's own may generate.
+_EVALUATING: Final = ("prediction_step", "evaluation_loop", "evaluate", "predict")
 # Methods that `DopplerTrainer` replaces without calling the next class's method in a private run.
 _REPLACED: Final = ("training_step", "get_train_dataloader", "get_batch_samples", "create_optimizer")
 # A trainer of TRL → the replacement for it.
@@ -136,6 +138,21 @@ def refuse_methods_without_effect(trainer: Any) -> None:
                 "method-without-effect",
                 f"{own.place} has no effect in a private run, because DopplerTrainer.{name} is called in its place. Remove "
                 f"your method, or move it to a subclass of DopplerTrainer, where it calls super().{name}.",
+            )
+
+
+def refuse_generation_without_effect(trainer: Any) -> None:
+    """Refuse arguments of evaluations that generate, if the trainer is none that does."""
+    if isinstance(trainer, Seq2SeqTrainer) or any(overrides(trainer, name) for name in _EVALUATING):
+        return
+    for name in ("predict_with_generate", "generation_config"):
+        if value := getattr(trainer.args, name, None):
+            raise Refusal(
+                "no-effect",
+                f"{name}={value if value is True else '…'} has no effect, because {type(trainer).__name__} does not derive "
+                "from Seq2SeqTrainer. Combine the trainers, too: "
+                "class PrivateSeq2SeqTrainer(DopplerTrainer, Seq2SeqTrainer), as in "
+                f"{page('guides/your-trainer', 'seq2seqtrainer')}. Or leave {name} out.",
             )
 
 

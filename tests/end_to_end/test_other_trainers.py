@@ -4,12 +4,13 @@ import json
 import re
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
@@ -51,6 +52,28 @@ def test_seq2seq_trainer_generates_in_evaluations(tmp_path, monkeypatch):
     }  # fmt: skip
     trainer = executed(SEQ2SEQ, names, tmp_path, monkeypatch)
     assert trainer.evaluate()["eval_are_tokens"] == 1.0
+
+
+@dataclass
+class Generating(DopplerTrainingArguments, Seq2SeqTrainingArguments):
+    """Privacy and generation."""
+
+
+@pytest.mark.parametrize("name", ["predict_with_generate", "generation_config"])
+def test_arguments_of_a_trainer_that_generates_are_refused_without_it(tmp_path, name):
+    value = {"predict_with_generate": True, "generation_config": GenerationConfig(max_length=4)}[name]
+    options = dict(output_dir=str(tmp_path), target_epsilon=3.0, report_to="none", use_cpu=True, generation_max_length=4)
+    args = Generating(**options, **{name: value})
+    with refused("no-effect", match=rf"^{name}=.*class PrivateSeq2SeqTrainer\(DopplerTrainer, Seq2SeqTrainer\)"):
+        DopplerTrainer(model=t5_lm(), args=args, train_dataset=text_data())
+    type("Private", (DopplerTrainer, Seq2SeqTrainer), {})(model=t5_lm(), args=args, train_dataset=text_data())
+    own = {"prediction_step": lambda self, *args, **options: (None, None, None)}  # which may generate
+    type("Own", (DopplerTrainer,), own)(model=t5_lm(), args=args, train_dataset=text_data())
+    late = DopplerTrainer(model=t5_lm(), args=Generating(**options), train_dataset=text_data())
+    setattr(late.args, name, value)
+    with refused("no-effect"):
+        late.train()
+    assert not (tmp_path / LEDGER_NAME).exists()
 
 
 def reporting(folder, monkeypatch, **options):

@@ -1,7 +1,9 @@
 """Ordinary mistakes are told with a fix before anything is spent, and each fix trains."""
 
 import re
+from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset, default_collate
 
 from doppler_hf import DopplerTrainer
 from tests.support.refusals import refused
 from tests.support.tiers import combined, thorough
 from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import arguments, checked_trainer_of, trainer_of, weights
+from tests.support.unspent import refusal_unspent
 
 TOKENIZER = hf.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0}, "[PAD]")), pad_token="[PAD]")
 IMAGE = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
@@ -58,6 +61,64 @@ def test_what_is_no_data_set_is_told_how_to_become_one(tmp_path):
         assert trains(made(tmp_path / "fixed", fixed(given), collator=pad))
     # Transformers would ask for max_steps first.
     told("streamed-data", tmp_path, stream, collator=pad, max_steps=-1)
+
+
+@pytest.mark.parametrize("given", [str, Path])
+def test_a_path_is_told_how_to_become_a_data_set(tmp_path, given):
+    text_data().to_parquet(path := tmp_path / "train.parquet")
+    told(
+        "not-a-data-set", tmp_path, given(path), match=r"\.load_dataset\('parquet', data_files=.*train\.parquet'\)\['train'"
+    )
+    data = datasets.load_dataset("parquet", data_files=str(path))["train"]
+    named = dict(evaluated={"one": given(path)}, collator=pad)
+    told("not-a-data-set", tmp_path, data, evaluated=given(path), collator=pad, match="eval_dataset must")
+    told("not-a-data-set", tmp_path, data, match=r"eval_dataset\['one'\] must", **named)
+    told("not-a-data-set", tmp_path, "me/data", match=r"\.load_dataset\('me/data'\)\['train'")
+    assert trains(made(tmp_path, data, evaluated=data.select([]), collator=pad))
+
+
+def test_several_data_sets_are_told_how_to_be_given(tmp_path):
+    first, second = text_data(), text_data(seed=1)
+    told("not-a-data-set", tmp_path, [first, second], match=r"datasets\.concatenate_datasets\(train_dataset\)", collator=pad)
+    assert trains(made(tmp_path / "1", datasets.concatenate_datasets([first, second]), collator=pad))
+    rows = [Rows(first), Rows(second)]
+    told("not-a-data-set", tmp_path, rows, match=r"torch\.utils\.data\.ConcatDataset\(train_dataset\)", collator=pad)
+    assert trains(made(tmp_path / "2", ConcatDataset(rows), collator=pad))
+    options = dict(collator=pad, eval_strategy="epoch")
+    third = text_data(8, seed=2)
+    told("not-a-data-set", tmp_path, first, evaluated=[second, third], match="'first': set1", **options)
+    trainer = made(tmp_path / "3", first, evaluated={"first": second, "second": third}, **options)
+    assert trains(trainer)
+    assert "eval_second_loss" in trainer.evaluate()
+    trainer = made(tmp_path / "4", first, **options)
+    trainer.eval_dataset = [second, third]
+    assert refusal_unspent(trainer, "not-a-data-set")
+
+
+def test_an_empty_data_set_to_evaluate_is_told_before_anything_is_spent(tmp_path):
+    none, some = text_data().select([]), text_data(8, seed=1)
+    evaluates, one_of_two = dict(eval_strategy="epoch", rehearse=False), {"a": some, "b": none}
+    told("no-examples", tmp_path, text_data(), evaluated=none, collator=pad, match="^eval_dataset is empty", **evaluates)
+    told(
+        "no-examples",
+        tmp_path,
+        text_data(),
+        evaluated=[],
+        collator=pad,
+        match="^eval_dataset is",
+        compute_metrics=lambda _: {},
+    )
+    match = r"^eval_dataset\['b'\] is empty"
+    told("no-examples", tmp_path, text_data(), evaluated=one_of_two, collator=pad, match=match, **evaluates)
+    assert trains(made(tmp_path / "1", text_data(), evaluated={"a": some}, collator=pad, **evaluates))
+    assert trains(made(tmp_path / "2", text_data(), evaluated=none, collator=pad))  # nothing is evaluated
+
+
+def test_an_input_of_another_name_is_told_to_be_renamed(tmp_path):
+    data = text_data().rename_column("input_ids", "inputs")
+    match = r"Transformers removes \(inputs\), .*\.rename_column\(NAME, 'input_ids'\)"
+    told("no-inputs", tmp_path, data, processing_class=TOKENIZER, match=match)
+    assert trains(made(tmp_path, data.rename_column("inputs", "input_ids"), processing_class=TOKENIZER))
 
 
 def test_rows_in_their_order_alone_are_told_how_to_become_a_table(tmp_path):

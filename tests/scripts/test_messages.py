@@ -22,7 +22,7 @@ SHARED = {
     "other-number-of-losses", "out-of-range", "processes-sample-alone", "public-seed", "rows-not-numbered",
     "shared-parameters",
     "shared-random-numbers", "steps-out-of-order", "unknown-options", "unknown-value", "unstable-filter",
-    "no-labels-count",
+    "no-labels-count", "not-a-data-set",
     "no-metrics-of-users", "search-objective", "search-setting", "search-space", "values-out-of-range", "wrong-shape",
 }  # fmt: skip
 # An error that keeps the code of another one, of which it says more.
