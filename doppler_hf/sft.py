@@ -4,7 +4,9 @@ TRL prepares the data row by row, and evaluates. The loss is computed in `privac
 labelled tokens (the completion, the assistant's turns, or all). One row is one record.
 """
 
+import inspect
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ _NOT_PRIVATE: Final = {
     "loss_type": "the loss of a record is always the mean negative log-likelihood of its own tokens",
     **trl_checks.NOT_PRIVATE,
 }
+_READ: Final = ("prompt", "completion", "messages", "conversations", "conversation", "input_ids")  # columns that TRL knows
 _MASK: Final = "completion_mask"  # a column of TRL's in data sets that are tokenized already
 
 
@@ -83,6 +86,9 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
         evaluated = others[0] if others else options.get("eval_dataset")
         with trl_checks.private_init(self, args, DopplerSFTConfig, train_dataset=train_dataset, eval_dataset=evaluated):
             _refuse_completion_without_prompt(args, train_dataset)
+            given = inspect.signature(SFTTrainer).bind_partial(model, args, data_collator, train_dataset, *others, **options)
+            _refuse_without_texts(given.arguments)
+            _refuse_no_chat_template(given.arguments)
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
         if not self.args.disable_dp:
             _warn_of_rows_left_out(self.args, given=train_dataset, kept=self.train_dataset)
@@ -104,6 +110,36 @@ def _refuse_completion_without_prompt(args: Any, train_dataset: Any) -> None:
             "The argument completion_only_loss=True has no effect, because train_dataset has no columns 'prompt' and "
             "'completion', so all tokens would be trained. Add these columns. For the answers in conversations, set "
             "assistant_only_loss=True in its place.",
+        )
+
+
+def _refuse_without_texts(given: Mapping[str, Any]) -> None:
+    """Refuse data sets without a column that TRL reads, unless the user's own function or rows take its place."""
+    args = given["args"]
+    if args.disable_dp or given.get("formatting_func") or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    for name in ("train_dataset", "eval_dataset"):
+        columns = getattr(given.get(name), "column_names", None)
+        if isinstance(columns, list) and not {*columns} & {args.dataset_text_field, *_READ}:
+            raise Refusal(
+                "no-texts",
+                f"{name} has no column {args.dataset_text_field!r}; it has the columns {', '.join(columns)}. If one of them "
+                "has the texts, set dataset_text_field to its name. Otherwise name columns 'prompt' and 'completion', or "
+                "'messages' for conversations, or pass a formatting_func.",
+            )
+
+
+def _refuse_no_chat_template(given: Mapping[str, Any]) -> None:
+    """Refuse `assistant_only_loss` without the chat template that marks the assistant's turns."""
+    args, tokenizer = given["args"], given.get("processing_class")
+    if args.disable_dp or not args.assistant_only_loss or tokenizer is None or args.chat_template_path is not None:
+        return
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise Refusal(
+            "no-chat-template",
+            "assistant_only_loss=True needs a chat template, which marks the turns of the assistant, and the tokenizer has "
+            "none. Set tokenizer.chat_template to a template with {% generation %} around these turns, or set "
+            "chat_template_path to the file of such a template.",
         )
 
 

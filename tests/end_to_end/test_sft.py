@@ -77,6 +77,33 @@ def test_the_completion_alone_is_not_asked_for_where_there_is_none(tmp_path, nam
     trainer_of(tmp_path, "assistant")
 
 
+def test_texts_of_another_column_are_told_how_to_be_named(tmp_path):
+    texts = chat.texts().rename_column("text", "story")
+    with refused("no-texts", match="train_dataset has no column 'text'; it has the columns story.* set dataset_text_field"):
+        trainer_of(tmp_path, "text", data=texts)
+    trainer_of(tmp_path, "text", data=texts, dataset_text_field="story")
+    with refused("no-texts", match="question, answer.* pass a formatting_func"):
+        trainer_of(tmp_path, "text", data=chat.questions())
+    trainer_of(tmp_path, "formatted")
+    trainer_of(tmp_path, "text", data=chat.questions().rename_columns({"question": "prompt", "answer": "completion"}))
+
+
+def test_a_tokenizer_without_a_chat_template_is_told_to_have_one(tmp_path):
+    tokenizer, template = chat_tokenizer(), tmp_path / "template.jinja"
+    template.write_text(tokenizer.chat_template)
+
+    def made(**options):
+        args = arguments(tmp_path, assistant_only_loss=True, **options)
+        return DopplerSFTTrainer(tiny_llama(), args, None, chat.conversations(), None, tokenizer)
+
+    tokenizer.chat_template = None
+    with refused("no-chat-template", match="{% generation %}.* chat_template_path"):
+        made()
+    made(chat_template_path=str(template))
+    tokenizer.chat_template = template.read_text()
+    made()
+
+
 def test_rows_that_trl_leaves_out_are_told_of(tmp_path):
     lengths = sorted(len(row["input_ids"]) for row in trainer_of(tmp_path, "assistant").train_dataset)
     options = dict(assistant_only_loss=True, max_length=lengths[len(lengths) // 2] - 2)
