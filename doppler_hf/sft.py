@@ -137,8 +137,8 @@ def _refuse_no_chat_template(given: Mapping[str, Any]) -> None:
     if getattr(tokenizer, "chat_template", None) is None:
         raise Refusal(
             "no-chat-template",
-            "assistant_only_loss=True needs a chat template, which marks the turns of the assistant, and the tokenizer has "
-            "none. Set tokenizer.chat_template to a template with {% generation %} around these turns, or set "
+            "The argument assistant_only_loss=True needs a chat template that marks the turns of the assistant, and the "
+            "tokenizer has none. Set tokenizer.chat_template to a template with {% generation %} around these turns, or set "
             "chat_template_path to the file of such a template.",
         )
 

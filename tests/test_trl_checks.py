@@ -147,7 +147,7 @@ def test_data_sets_are_as_they_were_once_a_trainer_is_made(tmp_path, kind):
     own = Dataset.map
     made(tmp_path, kind, conversations() if kind == "sft" else preferences(), template=chat_tokenizer().chat_template)
     with pytest.raises(KeyError):
-        made(tmp_path, kind, Dataset.from_dict({"words": [f"{SECRET} {place}" for place in range(24)]}))
+        made(tmp_path, kind, Dataset.from_dict({"prompt": [f"{SECRET} {place}" for place in range(24)]}))
     assert Dataset.map is own
 
 
@@ -211,8 +211,8 @@ def test_an_error_in_the_words_of_the_code_is_shown(processes):
 
 
 def test_a_column_that_is_missing_is_named(tmp_path):
-    with pytest.raises(KeyError, match="text"):
-        made(tmp_path, "sft", Dataset.from_dict({"words": [f"{SECRET} {place}" for place in range(24)]}))
+    with pytest.raises(KeyError, match="completion"):
+        made(tmp_path, "sft", Dataset.from_dict({"prompt": [f"{SECRET} {place}" for place in range(24)]}))
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
