@@ -6,6 +6,7 @@ several examples, because class weights cancel out in the mean of a single examp
 """
 
 import inspect
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from doppler_hf.linalg import row_norms
 from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
 from doppler_hf.privacy.batching.columns import LABELS
+from doppler_hf.privacy.batching.probe import SHORT
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.randomness import filled_generators
@@ -29,6 +31,9 @@ from doppler_hf.run.private_run import PrivateRun
 # Two gradients count as parallel from this cosine on, and factors count as different from this ratio on.
 _ALONG: Final = 0.999
 _DIFFERENT: Final = 1.05
+# The seconds in which labels are looked for, and in which losses are computed; with several processes the number of rows.
+_SECONDS: Final = 0.3
+_ROWS_OF_PROCESSES: Final = 64
 
 
 def refuse_ignored_labels(run: PrivateRun, trainer: Any) -> None:
@@ -64,6 +69,37 @@ def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:
             "data_collator must return class numbers as labels; got torch.bool. Return labels.long(), or override "
             "compute_per_sample_loss.",
         )
+
+
+def refuse_failing_rows(run: PrivateRun, trainer: Any) -> None:
+    """Refuse a training set if the user's loss fails on some of its rows, such as on a label that the model does not have.
+
+    Rows of every label are tried first, and then random ones, for a moment.
+    """
+    # The values that a model of Transformers takes with its own loss are known, and `values` looks for others.
+    if not trainer.has_own_loss or not trainer.args.grad_sample_self_check:
+        return
+    # Other checks have computed losses without gradients. Processes that share weights must call the model equally often.
+    is_alone = trainer.args.world_size == 1
+    count, end = 0, time.monotonic() + 2 * _SECONDS
+    with without_dropout(trainer.model), run.unwatched(), torch.no_grad(), filled_generators(0):
+        for rows in run.probe.in_batches(min(run.most_rows, SHORT), most_seconds=_SECONDS * is_alone):
+            inputs = run.probe.collated(rows)
+            try:
+                # A GPU reports an error when the host waits for it.
+                run.losses_of(inputs).tolist()
+            except Exception as error:
+                # The refusal leaves out the error's words, which may hold a label or another part of a row.
+                raise Refusal(
+                    "rows-without-loss",
+                    f"compute_per_sample_loss fails with a {type(error).__name__} on some rows of train_dataset, so the run "
+                    "would end when they are sampled. Look for labels that are not below the number of outputs of the "
+                    "model, ids that are not below the size of an embedding, and inputs of another shape. Change or remove "
+                    "these rows, or make the model larger.",
+                ) from error
+            count += len(rows)
+            if time.monotonic() > end if is_alone else count >= _ROWS_OF_PROCESSES:
+                return
 
 
 def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:

@@ -174,6 +174,7 @@ def check_before_engine(run: PrivateRun, private_trainer: Any) -> None:
 def check_with_engine(run: PrivateRun, private_trainer: Any) -> None:
     """Check the loss and the engine's gradients of a few examples."""
     examples.check_examples(run, private_trainer)
+    loss.refuse_failing_rows(run, private_trainer)
     loss.refuse_another_loss(run, private_trainer)
     loss.note_factors_without_effect(run, private_trainer)
     records.note_equal_views(run, private_trainer)

@@ -2,15 +2,21 @@
 
 import pytest
 import torch
-from datasets import ClassLabel
+from datasets import ClassLabel, Dataset
 from torch.nn import functional as F
-from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForSequenceClassification
+from transformers import (
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    default_data_collator,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.preflight import loss as loss_checks
 from doppler_hf.privacy.losses import losses_of_class
 from tests.support.refusals import refused
-from tests.support.tiny import pad, text_data, tiny_bert
+from tests.support.tiny import Rows, pad, text_data, tiny_bert
 from tests.support.trainers import checked_trainer_of as trainer_of
 from tests.support.trainers import trained
 from tests.support.unspent import refusal_unspent
@@ -180,3 +186,38 @@ def test_a_model_with_another_number_of_outputs_than_the_data_have_classes_is_to
     trained(trainer_of(tmp_path, model=tiny_bert(num_labels=outputs), data=data, max_steps=1))
     said = " ".join(capsys.readouterr().out.split())
     assert "classes, but the model has" not in said if words is None else f"the column 'labels' {words}" in said
+
+
+class Own(torch.nn.Module):
+    """Two layers for two numbers, with a score for each class."""
+
+    def __init__(self, classes=3):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(2, 4), torch.nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+class OfScores(DopplerTrainer):
+    def compute_per_sample_loss(self, model, inputs):
+        return F.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
+
+
+def one_of_a_label(label, number=400):
+    """Rows of which a single one, that no other check looks at, has this label."""
+    return [dict(x=[row / number, 1.0], labels=label if row == 151 else row % 3) for row in range(number)]
+
+
+@pytest.mark.parametrize("kind", [Dataset.from_list, Rows])
+def test_rows_on_which_the_users_loss_fails_are_refused_and_it_trains_without_them(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(loss_checks, "_SECONDS", 60.0)
+    options = dict(cls=OfScores, collator=default_data_collator, max_steps=1, remove_unused_columns=False)
+    rows = one_of_a_label(3)
+    trainer = trainer_of(tmp_path / "1", model=Own(), data=kind(rows), **options)
+    said = refusal_unspent(trainer, "rows-without-loss")
+    assert "IndexError" in said
+    assert "151" not in said
+    assert "out of bounds" not in said
+    trained(trainer_of(tmp_path / "2", model=Own(), data=kind([row for row in rows if row["labels"] < 3]), **options))
+    trained(trainer_of(tmp_path / "3", model=Own(classes=4), data=kind(rows), **options))

@@ -1,7 +1,8 @@
 """A few real examples for the checks before the first step, each alone and all together in one batch."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
 from doppler_hf.privacy.batching.collators import copied, tried
-from doppler_hf.privacy.batching.columns import LABELS, labels_of
+from doppler_hf.privacy.batching.columns import LABELS, is_stored, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_collator
@@ -124,11 +125,37 @@ class Probe:
         """Return batches of 64 further examples in total, spread evenly over the data set."""
         return map(self.collated, self._rows(_FURTHER))
 
+    def in_batches(self, size: int, *, most_seconds: float) -> Iterator[list[Any]]:
+        """Return all examples in lists of `size`; one example of each label comes first, and the others in random order.
+
+        In a data set that makes its rows, labels are looked for in as many rows as are fetched in `most_seconds`.
+        """
+        places = np.random.default_rng(2).permutation(len(self._loader.examples))
+        first = self._of_each_label(places, most_seconds=most_seconds)
+        places = np.concatenate([first, places[~np.isin(places, first)]])
+        return self._fetched(places[start : start + size].tolist() for start in range(0, len(places), size))
+
+    def _of_each_label(self, places: np.ndarray, *, most_seconds: float) -> np.ndarray:
+        """Return the place of one example of each label that is a single number."""
+        if is_stored(self._loader.examples):
+            labels = labels_of(self._loader.examples)
+            return places[:0] if labels is None else places[np.unique(labels[places], return_index=True)[1]]
+        found, end = dict[Any, int](), time.monotonic() + most_seconds
+        with filled_generators(0):
+            for place in places.tolist():
+                if time.monotonic() >= end:
+                    break
+                found.setdefault(label_of(fetch(self._loader.examples, [place], numbers=self._loader.numbers)[0]), place)
+        return np.array([*found.values()], dtype=int)
+
     def _rows(self, count: int) -> Iterator[list[Any]]:
         chosen = evenly(np.arange(len(self._loader.examples)), count=count)
-        for start in range(0, len(chosen), SHORT):
+        return self._fetched(chosen[start : start + SHORT] for start in range(0, len(chosen), SHORT))
+
+    def _fetched(self, places: Iterable[list[int]]) -> Iterator[list[Any]]:
+        for chosen in places:
             with filled_generators(0):
-                rows = fetch(self._loader.examples, chosen[start : start + SHORT], numbers=self._loader.numbers)
+                rows = fetch(self._loader.examples, chosen, numbers=self._loader.numbers)
             yield rows
 
     def refuse_ignored_labels(self) -> None:
