@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -134,6 +134,12 @@ class _Comparison:
             with contextlib.suppress(Exception), self.clipped.unwatched(), torch.no_grad():
                 is_fine = self.losses_of(self.probe.collated(rows)).ndim == 1
             failed += [] if is_fine else [len(rows)]
+        if failed == [1] and "more than 1 value per channel" in str(error):
+            raise Refusal(
+                "functional-batch-norm",
+                "The model normalizes each record by the statistics of its batch, probably by torch's F.batch_norm with "
+                "training=True, so clipping cannot bound what one record contributes. Use F.group_norm or F.layer_norm.",
+            ) from error
         if failed == [1]:
             raise Refusal(
                 "fails-on-one-row",
@@ -347,11 +353,26 @@ def refuse_state_changes(model: nn.Module, *, again: Callable[[], object]) -> It
         again()
         written += [name for name in changed if name in saved] + _changed(model, first)
     if written:
-        raise Refusal(
-            "buffers-written",
-            f"The forward pass writes to {written[0]!r}, which would keep statistics of the data without clipping or noise. "
-            "Replace the layer by one that keeps no statistics.",
+        raise _written_to(model, written)
+
+
+def _written_to(model: nn.Module, names: Sequence[str]) -> Refusal:
+    tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
+    # A layer with statistics may also count its calls.
+    name = next((each for each in names if tensors[each].is_floating_point()), names[0])
+    what = "would keep statistics of the data without clipping or noise"
+    mend = "Replace the layer by one that keeps no statistics."
+    if isinstance(tensors[name], nn.Parameter):
+        what = "would change the saved weights without clipping or noise"
+        mend = (
+            "If it is an average of the trained weights, such as a mean teacher, keep it in a copy outside of the model, "
+            "and update the copy in a callback's on_step_end. If it has statistics of the data, replace the layer by one "
+            "that keeps none."
         )
+    elif not tensors[name].is_floating_point() and tensors[name].numel() == 1:
+        what = "seems to count calls. The number of calls depends on the size of random batches, which is private"
+        mend = "Count steps in a callback, or in an int of Python's own, which is not saved with the weights."
+    return Refusal("buffers-written", f"The forward pass or the loss writes to {name!r}, which {what}. {mend}")
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

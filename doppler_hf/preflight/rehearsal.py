@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
@@ -33,6 +33,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
 from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of_range, refuse_uncollated
 from doppler_hf.privacy.batching.collators import tried
+from doppler_hf.privacy.batching.columns import LABELS
 from doppler_hf.privacy.batching.micro_batches import fetch_one
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators
@@ -155,6 +156,13 @@ def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: b
         notes = [f"evaluations report no {without_loss[0]}, because Transformers found no labels in eval_dataset: {where}"]
     else:
         notes = []
+    first = next(iter(few_rows(next(iter(sets.values())), 1)), None)
+    has_labels = isinstance(first, Mapping) and any(name in first for name in LABELS)
+    if is_metric_called and trainer.compute_metrics is not None and _has_no_names_of_labels(trainer) and has_labels:
+        notes.append(
+            f"compute_metrics gets no labels, because the forward of {type(trainer.model).__name__} does not name them. Set "
+            "label_names=['labels'] to pass them"
+        )
     if not is_metric_called and own is None and trainer.args.prediction_loss_only:
         return [*notes, "compute_metrics is not called, because prediction_loss_only=True. Leave that argument out"]
     if not is_metric_called and own is None and not without_loss:
@@ -275,6 +283,7 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[d
         found, error = _metrics_of_whole_sets(trainer, watched, count)
         if error is None and (found is not None or not watched.errors):
             return metrics | (found or {}), bool(watched.seen)
+        _refuse_without_labels(trainer, watched)
         first = first or error
     if first is not None and not watched.errors:
         said = str(first).rstrip(".")
@@ -286,6 +295,21 @@ def _metrics_of_few_rows(trainer: Any, ignore_keys: list[str] | None) -> tuple[d
         ) from first
     with _errors_as_refusals(f"an evaluation with compute_metrics, on up to {_ROWS_AGAIN} rows,"):
         raise watched.errors[0]
+
+
+def _refuse_without_labels(trainer: Any, watched: Watched) -> None:
+    """Explain a `compute_metrics` that fails because Transformers found no names of labels in the model's forward."""
+    if watched.errors and watched.seen and _has_no_names_of_labels(trainer) and not watched.seen[0].label_ids:
+        raise Refusal(
+            "no-names-of-labels",
+            f"compute_metrics failed with a {type(watched.errors[0]).__name__}. It got no labels, because the forward of "
+            f"{type(trainer.model).__name__} does not name them, so Transformers does not collect them. Set "
+            "label_names=['labels'] in the arguments, or the names that labels have in your batches.",
+        ) from watched.errors[0]
+
+
+def _has_no_names_of_labels(trainer: Any) -> bool:
+    return trainer.args.label_names is None and not trainer.label_names
 
 
 # Errors of a metric that have another reason than that it is undefined on a few rows.
@@ -305,6 +329,8 @@ def _metrics_of_first_batch(
     compute = functools.partial(_as_of_the_last_batch, own) if is_added_up else watched
     with _errors_as_refusals("an evaluation of the first batch of your get_eval_dataloader"):
         metrics = _evaluated(trainer, trainer.eval_dataset, ignore_keys, compute_metrics=compute, most_batches=1)
+        if watched is not None:
+            _refuse_without_labels(trainer, watched)
         if watched is not None and watched.errors and isinstance(watched.errors[0], _MISTAKES):
             raise watched.errors[0]
     if watched is not None and watched.errors:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
@@ -21,7 +21,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight.answers import refuse_positions_outside
 from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
 from doppler_hf.preflight.text_labels import refuse_text_as_label
-from doppler_hf.privacy.batching.collators import tried
+from doppler_hf.privacy.batching.collators import is_dense, tried
 from doppler_hf.privacy.batching.columns import (
     LABELS,
     LENGTH_COLUMN,
@@ -178,6 +178,8 @@ def refuse_uncollated(
         of_batch = places[start : start + number].tolist()
         rows = [fetch_one(examples, place) for place in of_batch]
         if (error := _error_of(collate, rows)) is None:
+            if name == "train_dataset":
+                _refuse_left_out(collate, rows)
             continue
         alone = [_error_of(collate, [row]) for row in rows]
         if most_rows == 1 and not any(alone):
@@ -185,7 +187,7 @@ def refuse_uncollated(
         if isinstance(error, Refusal):  # the collator has explained it
             raise error
         if all(alone):  # other checks explain a collator that always fails
-            return []
+            continue
         raise Refusal(
             "rows-not-collated",
             f"data_collator fails with a {type(error).__name__} on some rows of {name}, so the run would end when they are "
@@ -193,6 +195,33 @@ def refuse_uncollated(
             "channels, and change or remove them.",
         ) from error
     return []
+
+
+def _refuse_left_out(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
+    """Refuse a collator that leaves out some rows, which an evaluation may do and a private run may not."""
+    sizes = _sizes(tried(collate, rows))
+    # An entry with as many rows as there are records shows that none is left out.
+    if len(rows) in sizes.values():
+        return
+    alone = []
+    for row in rows:
+        with contextlib.suppress(Exception):  # a collator may fail where no row is left
+            alone.append(_sizes(tried(collate, [row])))
+    of_one = [name for name in sizes if alone and all(each.get(name, 1) == 1 for each in alone if each)]
+    if of_one and all(sizes[name] < len(rows) for name in of_one):
+        # Sensitivity: a row that is left out moves all others to other places.
+        raise Refusal(
+            "rows-left-out",
+            "data_collator leaves out some rows of train_dataset, so batches have fewer rows than were sampled, and a batch "
+            "may be empty. Remove these rows beforehand, for example with train_dataset.filter(...) or "
+            "torch.utils.data.Subset(train_dataset, kept).",
+        )
+
+
+def _sizes(batch: Any) -> dict[str, int]:
+    """Return the first dimension of each dense tensor of a batch."""
+    found = batch.items() if isinstance(batch, Mapping) else ()
+    return {name: len(each) for name, each in found if isinstance(each, Tensor) and is_dense(each) and each.ndim}
 
 
 def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:

@@ -40,10 +40,18 @@ def ledger_saved_with_model(folder: Path, trainer: Any, *, checkpoint_step: int 
                     "keep the ledger of an earlier run, copy the folder in which that run saved the model."
                 )
             if ledger is not None:
+                assert run is not None
+                when = "after the private run"
+                mend = "Save the model before you change it, and save the changed model in another folder."
+                if run.trained_model is not None and not run.trained_model.only_trained_parts_changed(model):
+                    when = "by something other than the steps of the private run, such as a callback"
+                    mend = (
+                        "Frozen weights and buffers must stay as they were at its start. Keep what else changes, such as an "
+                        "average of the weights, in a copy outside of the model: copy.deepcopy(model)."
+                    )
                 print(
-                    f"The weights saved in {folder} were changed after the private run, so its ledger does not cover them "
-                    "and was not saved there. Save the model before you change it, and save the changed model in another "
-                    "folder."
+                    f"The weights saved in {folder} were changed {when}, so its ledger does not cover them and was not "
+                    f"saved there. {mend}"
                 )
             aside = set_aside(folder, unless=lambda there: not there.unknown_weights(folder))
             if aside is not None:

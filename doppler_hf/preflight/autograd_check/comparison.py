@@ -31,6 +31,8 @@ from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 LARGEST_NORM_SHARE: Final = 1e-2
 # A norm below this is far below any clip norm, and its squares vanish in float32.
 LEAST_NORM: Final = 1e-12
+# A power of two, so that rounding changes no gradient that is in proportion to the loss.
+_FACTOR: Final = -64.0
 
 
 def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set[str]:
@@ -95,6 +97,7 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
             return reached
+        is_linear = _has_linear_backward(trial, trained, tolerance=tolerance)
         reason = why_gradients_change(trial)
     if reason is not None:
         raise Refusal("depends-on-others", reason)
@@ -106,6 +109,14 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             "The per-sample gradients disagree with autograd, probably because of the hook on the gradients of "
             f"{hooked[0] or 'the model'!r} (register_full_backward_hook). A hook sees the gradients of all records at once, "
             "so its result cannot be clipped for each record. Remove the hook.",
+        )
+    if not is_linear:
+        raise Refusal(
+            "backward-not-linear",
+            "The gradient of a loss times a number is not the number times the gradient of the loss, so something changes "
+            "gradients in the backward pass, such as a clamp in a tensor's register_hook or in the backward of a "
+            "torch.autograd.Function. Per-sample gradients come from one backward pass for all records, and must not be "
+            "changed on the way. Remove the change: each record's whole gradient is clipped anyway.",
         )
     place = max(wrong, key=lambda name: math.inf if math.isnan(wrong[name]) else wrong[name]) if wrong else None
     of_place, mend = "", ""
@@ -119,6 +130,16 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
         f"The per-sample gradients{of_place} are wrong: engine={clipped.engine_name!r} disagrees with autograd, so clipping "
         f"would not bound them. {mend}Please report the model's class as a bug of doppler_hf.",
     )
+
+
+def _has_linear_backward(trial: Trial, trained: Mapping[str, nn.Parameter], *, tolerance: float) -> bool:
+    """Return whether the gradients of each example alone are in proportion to a factor of its loss."""
+    for inputs in trial.alone:
+        once, scaled = (gradients_of(factor * trial.losses_of(dict(inputs)), trained) for factor in (1.0, _FACTOR))
+        off = [in_float32(scaled[name]) - _FACTOR * in_float32(gradient) for name, gradient in once.items()]
+        if norm_of(off) > tolerance * abs(_FACTOR) * norm_of([in_float32(gradient) for gradient in once.values()]):
+            return False
+    return True
 
 
 def _rounding(trial: Trial, weights: Sequence[float], trained: Mapping[str, nn.Parameter]) -> dict[str, float]:

@@ -117,7 +117,14 @@ def _why(trial: Trial, what: str, layer: str) -> str:
     # Take the first example without the others, but padded as in the batch: a remaining change comes from its padding.
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
-    if layer == "the loss" and _changes_with_padding(trial, padded):
+    whole = [name for name, value in part.items() if _is_of_a_batch(value) and not _is_same(value, together.get(name))]
+    own = padded | {name: part[name] for name in whole}
+    if whole and first_changing_layer(trial, own) is None and not _changes_with_padding(trial, own):
+        reason = (
+            f"{whole[0]!r}, one value for the whole batch from data_collator, such as its number of rows. Leave it out: "
+        )
+        reason += "a private run itself divides the sum of all gradients by the expected batch size."
+    elif layer == "the loss" and _changes_with_padding(trial, padded):
         reason = "the length to which a row is padded, as a mean over all tokens does. Divide by the row's own tokens: "
         reason += f"{OF_OWN_TOKENS}."
     elif first_changing_layer(trial, padded) is None:
@@ -139,6 +146,14 @@ def _why(trial: Trial, what: str, layer: str) -> str:
         f"The {what} of one record changes with the other records of the batch, so the noise would not protect it "
         f"({page('start/troubleshooting', 'losses')}): {layer} depends on {reason}"
     )
+
+
+def _is_of_a_batch(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return bool(_is_of_a_batch(other) and value == other)
 
 
 def _changes_with_padding(trial: Trial, padded: Inputs) -> bool:

@@ -52,6 +52,11 @@ def _copied_as_far_as_possible(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
+def is_dense(value: Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor made of tensors of other lengths."""
+    return value.layout is torch.strided and not value.is_nested
+
+
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in containers and attributes of objects, each object once."""
     if isinstance(value, Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import same
-from doppler_hf.privacy.batching.collators import copied, tried
+from doppler_hf.privacy.batching.collators import copied, is_dense, tried
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, labels_of
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader, fetch
 from doppler_hf.privacy.clipping.other_layers import has_rows
@@ -109,6 +109,14 @@ class Probe:
                 "batch-not-tensors",
                 "data_collator must return a dictionary of tensors, because models of Transformers take their inputs by "
                 f"name; got a {type(batch).__name__}. Return a dictionary such as {{'input_ids': ids, 'labels': labels}}.",
+            )
+        sparse = [name for name, value in batch.items() if isinstance(value, Tensor) and not is_dense(value)]
+        if sparse:
+            raise Refusal(
+                "batch-not-dense",
+                f"data_collator must return dense tensors, of which each record has one row; {sparse[0]!r} is a sparse or "
+                "nested tensor. Return value.to_dense() of a sparse tensor, and value.to_padded_tensor(0) with a mask of a "
+                "nested one.",
             )
         return dict(batch)
 

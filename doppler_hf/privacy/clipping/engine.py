@@ -58,6 +58,7 @@ class BookKeepingEngine:
         self._cleanup = contextlib.ExitStack()
         self._rows_per_loss = rows_per_loss
         self._num_inputs: int | None = None
+        self._has_list = False
         self._has_choices = task_of(without_adapters(model)) == "multiple_choice"
         rules = opacus_rules() if by_opacus else RULES | transformers_layers.transformers_rules()
         rules |= {kind.forward: recurrence for kind in (nn.RNN, nn.LSTM, nn.GRU)}  # Opacus has no sampler for these.
@@ -127,12 +128,19 @@ class BookKeepingEngine:
         self, losses: Float[Tensor, " rows"], parameters: Mapping[str, Tensor], *, num_examples: int
     ) -> Iterator[tuple[Notes, dict[str, Tensor]]]:
         if self._num_inputs != len(losses) * self._rows_per_loss:
+            each = f"every {self._rows_per_loss} rows" if self._rows_per_loss > 1 else "each row"
+            more = " Pass one tensor for each record in a list, and other tensors one by one." if self._has_list else ""
+            more = more or (
+                " If the model gets several rows of each record, such as two views, put them next to each other and set "
+                "rows_per_loss in the class of your trainer. If it gets the parts of all records in one tensor, such as the "
+                "nodes of graphs, pad them, so that each record is one row."
+            )
+            has_more = self._has_list or (self._num_inputs is not None and self._num_inputs > len(losses))
             # The message has no numbers, because the size of a random batch is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                f"Expected one loss for {f'every {self._rows_per_loss} rows' if self._rows_per_loss > 1 else 'each row'}"
-                " of the model's input; got more or fewer losses. Call the model once with the whole micro-batch, and "
-                "return one loss per record.",
+                f"Expected one loss for {each} of the model's input; got more or fewer losses. Call the model once with the "
+                f"whole micro-batch, and return one loss per record.{more if has_more else ''}",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)
@@ -202,6 +210,8 @@ class BookKeepingEngine:
             found.append(f"{inside}, whose layer has an input of {dimensions} dimensions that does not begin with the batch")
         is_turned = any(isinstance(each, _WITH_BATCH_FIRST) and not each.batch_first for each in self._model.modules())
         freeze = "Set batch_first=True in these layers, or freeze" if inside and is_turned else "Freeze"
+        if inside and self._has_list:
+            freeze = "Pad all records to one tensor with a mask, and call these layers once with it, or freeze"
         others = "or train LoRA" if outside else "and train other layers"
         if has_penalty and outside:
             first = next(name for name, size in sizes.items() if size is None)
@@ -222,11 +232,17 @@ class BookKeepingEngine:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)  # This is an evaluation, in which layers make no notes.
         # Models of sentence-transformers take one dictionary in place of keywords.
-        given = [
-            each for value in (*args, *kwargs.values()) for each in (value.values() if isinstance(value, dict) else [value])
-        ]
+        given: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            given += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
         tensors = [value for value in given if isinstance(value, Tensor) and value.ndim > 0]
-        self._num_inputs = tensors[0].shape[0] if tensors else None
+        # Rows of several lengths may be in a list of tensors.
+        lists = [
+            value for value in given if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value)
+        ]
+        self._has_list = bool(lists)
+        first = next(iter([*tensors, *lists]), None)
+        self._num_inputs = None if first is None else len(first)
         self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
         self.notes.casts.clear()
         self.notes.is_in_forward = True
@@ -268,6 +284,13 @@ class BookKeepingEngine:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.notes.is_watching:
                 return original(*args, **kwargs)
+            if self.notes.batch_size is None and self.notes.is_in_forward:
+                raise Refusal(
+                    "no-batch-in-arguments",
+                    "None of the model's arguments is a tensor whose first dimension is the batch, or a list with one "
+                    "tensor for each record, so per-sample gradients cannot be computed. Pass such tensors to model(...) "
+                    "one by one, such as model(inputs['x'], inputs['mask']), and not inside of objects of your own.",
+                )
             if self.notes.batch_size is None:
                 raise Refusal(
                     "layer-called-alone",

@@ -34,6 +34,13 @@ def refuse_layers(model: nn.Module) -> None:
                     f"have no per-sample gradients. {_TIED_TOKENS if is_token else _OTHER_ADAPTERS}.",
                 )
         refuse_compiled(module, name=name)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Refusal(
+                "scripted-module",
+                f"The {f'module {name!r}' if name else 'model'} was made by torch.jit, and its layers cannot be watched, so "
+                "per-sample gradients cannot be computed. Use the module from before torch.jit.script or torch.jit.trace; "
+                "its weights can be loaded with load_state_dict.",
+            )
         # Sensitivity: frozen or not, in training mode such a layer normalizes one example by the others, or stores their
         # statistics. In evaluation mode, its statistics do not change.
         is_mixing = isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.track_running_stats)
