@@ -360,19 +360,26 @@ def _written_to(model: nn.Module, names: Sequence[str]) -> Refusal:
     tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
     # A layer with statistics may also count its calls.
     name = next((each for each in names if tensors[each].is_floating_point()), names[0])
-    what = "would keep statistics of the data without clipping or noise"
-    mend = "Replace the layer by one that keeps no statistics."
     if isinstance(tensors[name], nn.Parameter):
-        what = "would change the saved weights without clipping or noise"
-        mend = (
-            "If it is an average of the trained weights, such as a mean teacher, keep it in a copy outside of the model, "
-            "and update the copy in a callback's on_step_end. If it has statistics of the data, replace the layer by one "
-            "that keeps none."
+        return Refusal(
+            "weights-written",
+            f"The forward pass or the loss writes to the weights {name!r}, which would change them without clipping or "
+            "noise. If they are an average of the trained weights, such as a mean teacher, keep them in a copy outside of "
+            "the model, and update the copy in a callback's on_step_end. If they are statistics of the data, replace the "
+            "layer by one that keeps none.",
         )
-    elif not tensors[name].is_floating_point() and tensors[name].numel() == 1:
-        what = "seems to count calls. The number of calls depends on the size of random batches, which is private"
-        mend = "Count steps in a callback, or in an int of Python's own, which is not saved with the weights."
-    return Refusal("buffers-written", f"The forward pass or the loss writes to {name!r}, which {what}. {mend}")
+    if not tensors[name].is_floating_point() and tensors[name].numel() == 1:
+        return Refusal(
+            "calls-counted",
+            f"The forward pass or the loss changes {name!r}, which seems to count calls. How often a model is called "
+            "depends on the size of random batches, which is private. Count steps in a callback, or in an int of Python's "
+            "own, which is not saved with the weights.",
+        )
+    return Refusal(
+        "buffers-written",
+        f"The forward pass writes to {name!r}, which would keep statistics of the data without clipping or noise. Replace "
+        "the layer by one that keeps no statistics.",
+    )
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

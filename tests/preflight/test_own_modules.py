@@ -222,7 +222,7 @@ CASES = {
         dict(rows=[row for row in ROWS if row["labels"] != 2]),
     ),
     "counter": (
-        "buffers-written", "'calls'.*count calls", dict(model=counting_buffer), dict(model=lambda: Own(counted, calls=0)),
+        "calls-counted", "'calls'", dict(model=counting_buffer), dict(model=lambda: Own(counted, calls=0)),
     ),
     "script": ("scripted-module", "'first'", dict(model=scripted), dict(model=Own)),
 }  # fmt: skip
@@ -277,7 +277,7 @@ def test_an_average_of_weights_is_kept_outside_of_the_model(tmp_path, capsys):
         return Own(teacher=Own().requires_grad_(False))
 
     refused_training(
-        tmp_path, "buffers-written", match="'teacher.*mean teacher.*on_step_end",
+        tmp_path, "weights-written", match="'teacher.*mean teacher.*on_step_end",
         **options_of(model=with_teacher, cls=of_loss(in_the_loss)),
     )  # fmt: skip
     model = with_teacher()

@@ -139,8 +139,8 @@ class BookKeepingEngine:
             # The message has no numbers, because the size of a random batch is private, and messages end up in logs.
             raise Refusal(
                 "other-number-of-losses",
-                f"Expected one loss for {each} of the model's input; got more or fewer losses. Call the model once with the "
-                f"whole micro-batch, and return one loss per record.{more if has_more else ''}",
+                f"Expected one loss for {each} of the model's input; got more or fewer losses.{more if has_more else ''} "
+                "Call the model once with the whole micro-batch, and return one loss per record.",
             )
         is_cut = any(isinstance(parameter, DTensor) for parameter in parameters.values())
         trainable = gathered(parameters) if is_cut else dict(parameters)
@@ -241,8 +241,8 @@ class BookKeepingEngine:
             value for value in given if isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value)
         ]
         self._has_list = bool(lists)
-        first = next(iter([*tensors, *lists]), None)
-        self._num_inputs = None if first is None else len(first)
+        sizes = [len(each) for each in tensors] + [len(each) for each in lists]
+        self._num_inputs = sizes[0] if sizes else None
         self.notes.batch_size = tensors[0].shape[:2].numel() if tensors and self._has_choices else self._num_inputs
         self.notes.casts.clear()
         self.notes.is_in_forward = True
