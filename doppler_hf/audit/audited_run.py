@@ -42,6 +42,9 @@ def motionless_run(args: DopplerTrainingArguments, *, steps: int, folder: str) -
         "noise_multiplier": 1.0,
         "noise_shape": "white",  # under another shape a unit could not be in two consecutive batches
         "logging_strategy": IntervalStrategy.NO, "disable_tqdm": True,
+        # Rows are fetched in this process, so that it is known which are in a micro-batch.
+        "dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False,
+        "dataloader_pin_memory": False,
     }  # fmt: skip
     for name, value in changes.items():
         setattr(args, name, value)

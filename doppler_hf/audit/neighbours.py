@@ -14,8 +14,8 @@ output of an adapter is zero at the start.
 All random numbers are held fixed. The model is in training mode without dropout, a random data set gives an example the same
 numbers each time, as model and loss do if they draw some, and a unit with too many examples contributes its first ones. A
 random collator draws numbers for a whole batch, so they cannot be held fixed for one example. The same holds for a loss that
-draws the numbers of a row with NumPy or Python. In a training run all of these follow secret random numbers
-(`privacy.randomness`).
+draws the numbers of a row with NumPy or Python, or as many as the row is padded to. In a training run all of these follow
+secret random numbers (`privacy.randomness`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 from doppler_hf.audit.audited_run import copied, hidden_prints, motionless_run
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
-from doppler_hf.preflight.autograd_check.row_randomness import row_randomness, uses_other_generators
+from doppler_hf.preflight.autograd_check.row_randomness import row_randomness, shapes_drawn, uses_other_generators
 from doppler_hf.preflight.autograd_check.trial import norm_of
 from doppler_hf.preflight.autograd_check.without_randomness import draws_numbers, in_evaluation_mode, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
@@ -380,8 +380,10 @@ def hold_losses(run: PrivateRun, *, pair: Callable[[], int]) -> None:
         return loader
 
     def add_held(micro_batch: MicroBatch) -> Tensor:
-        found = rows.pop(id(micro_batch.inputs), None)  # an empty pass, as with shards, has no row of the batch
-        with contextlib.nullcontext() if found is None else row_randomness(found[1], seed=pair(), seen=seen):
+        if micro_batch.weight == 0.0:  # an empty pass, as with shards, has no row of the batch
+            return add(micro_batch)
+        _, examples = rows.pop(id(micro_batch.inputs))
+        with row_randomness(examples, seed=pair(), seen=seen):
             return add(micro_batch)
 
     run.loader = noting_loader  # type: ignore[method-assign]
@@ -390,24 +392,28 @@ def hold_losses(run: PrivateRun, *, pair: Callable[[], int]) -> None:
 
 @contextlib.contextmanager
 def without_model_randomness(trainer: DopplerTrainer, loader: PrivateLoader) -> Iterator[tuple[bool, bool]]:
-    """Put the model into training mode without dropout or, if rows then draw numbers of NumPy or Python, evaluation mode.
+    """Put the model into training mode without dropout or, if the numbers of a row cannot be held there, evaluation mode.
 
     Yields:
         Whether it is in training mode, and whether it draws numbers of torch, which are to be held fixed for each row.
     """
-    model, ends, of = trainer.model, [0, len(loader.examples) - 1], losses_of(trainer)
-    batches = [trainer._prepare_inputs(batch_of(loader, rows, seed=0)) for rows in (ends, [*ends, ends[0]])]
-    calls = [lambda inputs=inputs: of(dict(inputs)) for inputs in batches]
+    model, lengths, of = trainer.model, loader.lengths, losses_of(trainer)
+    ends = [0, len(loader.examples) - 1] if lengths is None else [int(np.argmin(lengths)), int(np.argmax(lengths))]
+    short, long, more = (
+        trainer._prepare_inputs(batch_of(loader, rows, seed=0)) for rows in (ends[:1] * 2, ends[1:] * 2, ends[:1] * 3)
+    )
+    calls = [lambda inputs=inputs: of(dict(inputs)) for inputs in (short, long, more)]
     for is_of_training, mode in ((True, without_dropout), (False, in_evaluation_mode)):
         with mode(model):
-            if not uses_other_generators(calls):
-                yield is_of_training, draws_numbers(of, batches[0])
+            # A row that is padded further beside others would get other numbers there.
+            if shapes_drawn(calls[0]) == shapes_drawn(calls[1]) and not uses_other_generators(calls):
+                yield is_of_training, draws_numbers(of, short)
                 return
     raise Refusal(
         "random-loss",
         "The test compares two batches that differ by one record, so each row must get the same random numbers in both. "
-        "Here the model or loss draws the numbers of its rows with NumPy or Python. Draw them with torch, such as "
-        "torch.randn_like(x), or in the data set.",
+        "Here the model or loss draws the numbers of a row with NumPy or Python, or as many as the row is padded to. Draw "
+        "them with torch, such as torch.randn_like(x), and pad all rows to one length: tokenize with padding='max_length'.",
     )
 
 

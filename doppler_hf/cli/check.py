@@ -84,8 +84,8 @@ def verdict(result: NeighbourResult) -> str:
         found = f"No defect found: no tested {who} moved the sum by more than C. Others that were not tested may do so."
         coarse = f"The model rounds coarsely, so this test can miss {who}s that move others. Repeat it in float32."
         mode = (
-            "In training mode the model draws numbers for its rows with NumPy or Python, so it was compared in evaluation "
-            "mode. What its layers do in training mode alone is tested when a training starts, and not here."
+            "In training mode the model draws numbers that could not be held fixed for each row, so it was compared in "
+            "evaluation mode. What its layers do in training mode alone is tested when a training starts, and not here."
         )
         said = [found, *([coarse] if result.rounds_coarsely else []), *([] if result.is_of_training else [mode])]
         return " ".join(said)

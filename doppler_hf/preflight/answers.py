@@ -1,10 +1,11 @@
 """Find positions of answers that the loss of question answering ignores, before any ε is spent.
 
-It learns which token begins the answer and which ends it: `start_positions` and `end_positions`. Transformers takes
-a negative position for the first token, and ignores a position behind the row's last token. Scripts rely on this where an
-answer was cut off: the position is behind the end of a row that was cut, or it is one number for all such rows, such as the
-tokenizer's longest length. Other positions behind the end of a row are almost always places of characters, such as SQuAD's
-`answer_start`. So if they are refused, nothing is lost that would train.
+It learns which token begins the answer and which ends it: `start_positions` and `end_positions`. Transformers takes a
+negative position for the first token, and ignores a position behind the row's last token. Scripts rely on this where there
+is no answer, with one negative number for all such rows, and where an answer was cut off: the position is behind the end of
+a row that was cut, or it is one number for all such rows, such as the tokenizer's longest length. Other positions behind the
+end of a row are almost always places of characters, such as SQuAD's `answer_start`. So if they are refused, next to nothing
+is lost that would train.
 """
 
 import time
@@ -69,9 +70,9 @@ class _Outside(NamedTuple):
 
     def fault(self, longest: int) -> int | None:
         """Return the place of a row with a position that cannot be meant, or None."""
-        if (is_negative := self.positions < 0).any():
-            return int(self.places[is_negative][0])
-        is_odd = (self.lengths != longest) & ~self.is_next
+        if len(np.unique(negative := self.positions[self.positions < 0])) > 1:
+            return int(self.places[self.positions == negative[0]][0])
+        is_odd = (self.positions >= 0) & (self.lengths != longest) & ~self.is_next
         return int(self.places[is_odd][0]) if len(np.unique(self.positions[is_odd])) > 1 else None
 
 

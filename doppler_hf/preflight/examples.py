@@ -372,8 +372,8 @@ def _written_to(model: nn.Module, names: Sequence[str]) -> Refusal:
         return Refusal(
             "calls-counted",
             f"The forward pass or the loss changes {name!r}, which seems to count calls. How often a model is called "
-            "depends on the size of random batches, which is private. Count steps in a callback, or in an int of Python's "
-            "own, which is not saved with the weights.",
+            "depends on the size of random batches, which is private. Count steps in a callback: trainer.state.global_step "
+            "is public.",
         )
     return Refusal(
         "buffers-written",

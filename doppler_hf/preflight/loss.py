@@ -83,11 +83,14 @@ def refuse_failing_rows(run: PrivateRun, trainer: Any) -> None:
     is_alone = trainer.args.world_size == 1
     count, end = 0, time.monotonic() + 2 * _SECONDS
     with without_dropout(trainer.model), run.unwatched(), torch.no_grad(), filled_generators(0):
-        for rows in run.probe.in_batches(min(run.most_rows, SHORT), most_seconds=_SECONDS * is_alone):
+        # No batch has more tokens than one of the training may have.
+        for rows in run.probe.in_batches(min(run.rows_of_longest, SHORT), most_seconds=_SECONDS * is_alone):
             inputs = run.probe.collated(rows)
             try:
                 # A GPU reports an error when the host waits for it.
                 run.losses_of(inputs).tolist()
+            except (Refusal, torch.OutOfMemoryError):
+                raise  # it is explained, or is no fault of the rows
             except Exception as error:
                 # The refusal leaves out the error's words, which may hold a label or another part of a row.
                 raise Refusal(

@@ -148,7 +148,7 @@ def _refuse_gaps(examples: Any, collate: Callable[[list[Any]], Any], name: str) 
         # A collator may leave out the column, or fill in a value. It may also go by the first row of a batch.
         with_gap, other = fetch_one(examples, row), fetch_one(examples, 0 if row else len(examples) - 1)
         for rows in ([with_gap], [with_gap, other], [other, with_gap]):
-            if error := _error_of(collate, rows):
+            if error := _batch_or_error(collate, rows)[1]:
                 # The refusal leaves out the error's words, which may hold a part of a row.
                 raise Refusal(
                     "missing-values",
@@ -177,11 +177,12 @@ def refuse_uncollated(
             return []
         of_batch = places[start : start + number].tolist()
         rows = [fetch_one(examples, place) for place in of_batch]
-        if (error := _error_of(collate, rows)) is None:
+        batch, error = _batch_or_error(collate, rows)
+        if error is None:
             if name == "train_dataset":
-                _refuse_left_out(collate, rows)
+                _refuse_left_out(batch, collate, rows)
             continue
-        alone = [_error_of(collate, [row]) for row in rows]
+        alone = [_batch_or_error(collate, [row])[1] for row in rows]
         if most_rows == 1 and not any(alone):
             return of_batch
         if isinstance(error, Refusal):  # the collator has explained it
@@ -197,17 +198,20 @@ def refuse_uncollated(
     return []
 
 
-def _refuse_left_out(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
+def _refuse_left_out(batch: Any, collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
     """Refuse a collator that leaves out some rows, which an evaluation may do and a private run may not."""
-    sizes = _sizes(tried(collate, rows))
+    sizes = _sizes(batch)
     # An entry with as many rows as there are records shows that none is left out.
     if len(rows) in sizes.values():
         return
-    alone = []
-    for row in rows:
-        with contextlib.suppress(Exception):  # a collator may fail where no row is left
-            alone.append(_sizes(tried(collate, [row])))
-    of_one = [name for name in sizes if alone and all(each.get(name, 1) == 1 for each in alone if each)]
+    # A collator may fail where no row is left.
+    each_alone = [of_row for row in rows if (of_row := _batch_or_error(collate, [row])[0]) is not None]
+    for name, value in _tensors(batch).items():
+        numbers = [_numel(each, name) for each in each_alone]
+        if len(numbers) == len(rows) and 0 not in numbers and value.numel() >= sum(numbers):
+            return  # rows that are joined to one are not left out, and other checks explain that
+    alone = [_sizes(each) for each in each_alone]
+    of_one = [name for name in sizes if alone and all(each.get(name, 1) <= 1 for each in alone if each)]
     if of_one and all(sizes[name] < len(rows) for name in of_one):
         # Sensitivity: a row that is left out moves all others to other places.
         raise Refusal(
@@ -218,19 +222,27 @@ def _refuse_left_out(collate: Callable[[list[Any]], Any], rows: list[Any]) -> No
         )
 
 
-def _sizes(batch: Any) -> dict[str, int]:
-    """Return the first dimension of each dense tensor of a batch."""
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """Return the dense tensors of a batch that have rows."""
     found = batch.items() if isinstance(batch, Mapping) else ()
-    return {name: len(each) for name, each in found if isinstance(each, Tensor) and is_dense(each) and each.ndim}
+    return {name: each for name, each in found if isinstance(each, Tensor) and is_dense(each) and each.ndim}
 
 
-def _error_of(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Exception | None:
-    """Return the error of a collator on some rows, or None; neither the rows nor the user's random numbers change."""
+def _sizes(batch: Any) -> dict[str, int]:
+    return {name: len(each) for name, each in _tensors(batch).items()}
+
+
+def _numel(batch: Any, name: str) -> int:
+    value = _tensors(batch).get(name)
+    return 0 if value is None else value.numel()
+
+
+def _batch_or_error(collate: Callable[[list[Any]], Any], rows: list[Any]) -> tuple[Any, Exception | None]:
+    """Return the batch of a collator, or else its error; neither the rows nor the user's random numbers change."""
     try:
-        tried(collate, rows)
+        return tried(collate, rows), None
     except Exception as error:
-        return error
-    return None
+        return None, error
 
 
 def _refuse_labels_beside_tokens(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:

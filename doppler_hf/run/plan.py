@@ -317,7 +317,7 @@ def _rounded_up(epsilon: float) -> float:
         >>> _rounded_up(10.6213), _rounded_up(0.051)
         (10.7, 0.051)
     """
-    if math.isinf(epsilon):
+    if math.isinf(epsilon) or epsilon == 0.0:
         return epsilon
     digits = 2 - math.floor(math.log10(epsilon))
     return round(math.ceil(epsilon * 10.0**digits * (1.0 - 1e-12)) / 10.0**digits, digits)

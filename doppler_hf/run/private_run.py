@@ -300,6 +300,14 @@ class PrivateRun:
         most = self.sampler.cut.most_rows(self.sampler.lengths)
         return self.sampler.num_examples if most is None else most
 
+    @property
+    def rows_of_longest(self) -> int:
+        """How many of the longest rows a micro-batch may have, at least 1."""
+        cut, lengths = self.sampler.cut, self.sampler.lengths
+        if cut.max_tokens is None or lengths is None:
+            return max(1, self.most_rows)
+        return max(1, min(self.most_rows, cut.max_tokens // max(1, int(np.max(lengths)))))
+
     def refuse_another_loader(self, loader: Any) -> None:
         """Refuse a loader that this run has not made."""
         if self._loader is None or loader is not self._loader:

@@ -229,10 +229,10 @@ class DopplerTrainingArguments(TrainingArguments):
         help="Clipping of the whole gradient, with disable_dp only. Default: Trainer's 1.0. In a private run, set "
         "per_sample_max_grad_norm instead.",
     )
-    logging_nan_inf_filter: bool = HfArg(
-        default=False,
-        help="As in TrainingArguments, but off: a private training loss is always finite, and each test of it waits for the "
-        "device. It is worth its time only with report_train_loss=raw or disable_dp.",
+    logging_nan_inf_filter: bool | None = HfArg(
+        default=None,
+        help="As in TrainingArguments. Default: on with report_train_loss=raw and with disable_dp. A private training loss "
+        "is always finite, and each test of it waits for the device.",
     )
     non_private_learning_rate = TrainingArguments.learning_rate
 
@@ -283,6 +283,8 @@ class DopplerTrainingArguments(TrainingArguments):
             self.max_grad_norm = UnsetValue(1.0 if self.disable_dp else 0.0)
         if self.learning_rate is None or type(self.learning_rate) is UnsetValue:
             self.learning_rate = UnsetValue(self.non_private_learning_rate) if self.disable_dp else None
+        if self.logging_nan_inf_filter is None:
+            self.logging_nan_inf_filter = self.disable_dp or self.report_train_loss == "raw"
         if self.noise_shape != "auto":
             self.noise_shape = str(NoiseShape.parse(self.noise_shape))
         if self.low_pass_filter != AUTO:

@@ -136,6 +136,31 @@ def test_random_numbers_of_a_loss_are_held_for_the_others(tmp_path, name):
     assert result.is_of_training
 
 
+def test_numbers_for_each_token_of_padded_texts_are_left_to_the_evaluation_mode(tmp_path):
+    """One more record may pad the others further, so that they would draw other numbers."""
+    model = tiny_bert()
+    model.bert.embeddings.dropout = AlwaysDropped()
+    result = neighbour_distances(trainer_of(tmp_path, model=model, clipping="vanilla"), pairs=6)
+    assert not result.contradicts_claim
+    assert not result.is_of_training
+    by_token = of_losses(lambda l, y, z: l)
+
+    class ByToken(by_token):
+        def compute_per_sample_loss(self, model, inputs):
+            mask = inputs["attention_mask"]
+            losses = super().compute_per_sample_loss(model, dict(inputs))
+            return losses * (torch.rand(mask.shape) * mask).sum(1)
+
+    with refused("random-loss", match="padding='max_length'"):
+        neighbour_distances(trainer_of(tmp_path, cls=ByToken), pairs=2)
+
+
+def test_rows_are_known_though_workers_fetch_them_in_training(tmp_path):
+    trainer = trainer_of(tmp_path, cls=of_losses(DRAWN["noise on the logits"]), dataloader_num_workers=1)
+    assert not neighbour_distances(trainer, pairs=2).contradicts_claim
+    assert trainer.args.dataloader_num_workers == 1
+
+
 def test_views_of_a_record_have_numbers_of_their_own(tmp_path):
     options = dict(augmentation_multiplicity=2, data=Augmented())
     trainer = trainer_of(tmp_path, cls=of_losses(DRAWN["noise on the logits"]), model=tiny_bert(), **options)

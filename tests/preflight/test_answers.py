@@ -100,14 +100,18 @@ def test_positions_that_scripts_set_for_answers_that_were_cut_off_are_taken(padd
     refuse(with_positions(rows, lambda row, index: 20 + index if is_cut[index] else row["start_positions"]))
 
 
-def test_negative_positions_are_refused_and_one_wrong_position_of_many_rows_is_none():
+def test_one_negative_position_may_stand_for_no_answer_and_several_are_refused():
     rows = rows_of(by_tokens)
+    refuse(with_positions(rows, lambda row, index: -1 if index in (5, 7) else row["start_positions"]))
+    odd = with_positions(rows, lambda row, index: -index if index in (5, 7) else row["start_positions"])
     with refused("values-out-of-range", match="from 0 to the last token") as refusal:
-        refuse(with_positions(rows, lambda row, index: -1 if index == 7 else row["start_positions"]))
+        refuse(odd)
     assert "7" not in str(refusal.value)
-    refuse(with_positions(rows, lambda row, index: -1), has_own_loss=True)
+    refuse(odd, has_own_loss=True)
+    padded = rows_of(by_tokens, padding="max_length")
+    odd = with_positions(padded, lambda row, index: -index if index in (5, 7) else row["start_positions"])
     clamped = lambda each: {name: value.clamp(min=0) for name, value in default_data_collator(each).items()}  # noqa: E731
-    refuse(with_positions(rows, lambda row, index: -1), collate=clamped)
+    refuse(odd, collate=clamped)
 
 
 def test_a_table_is_read_in_blocks_whatever_its_order(monkeypatch):

@@ -13,6 +13,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from doppler_hf import DopplerTrainer
+from doppler_hf.errors import Refusal
 from doppler_hf.preflight import loss as loss_checks
 from doppler_hf.privacy.losses import losses_of_class
 from tests.support.refusals import refused
@@ -221,3 +222,54 @@ def test_rows_on_which_the_users_loss_fails_are_refused_and_it_trains_without_th
     assert "out of bounds" not in said
     trained(trainer_of(tmp_path / "2", model=Own(), data=kind([row for row in rows if row["labels"] < 3]), **options))
     trained(trainer_of(tmp_path / "3", model=Own(classes=4), data=kind(rows), **options))
+
+
+class OfLongRows(DopplerTrainer):
+    """Has memory for so many tokens, and notes the most tokens of a batch."""
+
+    most, memory = 0, 1000
+
+    def compute_per_sample_loss(self, model, inputs):
+        type(self).most = max(self.most, inputs["input_ids"].numel())
+        if inputs["input_ids"].numel() > self.memory:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().compute_per_sample_loss(model, inputs)
+
+
+def test_rows_are_tried_in_no_more_memory_than_the_training_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_checks, "_SECONDS", 60.0)
+    rows = [{"input_ids": [3] * (1 if number % 2 else 8), "labels": number % 2} for number in range(40)]
+    data = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    options = dict(cls=OfLongRows, data=Dataset.from_list(data), max_tokens_per_micro_batch=16, max_steps=1)
+    trainer = trainer_of(tmp_path, grad_sample_self_check=True, **options)
+    failing = loss_checks.refuse_failing_rows
+
+    def noted(run, private_trainer):
+        OfLongRows.most = 0
+        failing(run, private_trainer)
+        assert 8 <= OfLongRows.most <= 16
+
+    monkeypatch.setattr(loss_checks, "refuse_failing_rows", noted)
+    trained(trainer)
+
+
+def test_an_error_that_is_explained_is_passed_on_and_so_is_a_lack_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_checks, "_SECONDS", 60.0)
+
+    class Plain(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            return super().compute_per_sample_loss(model, inputs)
+
+    rows = [row | {"labels": 7 if number == 300 else number % 2} for number, row in enumerate(text_data(600))]
+    trainer = trainer_of(tmp_path / "1", cls=Plain, data=Rows(rows), max_steps=1)
+    with pytest.raises(Refusal, match="Set num_labels"):
+        trainer.train()
+    failing = loss_checks.refuse_failing_rows
+
+    def without_memory(run, private_trainer):
+        monkeypatch.setattr(OfLongRows, "memory", 0)
+        failing(run, private_trainer)
+
+    monkeypatch.setattr(loss_checks, "refuse_failing_rows", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer_of(tmp_path / "2", cls=OfLongRows, max_steps=1).train()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import TrainerCallback, default_data_collator
+from transformers import BatchEncoding, TrainerCallback, default_data_collator
 
 from doppler_hf import DopplerTrainer
 from tests.support.tiny import Rows
@@ -246,6 +246,37 @@ def test_rows_in_a_list_of_tensors_are_a_batch(tmp_path):
     trained(
         checked_trainer_of(tmp_path, **options_of(model=lambda: Own(around=padded_inside), rows=RAGGED, collator=listed))
     )
+
+
+def encoded(rows):
+    return BatchEncoding(default_data_collator(rows))
+
+
+def of_state(module, state, x):
+    first, _ = state  # as a recurrent state, which has its layers first
+    return module.last(module.first(x).tanh() + first.sum(0)[:, :4])
+
+
+def with_state(model, inputs):
+    state = torch.zeros(3, len(inputs["x"]), 4), torch.zeros(3, len(inputs["x"]), 4)
+    return F.cross_entropy(model(state, inputs["x"]), inputs["labels"], reduction="none")
+
+
+def whole_batch(model, inputs):
+    return F.cross_entropy(model(inputs), inputs["labels"], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(model=lambda: Own(around=lambda module, batch: module.last(module.first(batch["x"]))), cls=of_loss(whole_batch),
+             collator=encoded),
+        dict(model=lambda: Own(around=of_state), cls=of_loss(with_state)),
+    ],
+    ids=["a mapping that is no dictionary", "a tuple in front"],
+)  # fmt: skip
+def test_the_rows_are_those_of_the_input(tmp_path, options):
+    trained(checked_trainer_of(tmp_path, **options_of(**options)))
 
 
 def average(teacher, model):

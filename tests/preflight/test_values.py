@@ -16,7 +16,7 @@ from transformers import default_data_collator
 from doppler_hf import DopplerTrainer
 from doppler_hf.preflight import values
 from doppler_hf.preflight.limits import limits_of
-from doppler_hf.preflight.values import refuse_out_of_range
+from doppler_hf.preflight.values import refuse_out_of_range, refuse_uncollated
 from doppler_hf.privacy import LEDGER_NAME
 from tests.support.models import CLASSES, MODELS, VOCABULARY, build
 from tests.support.refusals import refused
@@ -404,3 +404,15 @@ def test_a_collator_may_make_labels_of_tokens_out_of_labels_of_words(tmp_path):
         return {"input_ids": torch.tensor([row["input_ids"] for row in rows]), "labels": torch.tensor(spread)}
 
     of_tokens(tmp_path, labelled_tokens([0, 1]), collate).train()
+
+
+def test_rows_that_are_joined_to_one_are_not_said_to_be_left_out():
+    def joined(rows):
+        return {"input_ids": torch.cat([torch.tensor(row["input_ids"]) for row in rows])[None]}
+
+    refuse_uncollated([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}] * 20, collate=joined)
+    with refused("rows-left-out"):
+        refuse_uncollated(
+            [{"input_ids": [1, 2]}, {"input_ids": [0, 5]}] * 20,
+            collate=lambda rows: {"input_ids": torch.tensor([row["input_ids"] for row in rows if row["input_ids"][0]])},
+        )

@@ -102,7 +102,9 @@ PRIVATE = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate", "plot_training_curve"}))
+@pytest.mark.parametrize(
+    "name", sorted(OWN - {"disable_dp", "max_grad_norm", "learning_rate", "logging_nan_inf_filter", "plot_training_curve"})
+)
 def test_without_privacy_every_argument_of_ours_is_refused(tmp_path, name):
     with refused("no-effect", match=f"{name}={PRIVATE[name]!r} .*disable_dp=True"):
         arguments(tmp_path, **{"target_epsilon": None, "disable_dp": True, name: PRIVATE[name]})
@@ -142,7 +144,7 @@ def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypa
 
 
 def test_every_field_has_help():
-    assert len(OWN) == 32
+    assert len(OWN) == 33
     for field in dataclasses.fields(DopplerTrainingArguments):
         if field.name in OWN:
             assert field.metadata["help"], field.name
@@ -175,6 +177,13 @@ def test_an_optimizer_that_is_left_out_is_left_out_however_arguments_are_read(tm
     parser.parse_dict({**words, "optim": args.to_dict()["optim"]})  # saved with all others: read again, they are no mistake
     with refused("no-effect", match="optim='sgd'"):
         parser.parse_args_into_dataclasses([*flags, "--optim=sgd"])
+
+
+def test_losses_are_tested_for_nan_where_they_can_be_nan(tmp_path):
+    assert not arguments(tmp_path).logging_nan_inf_filter
+    assert arguments(tmp_path, report_train_loss="raw").logging_nan_inf_filter
+    assert arguments(tmp_path, target_epsilon=None, disable_dp=True).logging_nan_inf_filter
+    assert arguments(tmp_path, logging_nan_inf_filter=True).logging_nan_inf_filter
 
 
 def test_max_grad_norm_is_hfs_without_privacy_and_off_with_it(tmp_path):

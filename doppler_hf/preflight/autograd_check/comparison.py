@@ -97,7 +97,6 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             off <= OF_ROUNDING * rounding.get(name, 0.0) for name, off in wrong.items()
         ):
             return reached
-        is_linear = _has_linear_backward(trial, trained, tolerance=tolerance)
         reason = why_gradients_change(trial)
     if reason is not None:
         raise Refusal("depends-on-others", reason)
@@ -110,6 +109,8 @@ def compare(clipped: ClippedGradients, trial: Trial, *, tolerance: float) -> set
             f"{hooked[0] or 'the model'!r} (register_full_backward_hook). A hook sees the gradients of all records at once, "
             "so its result cannot be clipped for each record. Remove the hook.",
         )
+    with clipped.unwatched():
+        is_linear = _has_linear_backward(trial, trained, tolerance=tolerance)
     if not is_linear:
         raise Refusal(
             "backward-not-linear",

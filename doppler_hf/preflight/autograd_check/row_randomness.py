@@ -14,7 +14,7 @@ or numbers in a loop over rows, are the same at each call of one shape.
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -48,6 +48,14 @@ def row_randomness(examples: Sequence[Any], *, seed: int = 0, seen: set[Any] | N
         yield
 
 
+def shapes_drawn(call: Callable[[], object]) -> set[Any]:
+    """Return the shapes of the numbers that a call draws from torch's generators, each with its operation."""
+    drawn = _Drawn()
+    with filled_generators(0), torch.no_grad(), drawn:
+        call()
+    return drawn.shapes
+
+
 def uses_other_generators(calls: Sequence[Any]) -> bool:
     """Return whether calls, such as with batches of different sizes, draw different amounts from NumPy or Python."""
     states = []
@@ -57,6 +65,21 @@ def uses_other_generators(calls: Sequence[Any]) -> bool:
             after = states_of_generators()
             states.append((after["NumPy"], after["Python"]))
     return any(state != states[0] for state in states)
+
+
+class _Drawn(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[str, tuple[int, ...]]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = states_of_generators()
+        found = func(*args, **(kwargs or {}))
+        if states_of_generators() != before:  # dropout with a probability of 0 draws nothing
+            self.shapes.add((str(func), _shape(args)))
+        return found
 
 
 class _OfRows(TorchDispatchMode):

@@ -2,10 +2,9 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,12 +150,17 @@ def _text_columns(rows: Sequence[Mapping[str, Any]]) -> Refusal | None:
     )
 
 
+def _lengths_differ(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    values = [row.get(name) for row in rows]
+    return len({len(value) if isinstance(value, Sized) else None for value in values}) > 1
+
+
 def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
     first: Mapping[str, Any] = rows[0] if rows else {}
     tokens = first.get(LENGTH_COLUMN)
     if tokens is not None and choices_of(tokens) is tokens:
         mend = "For multiple choice pass data_collator=DataCollatorForMultipleChoice(tokenizer)"
-    elif tokens is not None and any(len({np.shape(row.get(name, ())) for row in rows}) > 1 for name in LABELS):
+    elif tokens is not None and any(_lengths_differ(rows, name) for name in LABELS):
         mend = (
             "Pass data_collator=DataCollatorForSeq2Seq(tokenizer, model=model) if the labels are tokens, or "
             "DataCollatorForTokenClassification(tokenizer) if they are classes of tokens"

@@ -234,7 +234,9 @@ class BookKeepingEngine:
         # Models of sentence-transformers take one dictionary in place of keywords.
         given: list[Any] = []
         for value in (*args, *kwargs.values()):
-            given += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+            given += value.values() if isinstance(value, Mapping) else [value]
+        # A recurrent state, as a tuple, has its layers first.
+        given += [each for value in given if isinstance(value, tuple) for each in value]
         tensors = [value for value in given if isinstance(value, Tensor) and value.ndim > 0]
         # Rows of several lengths may be in a list of tensors.
         lists = [
