@@ -148,6 +148,7 @@ def test_rows_of_unequal_lengths_are_told_how_to_be_padded_and_not_how_long_they
         dict(data=text_data()),
         dict(data=text_data().with_format("torch"), collator=default_collate),
         dict(data=of_tokens, model=tagger, processing_class=TOKENIZER),
+        dict(data=text_data().map(lambda row: {"labels": [[1], [1, 0]]}), collator=default_collate),
     ):
         error = told("not-padded", tmp_path, **options)
         assert error.__suppress_context__ or error.__context__ is None

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -151,8 +151,14 @@ def _text_columns(rows: Sequence[Mapping[str, Any]]) -> Refusal | None:
 
 
 def _lengths_differ(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    values = [row.get(name) for row in rows]
-    return len({len(value) if isinstance(value, Sized) else None for value in values}) > 1
+    return len({_length(row.get(name)) for row in rows}) > 1
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except TypeError:  # a number, also as a tensor or an array
+        return None
 
 
 def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
