@@ -154,6 +154,13 @@ def test_numbers_for_each_token_of_padded_texts_are_left_to_the_evaluation_mode(
     with refused("random-loss", match="padding='max_length'"):
         neighbour_distances(trainer_of(tmp_path, cls=ByToken), pairs=2)
 
+    def to_one_length(rows):
+        return {
+            name: F.pad(value, (0, 12 - value.shape[1])) if value.ndim > 1 else value for name, value in pad(rows).items()
+        }
+
+    assert not neighbour_distances(trainer_of(tmp_path, cls=ByToken, collator=to_one_length), pairs=2).contradicts_claim
+
 
 def test_rows_are_known_though_workers_fetch_them_in_training(tmp_path):
     trainer = trainer_of(tmp_path, cls=of_losses(DRAWN["noise on the logits"]), dataloader_num_workers=1)
