@@ -330,7 +330,7 @@ def lines_of(task: str) -> list[list[Line]]:
         groups.append(_group(task, GALORE_LINES, ()))
     groups.append([Line(task, "ours, auto", (ALLOCATION, ("schedule", "cosine")), is_reported=True)])
     groups.append(_group(task, MORE_ADAM_LINES, ()))
-    groups.append(_group(task, COMPARED_LINES, (), is_reported=False))
+    groups.append(_group(task, COMPARED_LINES, ()))
     for terms in CONDITIONS[1:]:
         groups += [_group(task, methods, terms) for methods in (SGD_LINES, ADAM_LINES)]
         groups.append(_group(task, (*MORE_SGD_LINES, *MORE_ADAM_LINES), terms, is_reported=False))
