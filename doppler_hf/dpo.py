@@ -36,7 +36,7 @@ from doppler_hf.privacy.pair_losses import (
     side_by_side,
 )
 from doppler_hf.run.own_code import overrides
-from doppler_hf.run.saving import with_privacy_section
+from doppler_hf.run.saving.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 

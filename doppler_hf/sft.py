@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from doppler_hf import trl_checks
 from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.errors import Refusal
-from doppler_hf.run.saving import with_privacy_section
+from doppler_hf.run.saving.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 

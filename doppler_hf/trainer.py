@@ -32,20 +32,20 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.loss_bounds import LossBound, default_bound
 from doppler_hf.privacy.losses import Losses, as_losses, losses_of_class, without_adapters
 from doppler_hf.run.callback import PrivacyCallback, end_run
-from doppler_hf.run.checkpoints import given_checkpoint, step_of_checkpoint, whole_checkpoint
 from doppler_hf.run.digests import note_shards
-from doppler_hf.run.earlier_ledgers import continued_ledger
-from doppler_hf.run.evaluation import EvaluatingTrainer
-from doppler_hf.run.interrupted_searches import interrupted_in
-from doppler_hf.run.logged_loss import tensorboard_outside_output_dir
 from doppler_hf.run.optimizer import first_learning_rate, optimizer_of, terms_shown
 from doppler_hf.run.own_code import overrides
-from doppler_hf.run.plan import NOTHING, Previous, Trial, planned_steps
+from doppler_hf.run.planning.plan import Trial, planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.processes import on_process_0, process_end_explained
-from doppler_hf.run.saving import SavingTrainer
-from doppler_hf.run.search import default_objective, search, trial_of
-from doppler_hf.run.trained_openly import noted_as_trained
+from doppler_hf.run.processes.processes import on_process_0, process_end_explained
+from doppler_hf.run.reporting.evaluation import EvaluatingTrainer
+from doppler_hf.run.reporting.logged_loss import tensorboard_outside_output_dir
+from doppler_hf.run.resuming.checkpoints import given_checkpoint, step_of_checkpoint, whole_checkpoint
+from doppler_hf.run.resuming.earlier_ledgers import NOTHING, Previous, continued_ledger
+from doppler_hf.run.saving.saving import SavingTrainer
+from doppler_hf.run.search.interrupted_searches import interrupted_in
+from doppler_hf.run.search.search import default_objective, search, trial_of
+from doppler_hf.run.weights.trained_openly import noted_as_trained
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.arguments import allow_private_arguments, shown_with
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.errors import Refusal
-from doppler_hf.run.processes import on_process_0
+from doppler_hf.run.processes.processes import on_process_0
 from scripts.causal_lm import CausalLMArguments
 from scripts.training.arguments import one_line_errors, parse_args, refuse_unused_fields
 from scripts.training.data_sources import selected

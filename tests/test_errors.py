@@ -12,7 +12,7 @@ import pytest
 from doppler_hf import errors
 from doppler_hf.errors import Failure, Refusal, TypeRefusal
 from doppler_hf.extras import MissingExtraError
-from doppler_hf.run.processes import SharedError
+from doppler_hf.run.processes.processes import SharedError
 from doppler_hf.training_args.checks import NoEffectError
 from doppler_hf.trl_checks import RowError
 

@@ -11,7 +11,7 @@ from doppler_hf.filters.low_pass_filter import LowPassFilter, filtered, impulse_
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy.accounting import get_epsilon
 from doppler_hf.privacy.batching.micro_batches import PrivateLoader
-from doppler_hf.run.filter_and_noise import learning_rates_of
+from doppler_hf.run.planning.filter_and_noise import learning_rates_of
 from tests.support.adapters import config_of
 from tests.support.refusals import refused
 from tests.support.tiny import text_data, tiny_bert

@@ -51,17 +51,43 @@ MAY_IMPORT = {
     "privacy/token_losses": ("linalg", "jaxtyping torch transformers"),
     "privacy/dense_losses": ("linalg privacy.token_losses", "jaxtyping torch transformers"),
     "training_args": ("deprecated filters privacy", "transformers torch"),
-    "run": (
-        "errors filters linalg optim privacy shards training_args",
-        "numpy jaxtyping torch transformers accelerate safetensors huggingface_hub",
+    # The folders of a run, each after those that it may import; `private_run` is between `planning` and `reporting`.
+    "run": ("filters linalg optim privacy shards training_args", "numpy jaxtyping torch transformers accelerate"),
+    "run/processes": ("privacy shards training_args run.digests run.interruptions", "torch transformers accelerate"),
+    "run/weights": (
+        "privacy run.processes run.digests run.states_folder",
+        "numpy jaxtyping torch safetensors",
+    ),
+    "run/weights/merged_model": (
+        "extras privacy.ledger.weights run.weights.config_differences",
+        "torch transformers peft safetensors",
+    ),
+    "run/resuming": (
+        "filters optim.checkpoint privacy training_args run.weights run.processes run.digests run.states_folder",
+        "torch transformers accelerate safetensors",
+    ),
+    "run/planning": ("filters linalg optim privacy training_args run.resuming", "numpy jaxtyping torch transformers"),
+    "run/reporting": (
+        "filters privacy training_args run.private_run run.optimizer run.planning run.resuming run.processes "
+        "run.interruptions run.own_code run.precision",
+        "numpy jaxtyping torch transformers",
+    ),
+    "run/saving": (
+        "privacy training_args run.private_run run.optimizer run.reporting run.resuming run.weights run.processes "
+        "run.digests run.interruptions run.own_code run.precision",
+        "numpy torch transformers safetensors huggingface_hub",
+    ),
+    "run/saving/training_curve": ("extras privacy run.reporting", "matplotlib"),
+    "run/saving/card_part": ("", ""),
+    "run/search": (
+        "privacy training_args run.private_run run.planning run.reporting run.saving run.weights run.digests "
+        "run.states_folder",
+        "numpy transformers",
     ),
     "preflight": (
         "errors filters.noise_shape linalg optim privacy run shards training_args",
         "numpy jaxtyping torch transformers accelerate peft pyarrow",
     ),
-    "run/training_curve": ("extras run privacy", "matplotlib"),
-    "run/card_part": ("", ""),
-    "run/merged_model": ("extras privacy.ledger.weights run.config_differences", "torch transformers peft safetensors"),
     "errors": ("", ""),
     "extras": ("", ""),
     "version": ("", ""),
@@ -79,8 +105,8 @@ MAY_IMPORT = {
         f"{ARRAYS} torch transformers datasets",
     ),
     "cli": (
-        "deprecated extras version filters optim.update privacy trainer run.estimate run.merged_model audit "
-        "run.auto_noise run.card_part run.filter_and_noise run.learning_rate run.memory run.private_run",
+        "deprecated extras version filters optim.update privacy trainer audit run.planning run.private_run "
+        "run.saving.card_part run.weights.merged_model",
         "rich numpy matplotlib torch jaxtyping transformers peft",
     ),
     "__main__": ("cli", ""),
@@ -152,6 +178,18 @@ def test_no_file_imports_itself_by_way_of_others():
     TopologicalSorter(graph).prepare()
 
 
+def test_no_folder_of_a_run_imports_itself_by_way_of_others():
+    """What a run is made from knows nothing of what is made of it, and the folders can be read one after another."""
+    graph = {}
+    for path in MODULES:
+        if path.parts[0] == "run" and path.name != "__init__.py":
+            graph.setdefault(Path(*path.parts[:2]), set()).update(Path(*other.parts[:2]) for other in files_of(path))
+    for folder, others in graph.items():
+        others.discard(folder)
+    assert Path("run/reporting") in graph[Path("run/saving")]
+    TopologicalSorter(graph).prepare()
+
+
 # A class knows its bases from the start, and so what a file needs that nobody imports at theirs.
 NEEDS = {"sft": {"trl"}, "dpo": {"trl"}}
 
@@ -214,7 +252,7 @@ def test_norms_are_taken_in_one_file_which_adds_up_in_any_layout():
     # The norm of a noise shape is that of a few floats of Python, and what is called `norm` alone is imported.
     others = {each for each in taken if each[1] not in ("norm", "shape.norm", "mechanism.shape.norm")}
     # A sketch is some numbers of released weights, of which nothing follows for privacy.
-    assert others == {("linalg.py", "torch.linalg.vector_norm"), ("run/merges.py", "np.linalg.norm")}
+    assert others == {("linalg.py", "torch.linalg.vector_norm"), ("run/weights/merges.py", "np.linalg.norm")}
     assert {name for path in TORCHS for name in imported(path) if name.rpartition(".")[2] in NORMS} == {
         "doppler_hf.linalg.norm"
     }

@@ -16,7 +16,7 @@ from doppler_hf.privacy.ledger.weights import (
     unknown_files,
     weight_files,
 )
-from doppler_hf.run.card_part import CARD_NAME, PART, read_part
+from doppler_hf.run.saving.card_part import CARD_NAME, PART, read_part
 
 
 class CheckedFiles(NamedTuple):

@@ -36,7 +36,7 @@ from doppler_hf.cli.random_model import TASKS, RandomModel
 from doppler_hf.errors import Refusal
 from doppler_hf.filters import LowPassFilter, NoiseShape
 from doppler_hf.optim.update import BASES
-from doppler_hf.run.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
+from doppler_hf.run.planning.estimate import Setting, bytes_of_step, largest_micro_batch, seconds_of_step
 
 _MIB, _GIB = 2**20, 2**30
 # The optimizer is timed on a vector, but the time that Muon takes is spent on matrices.

@@ -23,9 +23,9 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.batching.micro_batches import MicroBatch
-from doppler_hf.run.estimate import Setting, seconds_of_noise
-from doppler_hf.run.filter_and_noise import chosen_filter
-from doppler_hf.run.memory import Peak
+from doppler_hf.run.planning.estimate import Setting, seconds_of_noise
+from doppler_hf.run.planning.filter_and_noise import chosen_filter
+from doppler_hf.run.planning.memory import Peak
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.trainer import DopplerTrainer
 

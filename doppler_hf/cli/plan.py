@@ -308,7 +308,7 @@ def learning_rate_of(args: argparse.Namespace, facts: dict[str, Any], *, rates: 
     A number of weights gives the most that the rate can be: the sizes of layers, and adapters, may lower it.
     """
     # torch and Transformers are imported only if they are needed.
-    from doppler_hf.run.learning_rate import TrainedWeights, learning_rate_of_rule, trained_weights
+    from doppler_hf.run.planning.learning_rate import TrainedWeights, learning_rate_of_rule, trained_weights
 
     if args.model is None:
         weights = TrainedWeights(round(args.trainable_parameters))

@@ -24,7 +24,7 @@ from doppler_hf.privacy.accounting.selection import (
     refuse_number_of_trials,
     selection_of_releases,
 )
-from doppler_hf.run.auto_noise import shape_of_equal_epsilon
+from doppler_hf.run.planning.auto_noise import shape_of_equal_epsilon
 
 # The proposed batch size, as a share of the data: see docs/guides/choosing.md.
 FIRST_SHARE: Final = 0.04

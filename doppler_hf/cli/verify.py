@@ -170,7 +170,9 @@ def check(ledger: PrivacyLedger, folder: Path, args: argparse.Namespace) -> Chec
         if not files.weights:
             mismatches.append(f"There is no adapter in {folder}. Give the folder in which the private run saved it.")
         else:
-            from doppler_hf.run.merged_model import merge_mismatches  # The module loads models, so it is imported late.
+            from doppler_hf.run.weights.merged_model import (
+                merge_mismatches,  # The module loads models, so it is imported late.
+            )
 
             mismatches += merge_mismatches(args.path, base=args.base, adapter=folder)
     of_terms = (earlier_rule_in_words, early_stop_in_words, earlier_in_words, earlier_ledgers)

@@ -14,10 +14,10 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight.user_errors import RENAMED
 from doppler_hf.privacy.batching.columns import columns_of_text, is_table
 from doppler_hf.privacy.batching.repeats import has_repeats
+from doppler_hf.privacy.batching.shared_rows import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.privacy.known_numbers import LEAVES, is_own_generator
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import evaluation_sets, is_same_data, training_rows_in
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _FIRST: Final = 100  # Only so many values of a dictionary are looked at.

@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.saved_weights import is_saved_by_own_code, saved_adapters, without_prefix
-from doppler_hf.run.merges import adapted_layers, copy_without_hooks
-from doppler_hf.run.processes import on_process_0
+from doppler_hf.run.processes.processes import on_process_0
+from doppler_hf.run.weights.merges import adapted_layers, copy_without_hooks
 
 # Initial weights of LoRA that are loaded exactly, as a test measures. All others are tried in every run.
 EXACT: Final = (True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "mica")

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from doppler_hf.errors import Refusal, page
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.run.learning_rate import FAR, check_given_learning_rate, is_any_rate_allowed
 from doppler_hf.run.optimizer import first_learning_rate
+from doppler_hf.run.planning.learning_rate import FAR, check_given_learning_rate, is_any_rate_allowed
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 

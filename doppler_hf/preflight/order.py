@@ -27,7 +27,7 @@ from doppler_hf.preflight import (
 )
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.processes import refuse_processes_that_draw_alone
+from doppler_hf.run.processes.processes import refuse_processes_that_draw_alone
 from doppler_hf.training_args import DopplerTrainingArguments
 
 

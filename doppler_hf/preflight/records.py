@@ -21,9 +21,9 @@ from doppler_hf.preflight.autograd_check.without_randomness import has_dropout
 from doppler_hf.privacy.batching.columns import LABELS, is_table
 from doppler_hf.privacy.batching.data_digest import bytes_of_row, spread
 from doppler_hf.privacy.batching.micro_batches import fetch_one
-from doppler_hf.run.logged_loss import copies_of_console
+from doppler_hf.privacy.batching.shared_rows import evaluation_sets, training_rows_in
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import evaluation_sets, training_rows_in
+from doppler_hf.run.reporting.logged_loss import copies_of_console
 
 _SECONDS: Final = 0.1
 _ROWS_AT_ONCE: Final = 1 << 10

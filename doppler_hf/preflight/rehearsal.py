@@ -35,12 +35,12 @@ from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of
 from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import LABELS
 from doppler_hf.privacy.batching.micro_batches import fetch_one
+from doppler_hf.privacy.batching.shared_rows import evaluation_sets
 from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.randomness import filled_generators
 from doppler_hf.run.own_code import definitions, overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.processes import on_process_0
-from doppler_hf.run.published_results import evaluation_sets
+from doppler_hf.run.processes.processes import on_process_0
 
 # The number of rows of each evaluation set, and the number for a second try if `compute_metrics` fails on two rows.
 _ROWS, _ROWS_AGAIN = 2, 64

@@ -21,7 +21,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.own_code import overrides
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.renamed_weights import colliding_names
+from doppler_hf.run.saving.renamed_weights import colliding_names
 
 _HEADS: Final = ("classifier", "score")  # PEFT saves layers with these names if task_type is a classification
 _LIBRARIES: Final = ("transformers", "peft", "doppler_hf", "torch")

@@ -19,9 +19,11 @@ from doppler_hf.preflight.loop import refuse_vanishing_rates
 from doppler_hf.preflight.records import has_copies_in, shares_users
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
 from doppler_hf.privacy.accounting.selection import NumberOfTrials
+from doppler_hf.privacy.batching.shared_rows import training_rows_in
 from doppler_hf.privacy.ledger.record import search_continued
-from doppler_hf.run.filter_and_noise import learning_rates_of
-from doppler_hf.run.learning_rate import (
+from doppler_hf.run.own_code import overrides
+from doppler_hf.run.planning.filter_and_noise import learning_rates_of
+from doppler_hf.run.planning.learning_rate import (
     VERY_FAR,
     check_given_learning_rate,
     check_rate_of_0,
@@ -30,12 +32,10 @@ from doppler_hf.run.learning_rate import (
     learning_rate_for,
     trained_weights,
 )
-from doppler_hf.run.own_code import overrides
-from doppler_hf.run.plan import Trial, planned_batch_size, planned_steps
+from doppler_hf.run.planning.plan import Trial, planned_batch_size, planned_steps
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.published_results import training_rows_in
-from doppler_hf.run.search import copied_callbacks
-from doppler_hf.run.search_space import Draw, arguments_of_trial, drawn_settings
+from doppler_hf.run.search.search import copied_callbacks
+from doppler_hf.run.search.search_space import Draw, arguments_of_trial, drawn_settings
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _REHEARSED: Final = 100  # settings that are drawn and checked before the search

@@ -12,7 +12,7 @@ from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.privacy.clipping.engine import is_in_a_run
 from doppler_hf.privacy.clipping.refused_layers import refuse_compiled
 from doppler_hf.run.own_code import LIBRARIES, Definition, definitions, overrides
-from doppler_hf.run.trained_openly import was_trained_openly
+from doppler_hf.run.weights.trained_openly import was_trained_openly
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import refuse_bases_in_front
 

@@ -1,47 +1,27 @@
-"""One private run of Transformers' `Trainer`: its parts, its callback and its outputs.
+"""One private run of Transformers' `Trainer`: `private_run` holds it from its plan to its end, with the parts of every step.
 
-- evaluation: evaluations with the user's loss and a baseline
-- metrics_per_user: metrics as means over users
-- saving: models, checkpoints, cards and logs
-- json_state: the state of a checkpoint in a form that JSON can hold
-- renamed_weights: weights that are saved under different names than the model's own
+Here is what happens during training:
+
 - private_run: the run, from its plan to its end, with the parts of every step
-- auto_noise: the shape of the noise that is chosen, for a run and for a trial of a search
-- filter_and_noise: the filter and the shape of the noise, as given or chosen
-- learning_rate: the learning rate of a run that sets none
-- plan: every number of the mechanism, computed once
-- estimate: time and memory of a step, before training
-- memory: the bytes that a pass uses, computed on tensors without memory
-- sharding: weights in shards on several processes
-- sharded_states: saving and loading of sharded weights
-- processes: the same terms, weights and outcomes on every process
-- optimizer: the optimizer of the arguments
-- interruptions: Ctrl-C, errors and SIGTERM
-- checkpoints: which checkpoints are complete, and what a run reads from them
-- other_batches: batches for callbacks to look at
 - callback: the callback that passes Transformers' events to the run
-- beside_model: the ledger next to a saved model
-- trained_model: the model that a run trains, as its ledger knows it
-- search: a hyperparameter search, of which only the best trial is published
-- search_space: from what the settings of its trials are drawn, and the arguments of a trial
-- interrupted_searches: what is kept of a search until it ends, so that it is counted and can continue
-- earlier_ledgers: the ledgers of earlier runs that a run continues
-- lineage: the earlier private runs that trained a model's weights
-- trained_openly: which weights were trained without privacy in this process, and on which data
-- merges: how to recognise weights into which an adapter was merged
-- config_differences: what differs between two configurations, for card_sections and merged_model
-- merged_model: a check that a model is a base with an adapter merged into it
-- rounds: the rounds of the sampling, new or continued from an earlier run
-- states_folder: the user's own folder, for what must not be in an output folder
-- round_secrets: the secret of a run's rounds, kept for resuming it on this machine
-- own_code: a test whether a method is the user's own
-- precision: how coarsely a model rounds
+- optimizer: the optimizer of the arguments
+- other_batches: batches for callbacks to look at
+- interruptions: Ctrl-C, errors and SIGTERM
 - digests: a digest of the parameters, by which the ledger knows the model
-- summary: the lines that a run prints
-- logged_loss: where the training loss is shown, and whether it is clipped
-- card_part: how the part of a card that a run writes is told from what people write
-- model_card: the file, of which a run writes a part and people the rest
-- card_sections: that part, with privacy first
-- published_results: the results that card and picture may have
-- training_curve: a picture of the training
+- precision: how coarsely a model rounds
+- own_code: a test whether a method is the user's own
+- states_folder: the user's own folder, for what must not be in an output folder
+
+What a run is made from. These folders know nothing of `private_run`:
+
+- planning: what is computed before the first step
+- resuming: what a run takes from an earlier run
+- weights: where a model's weights come from, and what their training has cost
+- processes: several processes that train one model
+
+What is made of a run. Nothing that a step calls imports these folders:
+
+- reporting: what is evaluated, printed and logged, and which of it may be published
+- saving: what is written into the output folder
+- search: a hyperparameter search, of which only the best trial is published
 """

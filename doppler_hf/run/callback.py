@@ -18,12 +18,12 @@ from doppler_hf.privacy.ledger.terms import earlier_in_words
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.run.digests import note_shards
 from doppler_hf.run.interruptions import Terminated, reason_in_words
-from doppler_hf.run.lineage import adapters_trained_by_others
-from doppler_hf.run.logged_loss import BoundWatch, forget_losses
 from doppler_hf.run.optimizer import learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun, callbacks_removed
-from doppler_hf.run.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
-from doppler_hf.run.summary import print_end, print_interruption, print_start
+from doppler_hf.run.processes.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
+from doppler_hf.run.reporting.logged_loss import BoundWatch, forget_losses
+from doppler_hf.run.reporting.summary import print_end, print_interruption, print_start
+from doppler_hf.run.weights.lineage import adapters_trained_by_others
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # The methods that a step calls on the trainer, and the attributes that it reads there.

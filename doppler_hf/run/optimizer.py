@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from doppler_hf.optim import DopplerOptimizer
-from doppler_hf.run.filter_and_noise import chosen_filter
-from doppler_hf.run.learning_rate import automatic_learning_rate
+from doppler_hf.run.planning.filter_and_noise import chosen_filter
+from doppler_hf.run.planning.learning_rate import automatic_learning_rate
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.galore import GaloreArguments, target_parameters

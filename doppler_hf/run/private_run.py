@@ -47,13 +47,10 @@ from doppler_hf.privacy.loss_bounds import LossBound
 from doppler_hf.privacy.losses import Losses, without_adapters
 from doppler_hf.privacy.randomness import fill_generators, fill_in_worker, filled_generators
 from doppler_hf.run.digests import is_known
-from doppler_hf.run.filter_and_noise import chosen_noise_shape
-from doppler_hf.run.lineage import Lineage
 from doppler_hf.run.other_batches import OtherBatches
-from doppler_hf.run.plan import (
+from doppler_hf.run.planning.filter_and_noise import chosen_noise_shape
+from doppler_hf.run.planning.plan import (
     NO_TIME,
-    NOTHING,
-    Previous,
     Trial,
     budget_spent,
     in_digits,
@@ -62,10 +59,12 @@ from doppler_hf.run.plan import (
     planned_statement,
 )  # fmt: skip
 from doppler_hf.run.precision import computes_in_bf16
-from doppler_hf.run.processes import broadcast_weights, compare_terms, on_process_0
-from doppler_hf.run.rounds import Rounds
-from doppler_hf.run.sharding import Sharding
-from doppler_hf.run.trained_model import TrainedModel
+from doppler_hf.run.processes.processes import broadcast_weights, compare_terms, on_process_0
+from doppler_hf.run.processes.sharding import Sharding
+from doppler_hf.run.resuming.earlier_ledgers import NOTHING, Previous
+from doppler_hf.run.resuming.rounds import Rounds
+from doppler_hf.run.weights.lineage import Lineage
+from doppler_hf.run.weights.trained_model import TrainedModel
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
 from doppler_hf.training_args.checks import added_fields

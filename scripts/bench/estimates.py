@@ -24,7 +24,7 @@ from transformers import AutoConfig, TrainerCallback, default_data_collator, set
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.cli.random_model import RandomModel
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
+from doppler_hf.run.planning.estimate import Setting, bytes_of_step, seconds_of_step
 from scripts.bench.measure import MIB, append_json_line, chosen, forget_peak, in_child, memory_now, memory_peak
 from scripts.training.arguments import one_line_errors, parse_args
 

@@ -3,11 +3,11 @@
     python -m scripts.bench.memory
     python -m scripts.bench.memory --works qwen-7b --layers 2 --output out/memory.jsonl
 
-Tensors have shapes and no memory (`doppler_hf.run.memory`), so that a model of any size is measured anywhere. A step is a
-draw of two micro-batches. Weights, two states of the optimizer for each trained one, gradients or clipped sums, and all that
-a pass keeps are counted: AdamW has two states, too. *Formed* is the plain step and the gradient of each example of a
-micro-batch, which Opacus keeps; not measured, but added up. RoBERTa-base and GPT-2 compute in
-float32. Llama and Qwen compute in bfloat16, and with LoRA their frozen weights are bfloat16.
+Tensors have shapes and no memory (`doppler_hf.run.planning.memory`), so that a model of any size is measured anywhere. A
+step is a draw of two micro-batches. Weights, two states of the optimizer for each trained one, gradients or clipped sums,
+and all that a pass keeps are counted: AdamW has two states, too. *Formed* is the plain step and the gradient of each example
+of a micro-batch, which Opacus keeps; not measured, but added up. RoBERTa-base and GPT-2 compute in float32. Llama and Qwen
+compute in bfloat16, and with LoRA their frozen weights are bfloat16.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
-from doppler_hf.run.memory import move_in, without_memory
+from doppler_hf.run.planning.memory import move_in, without_memory
 from scripts.bench.measure import MIB, append_json_line, chosen
 from scripts.training.arguments import one_line_errors, parse_args
 

@@ -36,7 +36,7 @@ from doppler_hf.privacy import GaussianMechanism
 from doppler_hf.privacy.batching.cutting import Cut, grid_for, tokens_for
 from doppler_hf.privacy.clipping import fused_gradients
 from doppler_hf.privacy.noise import chacha
-from doppler_hf.run.memory import move_in, without_memory
+from doppler_hf.run.planning.memory import move_in, without_memory
 from scripts.bench import engine
 from scripts.bench.measure import append_json_line, chosen
 from scripts.bench.micro_batches import lengths_like_sst2

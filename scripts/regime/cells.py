@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 import doppler_hf
-from doppler_hf.run.filter_and_noise import chosen_filter
+from doppler_hf.run.planning.filter_and_noise import chosen_filter
 from doppler_hf.training_args import DopplerTrainingArguments
 from scripts.regime.spectrum import Released, Signal
 from scripts.regime.tasks import TASKS, Loaded, network_of

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import EvalPrediction, PrinterCallback, TrainerCallback, set_seed
 
 import doppler_hf
-from doppler_hf.run.filter_and_noise import chosen_filter
+from doppler_hf.run.planning.filter_and_noise import chosen_filter
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments
 from scripts.studies.data import Data

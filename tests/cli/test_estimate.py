@@ -13,9 +13,9 @@ from transformers import BertConfig, GPT2Config, T5Config, ViTConfig
 from doppler_hf.cli import main
 from doppler_hf.cli.random_model import TASKS
 from doppler_hf.filters import LowPassFilter, NoiseShape
-from doppler_hf.run import estimate as module
-from doppler_hf.run.estimate import Setting, bytes_of_step, seconds_of_step
-from doppler_hf.run.memory import Peak
+from doppler_hf.run.planning import estimate as module
+from doppler_hf.run.planning.estimate import Setting, bytes_of_step, seconds_of_step
+from doppler_hf.run.planning.memory import Peak
 from scripts.bench import estimates
 from tests.support.tiers import further, thorough
 

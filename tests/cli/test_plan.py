@@ -15,9 +15,9 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, second_epsilon
-from doppler_hf.run.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
 from doppler_hf.run.optimizer import first_learning_rate
-from doppler_hf.run.plan import averaged_noise
+from doppler_hf.run.planning.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
+from doppler_hf.run.planning.plan import averaged_noise
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of

@@ -12,11 +12,11 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters import NoiseShape, auto_noise_shape
 from doppler_hf.privacy import AllocationSampler
 from doppler_hf.privacy.accounting.accounting import Releases, get_epsilon, get_total_epsilon
-from doppler_hf.run import auto_noise
-from doppler_hf.run.filter_and_noise import chosen_filter, chosen_noise_shape, learning_rates_of
-from doppler_hf.run.plan import planned_statement
+from doppler_hf.run.planning import auto_noise
+from doppler_hf.run.planning.filter_and_noise import chosen_filter, chosen_noise_shape, learning_rates_of
+from doppler_hf.run.planning.plan import planned_statement
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.search import trial_of
+from doppler_hf.run.search.search import trial_of
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.trainers import arguments

@@ -17,7 +17,7 @@ from doppler_hf.privacy.ledger.ledger import set_aside
 from doppler_hf.privacy.ledger.record import LedgerRecord
 from doppler_hf.privacy.ledger.terms import HOW_COMPUTED
 from doppler_hf.privacy.ledger.weights import hashes
-from doppler_hf.run.card_part import marked
+from doppler_hf.run.saving.card_part import marked
 from tests.support.ledgers import MODEL, after, all_events, rehashed, said, statement, write
 from tests.support.tiers import further
 

@@ -13,8 +13,8 @@ from transformers import EarlyStoppingCallback
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
-from doppler_hf.run.plan import Previous
-from doppler_hf.run.round_secrets import RoundSecret
+from doppler_hf.run.resuming.earlier_ledgers import Previous
+from doppler_hf.run.resuming.round_secrets import RoundSecret
 from tests.support.ledgers import said
 from tests.support.refusals import refused
 from tests.support.tiers import thorough

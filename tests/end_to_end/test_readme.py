@@ -34,7 +34,7 @@ from doppler_hf.cli import main, planned_runs
 from doppler_hf.filters import __all__ as filter_names
 from doppler_hf.optim import DopplerOptimizer
 from doppler_hf.privacy import AllocationSampler, PrivacyStatement
-from doppler_hf.run import search, search_space
+from doppler_hf.run.search import search, search_space
 from doppler_hf.training_args.checks import added_fields
 from doppler_hf.training_args.galore import GaloreArguments
 from scripts.synthesize import SynthesisArguments

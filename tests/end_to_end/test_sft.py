@@ -13,7 +13,7 @@ from doppler_hf import DopplerTrainingArguments
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import ClippedGradients
 from doppler_hf.privacy.losses import per_sample_losses
-from doppler_hf.run.published_results import PublishedResults, published_results
+from doppler_hf.run.reporting.published_results import PublishedResults, published_results
 from tests.support import chat
 from tests.support.chat import LORA, arguments_of, chat_tokenizer, tiny_llama, tiny_mixtral
 from tests.support.refusals import refused

@@ -23,8 +23,8 @@ from transformers import BertForSequenceClassification
 
 from doppler_hf.audit import neighbour_distances
 from doppler_hf.privacy import PrivacyLedger
-from doppler_hf.run.checkpoints import is_whole
 from doppler_hf.run.interruptions import Terminated
+from doppler_hf.run.resuming.checkpoints import is_whole
 from tests.support import processes
 from tests.support.folders import write_bert, write_glue
 from tests.support.tiny import pad, text_data, tiny_bert
@@ -32,7 +32,8 @@ from tests.support.trainers import NoSignal, On, Recorder, at, checked_trainer_o
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 is refused"),
-    pytest.mark.thorough,  # tests/run/test_sharding.py has what one process does, and test_distributed.py what two do
+    # tests/run/processes/test_sharding.py has what one process does, and test_distributed.py what two do.
+    pytest.mark.thorough,
 ]
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}

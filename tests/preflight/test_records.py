@@ -15,7 +15,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.preflight import records
 from doppler_hf.preflight.records import COPIES as EQUAL
 from doppler_hf.preflight.records import columns_in_runs, columns_of_users, has_copies_in, has_equal_rows, shares_users
-from doppler_hf.run.published_results import published_results
+from doppler_hf.run.reporting.published_results import published_results
 from tests.support.tiny import Rows, numbered, pad, text_data
 from tests.support.trainers import trained, trainer_of
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from doppler_hf.privacy import token_losses as module
 from doppler_hf.privacy.losses import per_sample_losses, without_adapters
 from doppler_hf.privacy.pair_losses import REFERENCES, log_ratios
-from doppler_hf.run.memory import Peak
+from doppler_hf.run.planning.memory import Peak
 from tests.support.devices import Asked, far_away
 from tests.support.models import IGNORED, VOCABULARY, decoder_options, gpt2_lm, llama_lm, moved, qwen2_lm
 from tests.support.per_example import NORM_RULES, TOLERANCE, assert_equals_loop, assert_same_sums, book_keeping, trainable

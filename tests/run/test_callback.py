@@ -16,11 +16,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from doppler_hf import DopplerTrainer
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, ClippedGradients, PrivacyLedger
-from doppler_hf.run import processes
 from doppler_hf.run.callback import PrivacyCallback, end_run
-from doppler_hf.run.earlier_ledgers import continued_ledger, ledgers_of
-from doppler_hf.run.evaluation import add_baselines
 from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.processes import processes
+from doppler_hf.run.reporting.evaluation import add_baselines
+from doppler_hf.run.resuming.earlier_ledgers import continued_ledger, ledgers_of
 from tests.support.ledgers import after, said, statement
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert

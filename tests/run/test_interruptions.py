@@ -13,8 +13,8 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
-from doppler_hf.run.checkpoints import is_whole
 from doppler_hf.run.interruptions import Terminated, raised_if_terminated
+from doppler_hf.run.resuming.checkpoints import is_whole
 from tests.support import processes
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of

@@ -19,10 +19,10 @@ from doppler_hf.cli import main
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import AllocationSampler, GaussianMechanism, PrivacyLedger
 from doppler_hf.privacy.noise import PrivateLoss
-from doppler_hf.run import processes
-from doppler_hf.run.plan import Previous
 from doppler_hf.run.private_run import PrivateRun
-from doppler_hf.run.round_secrets import RoundSecret
+from doppler_hf.run.processes import processes
+from doppler_hf.run.resuming.earlier_ledgers import Previous
+from doppler_hf.run.resuming.round_secrets import RoundSecret
 from tests.support.ledgers import after, said
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert

@@ -10,7 +10,7 @@ from doppler_hf.cli import main
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.ledger.terms import attacks_in_words
-from doppler_hf.run.card_sections import privacy_section
+from doppler_hf.run.saving.card_sections import privacy_section
 from tests.support.ledgers import after, statement
 from tests.support.printed import flat
 from tests.support.trainers import On, at, interrupt, trained, trainer_of

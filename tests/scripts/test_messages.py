@@ -78,7 +78,7 @@ def test_the_command_prints_them_by_file():
     printed = [line for line in printed if line not in placeholders]
     assert [line.partition(":")[0] for line in printed] == [message.path for message in messages()]
     (line,) = [line for line in printed if "error budget-spent" in line]
-    assert re.match(r"doppler_hf/run/plan\.py:\d+: error budget-spent: ", line)
+    assert re.match(r"doppler_hf/run/planning/plan\.py:\d+: error budget-spent: ", line)
 
 
 def test_a_code_names_one_reason():

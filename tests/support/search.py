@@ -4,9 +4,9 @@ import types
 from pathlib import Path
 
 from doppler_hf import DopplerTrainer
-from doppler_hf.run import search
-from doppler_hf.run.interrupted_searches import SearchCall
-from doppler_hf.run.plan import Trial
+from doppler_hf.run.planning.plan import Trial
+from doppler_hf.run.search import search
+from doppler_hf.run.search.interrupted_searches import SearchCall
 from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import arguments
 

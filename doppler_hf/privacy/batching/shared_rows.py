@@ -1,5 +1,6 @@
 """Find out how many rows of a data set are also in another one, by their places."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,35 @@ def shared_rows(first: Any, second: Any) -> SharedRows | None:
     is_in_first[numbers] = True
     shared = int(is_in_first[others].sum())
     return SharedRows(shared, len(others), _is_read_in_slices(first) and _is_read_in_slices(second)) if shared else None
+
+
+def evaluation_sets(evaluated: Any) -> dict[str, Any]:
+    """Return the evaluation sets by their names; a single set has the name ""."""
+    if isinstance(evaluated, Mapping) and not isinstance(getattr(evaluated, "column_names", None), list):
+        return {str(name): each for name, each in evaluated.items()}
+    return {"": evaluated}
+
+
+def is_same_data(train_dataset: Any, evaluated: Any) -> bool:
+    """Return whether an evaluation set is the training set, or the same data loaded or prepared a second time."""
+    own = getattr(train_dataset, "_fingerprint", None)  # `datasets` gives equal data the same fingerprint
+    return evaluated is train_dataset or (own is not None and getattr(evaluated, "_fingerprint", None) == own)
+
+
+def training_rows_in(train_dataset: Any, evaluated: Any) -> dict[str, SharedRows]:
+    """Return the evaluation sets that have rows of the training set, by their names.
+
+    # Privacy: objects, fingerprints and places of rows decide, which are chosen by the user's code. No row is read.
+    """
+    found = {}
+    for name, each in evaluation_sets(evaluated).items():
+        if train_dataset is None or each is None or isinstance(each, str):
+            continue
+        if is_same_data(train_dataset, each):
+            found[name] = SharedRows(len(train_dataset), len(train_dataset), True)
+        elif shared := shared_rows(train_dataset, each):
+            found[name] = shared
+    return found
 
 
 def _is_read_in_slices(dataset: Any) -> bool:

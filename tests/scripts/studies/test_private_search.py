@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from doppler_hf.run import search
+from doppler_hf.run.search import search
 from scripts.experiments import private_search
 
 

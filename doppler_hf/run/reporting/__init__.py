@@ -1,0 +1,8 @@
+"""What is evaluated, printed and logged, and which of it may be published.
+
+- evaluation: evaluations with the user's loss and a baseline
+- metrics_per_user: metrics as means over users
+- summary: the lines that a run prints
+- logged_loss: where the training loss is shown, and whether it is clipped
+- published_results: the results that card and picture may have
+"""
