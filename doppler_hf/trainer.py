@@ -4,8 +4,8 @@ This is one training step from top to bottom, in `Trainer`'s own loop. `get_batc
 `get_train_dataloader` has cut into `gradient_accumulation_steps` pieces, each a list of micro-batches. The callback
 (`run.callback`) reserves the step in the ledger. `training_step` clips and sums each micro-batch's per-sample gradients, and
 after the last piece it adds noise and puts the result into `p.grad`. This is the privacy boundary. The callback counts
-the release. Transformers logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates (`run.evaluation`)
-and saves (`run.saving`).
+the release. Transformers logs the norm of `p.grad`, calls `DopplerOptimizer.step`, schedules, evaluates
+(`run.reporting.evaluation`) and saves (`run.saving.saving`).
 
 The trainer holds the run (`run.private_run`), which owns everything private: sampler, engine, mechanism and ledger.
 """

@@ -52,7 +52,7 @@ from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_N
 from doppler_hf.privacy.ledger.weights import hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
-SEARCH_NOTE_NAME: Final = "privacy_search_running.json"  # of searches that have not ended (`run.interrupted_searches`)
+SEARCH_NOTE_NAME: Final = "privacy_search_running.json"  # of searches that have not ended (`run/search`)
 _PORTIONS: Final = 100  # A run reserves its steps in about so many portions.
 
 

@@ -209,7 +209,7 @@ class ShardedTrainer(Trainer):
     _sharding: Sharding
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Transformers' accelerator without FSDP, which `Sharding` applies itself; see `run.sharding`."""
+        """Make Transformers' accelerator without FSDP, which `Sharding` applies itself."""
         with contextlib.nullcontext() if self.args.disable_dp else hidden_from_trainer(self.args) as plugin:
             super().create_accelerator_and_postprocess()
         self._sharding = Sharding(plugin, device=self.args.device)
