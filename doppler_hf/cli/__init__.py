@@ -82,6 +82,9 @@ def _run(argv: Sequence[str] | None) -> int:
     words = [*of_today, *given[ours:]]
     # No flag before the command takes a value, so that the first command's name is the one that argparse will choose.
     chosen = next((word for word in words if word in COMMANDS), None)
+    if words and words[0].startswith("-") and words[0] not in parser._option_string_actions:
+        # argparse would take the flag's value for the command.
+        parser.error(f"the command comes before its flags: write doppler-hf {chosen or 'COMMAND'} {words[0]} …")
     for name, line in COMMANDS.items():
         command = commands.add_parser(
             name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

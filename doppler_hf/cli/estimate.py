@@ -73,10 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, metavar="GIB", help="propose a micro-batch for a card with this much memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    script.add_arguments(parser, is_required=False)
-    parser.set_defaults(
-        defaults={each.dest: each.default for each in parser._actions}, flags=[*parser._option_string_actions]
-    )
+    script.add_arguments(parser)
+    parser.set_defaults(defaults={each.dest: each.default for each in parser._actions})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_of_script(args: argparse.Namespace) -> int:
     """Measure a few steps of a script or recipe in place of its training, and print what its run will take."""
+    script.check_source(args)
     given = [name for name in _OF_MODELS if vars(args)[name] != args.defaults[name]]
     if given:
         raise Refusal(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from unittest import mock
 
+from doppler_hf.cli.flags import hint
 from doppler_hf.errors import Refusal
 from doppler_hf.trainer import DopplerTrainer
 
@@ -26,19 +27,48 @@ _TRUE: Final = frozenset({"true", "yes", "t", "y", "1"})  # as `HfArgumentParser
 ERROR_PREFIX: Final = "error: "  # After a mistake, the scripts of the repository exit with this prefix and one line.
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the two ways to name a training run."""
-    source = parser.add_mutually_exclusive_group(required=is_required)
-    source.add_argument(
+    parser.add_argument(
         "--script", nargs=argparse.REMAINDER, metavar="FILE", help="your script and its arguments, after the options above"
     )
-    source.add_argument(
+    parser.add_argument(
         "recipe",
         nargs="?",
         metavar="RECIPE",
         help="YAML recipe of a private run, in a clone of the repository; its fields may follow as flags",
     )
-    parser.set_defaults(fields=[])
+    parser.set_defaults(fields=[], flags=[*parser._option_string_actions])
+
+
+def check_source(args: argparse.Namespace) -> None:
+    """Refuse words that name no training run, or two. argparse takes the value of an unknown flag for the recipe."""
+    if args.script is not None:
+        if unknown := [*args.fields, *([] if args.recipe is None else [args.recipe])]:
+            raise Refusal(
+                "unknown-options",
+                f"Unknown options before --script: {' '.join(unknown)}{hint(unknown, args.flags)}. Put the script's own "
+                "arguments after the script.",
+            )
+        if not args.script or not Path(args.script[0]).is_file():
+            got = " ".join(args.script) or "nothing"
+            raise Refusal("no-script", f"Expected the path of a script after --script; got {got}.")
+        return
+    if args.recipe is not None and args.recipe.endswith(".py"):
+        raise Refusal(
+            "script-as-recipe",
+            f"{args.recipe} is a Python file, and this command expected a recipe here. Put --script before a Python file, "
+            f"and the script's own arguments after it: --script {args.recipe}.",
+        )
+    if args.recipe is None or not Path(args.recipe).is_file():
+        unknown = [word for word in args.fields if word.startswith("-")]
+        got = "none" if args.recipe is None else f"{args.recipe}, which is not a file"
+        told = f" This command has no flag {unknown[0]}{hint(unknown, args.flags)}." if unknown else ""
+        raise Refusal(
+            "no-recipe",
+            f"Expected the path of a recipe, or --script; got {got}.{told} Give the recipe first, and then its fields as "
+            "flags, such as --target_epsilon 3.",
+        )
 
 
 def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T], *, is_baseline_run: bool = True) -> T:
@@ -48,17 +78,10 @@ def use_trainer(args: argparse.Namespace, use: Callable[[DopplerTrainer], T], *,
     is without privacy, `use` gets it and may refuse it. Without `is_baseline_run`, `use` gets the first trainer of a script
     too.
     """
+    check_source(args)
     if args.script is None:
         return use_first_trainer(_script_of([args.recipe, *args.fields]), use, is_baseline_run=False)
-    if args.fields:
-        raise Refusal(
-            "unknown-options",
-            f"Unknown options before --script: {' '.join(args.fields)}. Put the script's own arguments after the script.",
-        )
-    words = args.script
-    if not words or not Path(words[0]).is_file():
-        raise Refusal("no-script", f"Expected the path of a script after --script; got {' '.join(words) or 'nothing'}.")
-    return use_first_trainer(words, use, is_baseline_run=is_baseline_run)
+    return use_first_trainer(args.script, use, is_baseline_run=is_baseline_run)
 
 
 class _Used(BaseException):
@@ -153,12 +176,6 @@ def script_environment(words: Sequence[str]) -> Iterator[None]:
 
 def _script_of(words: Sequence[str]) -> list[str]:
     """Return the path of the script for a recipe, and the arguments for it."""
-    if words[0].endswith(".py"):
-        raise Refusal(
-            "script-as-recipe",
-            f"{words[0]} is a Python file, and this command expected a recipe here. Put --script before a Python file, "
-            f"and the script's own arguments after it: --script {words[0]}.",
-        )
     recipe = Path(words[0]).resolve()
     # The folder beside the package comes first, since its scripts have the package's version.
     places = [PACKAGE.parent, *recipe.parents, Path.cwd(), *Path.cwd().parents]

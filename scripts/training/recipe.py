@@ -7,7 +7,7 @@ recipe's arguments. The other scripts are named with --script, and take the reci
 import argparse
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -50,14 +50,20 @@ def _kind_of(argv: Sequence[str]) -> str:
         scalars, structured = read_recipe(Path(argv[0]))
         names = [*scalars, *structured, *names]
 
-    def fits(arguments: type) -> bool:
-        fields = {field.name for each in (arguments, *COMMON) for field in dataclasses.fields(each)}
-        return all({name, name.removeprefix("no_")} & fields for name in names)  # the flag --no_NAME sets NAME to false
+    known = {
+        kind: {field.name for each in (arguments, *COMMON) for field in dataclasses.fields(each)}
+        for kind, (_, arguments) in KINDS.items()
+    }
 
-    fitting = [kind for kind, (_, arguments) in KINDS.items() if fits(arguments)]
+    def has(fields: Collection[str], name: str) -> bool:
+        return name in fields or name.removeprefix("no_") in fields  # the flag --no_NAME sets NAME to false
+
+    fitting = [kind for kind, fields in known.items() if all(has(fields, name) for name in names)]
     # A guess between several could train another model than was meant.
     if len(fitting) != 1:
         found = f"{' and '.join(fitting)} alike" if fitting else f"none of {', '.join(KINDS)}"
+        stray = [name for name in names if not any(has(fields, name) for fields in known.values())]
+        found += f", and none of them has {', '.join(stray)}" if stray else ""
         raise Refusal(
             "script-not-clear",
             f"Recipe and flags fit {found}. Name the script, and give it the recipe: --script scripts/NAME.py RECIPE.",

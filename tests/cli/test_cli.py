@@ -59,6 +59,16 @@ def test_unknown_words_end_with_exit_code_2(words, capsys):
     assert ("unrecognized arguments: --epsilo=3" in told) == ("--epsilo=3" in words)
 
 
+@pytest.mark.parametrize("flag", ["--num_examples", "--num-examples"])
+@pytest.mark.parametrize(("command", "named"), [(["plan"], "plan"), ([], "COMMAND")])
+def test_a_flag_before_the_command_is_told_where_it_belongs(command, named, flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([flag, "5", *command, "--epsilon", "3"])
+    assert ended.value.code == 2
+    assert f"the command comes before its flags: write doppler-hf {named} --num-examples …" in capsys.readouterr().err
+    assert main(["plan", flag, "5", "--epsilon=3", "--batch_size=2", "--epochs=1"]) == 0  # as advised
+
+
 class Recorder:
     """Records what it is called with."""
 
