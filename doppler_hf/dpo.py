@@ -6,6 +6,7 @@ model's input, with one gradient that is clipped as a whole.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -153,6 +154,8 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
         with trl_checks.private_init(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
+            if not args.disable_dp:
+                _refuse_without_answers({"train_dataset": train_dataset, "eval_dataset": evaluated})
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and their log-probabilities under the reference model ----------------------------------------------
@@ -238,6 +241,18 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
             self.loss_types = own
         loss = self.compute_per_sample_loss(model, side_by_side(inputs)).mean()
         return (loss, found[1]) if return_outputs else loss
+
+
+def _refuse_without_answers(given: Mapping[str, Any]) -> None:
+    """Refuse data sets without the two columns of answers that TRL reads."""
+    for name, _, columns in trl_checks.columns_of(given):
+        if missing := [column for column in ("chosen", "rejected") if column not in columns]:
+            raise Refusal(
+                "no-answers",
+                f"{name} has no column {' and no column '.join(map(repr, missing))}; it has the columns "
+                f"{', '.join(columns)}. Rename the column of the better answers to 'chosen', and that of the worse answers "
+                "to 'rejected'.",
+            )
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import has_length
 from trl import SFTConfig, SFTTrainer
+from trl.data_utils import is_conversational_from_value
 
 from doppler_hf import trl_checks
 from doppler_hf.deprecated import with_earlier_arguments
@@ -26,7 +27,7 @@ _NOT_PRIVATE: Final = {
     "loss_type": "the loss of a record is always the mean negative log-likelihood of its own tokens",
     **trl_checks.NOT_PRIVATE,
 }
-_READ: Final = ("prompt", "completion", "messages", "conversations", "conversation", "input_ids")  # columns that TRL knows
+_READ: Final = ("messages", "input_ids")  # columns that TRL reads alone
 _MASK: Final = "completion_mask"  # a column of TRL's in data sets that are tokenized already
 
 
@@ -115,12 +116,21 @@ def _refuse_completion_without_prompt(args: Any, train_dataset: Any) -> None:
 
 def _refuse_without_texts(given: Mapping[str, Any]) -> None:
     """Refuse data sets without a column that TRL reads, unless the user's own function or rows take its place."""
-    args = given["args"]
-    if args.disable_dp or given.get("formatting_func") or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+    args, formats = given["args"], given.get("formatting_func")
+    if args.disable_dp or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return
-    for name in ("train_dataset", "eval_dataset"):
-        columns = getattr(given.get(name), "column_names", None)
-        if isinstance(columns, list) and not {*columns} & {args.dataset_text_field, *_READ}:
+    for name, data_set, columns in trl_checks.columns_of(given):
+        is_pair = {"prompt", "completion"}.issubset(columns)
+        if "prompt" in columns and not is_pair and "input_ids" not in columns:
+            raise Refusal(
+                "prompt-without-completion",
+                f"{name} has a column 'prompt' and no column 'completion'; it has the columns {', '.join(columns)}. TRL "
+                "reads 'prompt' only together with 'completion'. Rename the column of the answers to 'completion'. To train "
+                "on the texts of another column, such as 'messages', remove or rename the column 'prompt'.",
+            )
+        if formats or is_pair or not {args.dataset_text_field, *_READ}.isdisjoint(columns):
+            continue
+        if not is_conversational_from_value(next(iter(data_set), {})):
             raise Refusal(
                 "no-texts",
                 f"{name} has no column {args.dataset_text_field!r}; it has the columns {', '.join(columns)}. If one of them "

@@ -8,7 +8,7 @@ and in those of `dataset_num_proc`. The message of an error is shown only if it 
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -70,6 +70,17 @@ def private_init(trainer: Any, args: Any, config: type, *, train_dataset: Any, e
             f"The argument router_aux_loss_coef={trainer.router_aux_loss_coef} adds a balancing loss that depends on the "
             "whole batch, so no record has its own loss that could be clipped. Set router_aux_loss_coef=0.0.",
         )
+
+
+def columns_of(given: Mapping[str, Any]) -> Iterator[tuple[str, Any, list[str]]]:
+    """Yield the name, the data set and the columns of each data set among a trainer's arguments, where columns are known."""
+    evaluated = given.get("eval_dataset")
+    several = evaluated if isinstance(evaluated, dict) else {None: evaluated}
+    named = {f"eval_dataset[{key!r}]" if key is not None else "eval_dataset": each for key, each in several.items()}
+    for name, data_set in {"train_dataset": given.get("train_dataset"), **named}.items():
+        columns = getattr(data_set, "column_names", None)
+        if isinstance(columns, list):
+            yield name, data_set, columns
 
 
 def refuse_new_tokens_of_tied_embeddings(model: Any) -> None:

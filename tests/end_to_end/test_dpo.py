@@ -79,6 +79,25 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
     chat.assert_trains_privately(trainer, evaluated={"eval_rewards/margins", "eval_rewards/accuracies"})
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_missing_column_of_answers_is_named_with_its_mend(tmp_path, evaluated):
+    def made(data):
+        train, held_out = (chat.implicit_preferences(), data) if evaluated else (data, None)
+        return DopplerDPOTrainer(
+            tiny_llama(), None, arguments(tmp_path), None, train, held_out, processing_class=chat_tokenizer()
+        )
+
+    name, whole = "eval_dataset" if evaluated else "train_dataset", chat.preferences()
+    for broken, missing in (
+        (whole.remove_columns("rejected"), "'rejected'"),
+        (whole.rename_column("chosen", "choosen"), "'chosen'"),
+        (whole.rename_columns({"chosen": "good", "rejected": "bad"}), "'chosen' and no column 'rejected'"),
+    ):
+        with refused("no-answers", match=f"^{name} has no column {missing}; it has the columns prompt"):
+            made(broken)
+    made(whole)  # as advised
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -88,6 +88,42 @@ def test_texts_of_another_column_are_told_how_to_be_named(tmp_path):
     trainer_of(tmp_path, "text", data=chat.questions().rename_columns({"question": "prompt", "answer": "completion"}))
 
 
+@pytest.mark.parametrize("evaluated", [False, True, "by name"])
+def test_half_of_a_prompt_and_completion_is_named_with_its_mend(tmp_path, evaluated):
+    def made(data, **options):
+        sets = {False: (data, None), True: (chat.texts(), data), "by name": (chat.texts(), {"odd": data})}
+        train, held_out = sets[evaluated]
+        return DopplerSFTTrainer(
+            tiny_llama(), arguments(tmp_path), None, train, held_out, processing_class=chat_tokenizer(), **options
+        )
+
+    name = {False: "train_dataset", True: "eval_dataset", "by name": r"eval_dataset\['odd'\]"}[evaluated]
+    whole = chat.prompts()
+    for broken in (whole.remove_columns("completion"), whole.rename_column("completion", "complation")):
+        with refused("prompt-without-completion", match=f"^{name} has a column 'prompt' and no column 'completion'"):
+            made(broken)
+    both = whole.map(lambda row: {"messages": chat.by("user", row["prompt"]) + chat.by("assistant", row["completion"])})
+    both = both.remove_columns("completion")
+    asked = {"formatting_func": lambda row: row.get("text") or row["question"]}
+    for options in ({}, asked):
+        with refused("prompt-without-completion", match=r"remove or rename the column 'prompt'"):
+            made(both, **options)
+    for broken in (whole.remove_columns("prompt"), whole.rename_column("prompt", "promt")):
+        with refused("no-texts", match=f"^{name} has no column 'text'.*completion"):
+            made(broken)
+    speeches = chat.conversations()
+    for broken in (speeches.rename_column("messages", "conversation"), speeches.rename_column("messages", "conversations")):
+        with refused("no-texts", match="'messages' for conversations"):
+            made(broken)
+    # The mends.
+    made(whole)
+    made(both.remove_columns("prompt"))
+    made(both.rename_column("prompt", "question"), **asked)
+    made(speeches)
+    turns = [[{"from": each["role"], "value": each["content"]} for each in row["messages"]] for row in speeches]
+    made(Dataset.from_list([{"conversations": each} for each in turns]))
+
+
 def test_a_tokenizer_without_a_chat_template_is_told_to_have_one(tmp_path):
     tokenizer, template = chat_tokenizer(), tmp_path / "template.jinja"
     template.write_text(tokenizer.chat_template)

@@ -49,7 +49,9 @@ def test_a_recipe_finds_the_script_of_its_launch_line_or_says_to_name_it(path):
 def test_what_no_script_has_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("task_name: sst2\npooling: mean\nmodel_name_or_path: bert\nstray: [1]\n")
-    with refused("script-not-clear", match="none of glue, causal_lm, image_classification, and none of them has stray, pairs"):
+    with refused(
+        "script-not-clear", match="none of glue, causal_lm, image_classification, and none of them has stray, pairs"
+    ):
         command_of([str(path), "--image_size=8", "--pairs=3"])
     with refused("script-not-clear", match="glue and causal_lm and image_classification alike"):
         command_of([])
