@@ -24,6 +24,7 @@ _DISCARDED: Final[dict[str, Any]] = {
 }
 # An audit needs coins of both sides. Twenty coins all fall on the same side in one of half a million audits.
 _FEWEST: Final = 20
+_MOST: Final = 1_000_000
 
 
 def discarded_run(args: DopplerTrainingArguments, *, folder: str) -> DopplerTrainingArguments:
@@ -76,15 +77,15 @@ def claims_privacy(args: DopplerTrainingArguments) -> bool:
 
 
 def check_size(args: DopplerTrainingArguments, *, num_canaries: int) -> None:
-    """Refuse several processes, and too few canaries."""
+    """Refuse several processes, and too few or too many canaries."""
     if args.world_size > 1:
         raise Refusal(
             "audit-in-processes",
             f"An audit runs in one process only; this run has {args.world_size}. Start the script without a launcher.",
         )
-    if num_canaries < _FEWEST:
+    if not _FEWEST <= num_canaries <= _MOST:
         raise Refusal(
             "out-of-range",
-            f"num_canaries, the number of records that the audit attacks, must be at least {_FEWEST}; got {num_canaries}. "
-            "Use some hundreds: the more there are, the higher the bound on ε can be.",
+            f"num_canaries, the number of records that the audit attacks, must be from {_FEWEST} to {_MOST:,}; "
+            f"got {num_canaries}. Use some hundreds: the more there are, the higher the bound on ε can be.",
         )

@@ -56,6 +56,7 @@ from doppler_hf.training_args import DopplerTrainingArguments
 # The relative rounding error of sums in float32. A sum of n terms is off by some √n·2⁻²⁴, and batches of different sizes
 # are rounded differently.
 ROUNDING: Final = 1e-4
+_MOST_PAIRS: Final = 100_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +139,12 @@ def neighbour_distances(
     Raises:
         ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
     """
-    if pairs < 1:
-        raise Refusal("out-of-range", f"pairs, the number of pairs of batches to compare, must be at least 1; got {pairs}.")
+    if not 1 <= pairs <= _MOST_PAIRS:
+        raise Refusal(
+            "out-of-range",
+            f"pairs, the number of pairs of batches to compare, must be from 1 to {_MOST_PAIRS:,}; got {pairs}. A usual "
+            "number is 16.",
+        )
     if trainer.args.disable_dp:
         raise Refusal(
             "no-privacy-to-test",

@@ -23,9 +23,12 @@ import argparse
 import functools
 import json
 import math
+import os
+import sys
 from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +51,13 @@ _OF_MODELS: Final = (
     "processes", "bandwidth", "bf16", "memory", "device",
 )  # fmt: skip
 _OF_SCRIPT: Final = "Not included: libraries, evaluations, checkpoints."
+# Flag → the least and the largest number, and what it counts. Sizes of tensors do not overflow with these.
+_SIZES: Final = {
+    "length": (1, 10**7, "tokens of a text, as --length 128"),
+    "micro_batch": (1, 10**6, "records of a pass, as --micro-batch 8"),
+    "lora_r": (0, 10**6, "dimensions of an adapter, as --lora-r 16"),
+}
+_MOST_TOKENS: Final = 10**9
 _USABLE = 0.9  # Libraries, and gaps between the allocator's blocks, take the rest of a card's memory.
 
 
@@ -103,16 +113,20 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds, proposed = {}, None
     if args.memory is None:
+        found = _bytes(args, setting)
+        _refuse_too_large(sum(found.values()), args.device)
         model, parts = _random_model(args, args.device)
         seconds = seconds_of_step(model, **parts, setting=setting)
     else:
         proposed = largest_micro_batch(
             lambda size: sum(_bytes(args, replace(setting, micro_batch=size)).values()),
-            most=max(1, args.batch_size // args.processes),
+            most=max(
+                1, min(args.batch_size // args.processes, _SIZES["micro_batch"][1], _MOST_TOKENS // (args.length or 1))
+            ),
             memory=_USABLE * args.memory * _GIB,
         )
         setting = replace(setting, micro_batch=proposed or 1)
-    found = _bytes(args, setting)
+        found = _bytes(args, setting)
     if args.json:
         totals = {"step_seconds": sum(seconds.values()), "peak_bytes": sum(found.values())}
         print(json.dumps({**totals, "seconds": seconds, "bytes": found, "passes": setting.passes, "proposed": proposed}))
@@ -178,10 +192,25 @@ def in_hours(seconds: float) -> str:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that nothing would read, and several processes without the speed of their connection."""
-    if args.length is not None and args.length < 1:
+    """Refuse sizes of no model, flags that nothing would read, and processes without the speed of their connection."""
+    for name, (least, most, what) in _SIZES.items():
+        value = vars(args)[name]
+        if value is not None and not least <= value <= most:
+            raise Refusal(
+                "out-of-range",
+                f"--{name.replace('_', '-')} must be from {least} to {most:,}; got {value}. Give the number of {what}.",
+            )
+    if args.memory is None and args.micro_batch * (args.length or 1) > _MOST_TOKENS:
         raise Refusal(
-            "out-of-range", f"--length must be at least 1; got {args.length}. Give the tokens of a text, as --length 128."
+            "out-of-range",
+            f"--micro-batch {args.micro_batch} and --length {args.length} make more than {_MOST_TOKENS:,} tokens of a pass. "
+            "Give smaller numbers.",
+        )
+    if args.device == "cuda" and args.memory is None and not torch.cuda.is_available():
+        raise Refusal(
+            "no-cuda",
+            "--device cuda needs a GPU that torch can use, and there is none on this machine. Leave it out to time the CPU. "
+            "For a card in another machine, give its GiB, as --memory 80; then nothing is timed.",
         )
     if args.memory is not None:
         if not 0 < args.memory < math.inf:
@@ -207,6 +236,22 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
 
 
+def _refuse_too_large(needed: float, device: str) -> None:
+    """Refuse to measure what does not fit into the memory of this machine, before the system ends the process."""
+    if device == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif sys.platform == "win32":
+        return  # Windows refuses memory that it does not have, and does not end processes.
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise Refusal(
+            "too-large-to-measure",
+            f"A step takes about {needed / _GIB:.3g} GiB, and this machine has {there / _GIB:.3g} GiB. Give a smaller "
+            "--micro-batch, or the memory of a larger card in GiB, as --memory 80; then nothing is measured.",
+        )
+
+
 def _random_model(args: argparse.Namespace, device: str) -> tuple[Any, dict[str, Any]]:
     random = RandomModel(
         args.model,
@@ -229,7 +274,7 @@ def table_of(seconds: dict[str, float], bytes: dict[str, float], setting: Settin
     title = f"One step with micro-batches of {setting.micro_batch}"
     if setting.may_exceed:
         title += f" (up to {setting.most_rows} images, for which memory is counted)"
-    if setting.processes > 1:
+    if setting.bandwidth is not None:
         title += f", in each of {setting.processes} processes that exchange {setting.bandwidth:g} bytes per second (assumed)"
     caption = "Not included: libraries, data loading, padding, waiting for other processes."
     return table_of_parts(seconds, bytes, title=title, caption=caption)

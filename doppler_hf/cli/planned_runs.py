@@ -15,7 +15,8 @@ from doppler_hf.errors import Refusal
 from doppler_hf.filters import PAPER_FILTERS, LowPassFilter, NoiseShape, auto_filter
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, default_delta, without_partial_round
-from doppler_hf.privacy.accounting.calibration import get_noise_multiplier, noise_multiplier_of_trial
+from doppler_hf.privacy.accounting.calibration import LARGEST_EPSILON, get_noise_multiplier, noise_multiplier_of_trial
+from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.accounting.selection import (
     Guarantee,
     NumberOfTrials,
@@ -32,6 +33,8 @@ FIRST_EPOCHS: Final = 3
 EPOCHS_OF_FEW: Final = 20  # This is for data sets of up to `FEW` records.
 FEW: Final = 1000
 FIRST_EPSILON: Final = 8
+LEAST_EPSILON: Final = 1e-6  # A smaller ε hardly needs more noise, and takes minutes.
+MOST_STEPS: Final = 10_000_000  # The learning rates of so many steps still fit into memory.
 BATCH_SIZE_FACTORS: Final = (0.25, 0.5, 1, 2, 4)
 EPOCH_FACTORS: Final = (0.5, 1, 2, 4)
 # The default of the argument `train_loss_budget`, whose file imports torch.
@@ -116,15 +119,22 @@ class PlanRequest:
         return [SCHEDULES[self.lr_scheduler_type](step / steps) for step in range(steps)]
 
     def __post_init__(self) -> None:
-        if self.num_examples < 2:
+        if not 2 <= self.num_examples < 1 / SMALLEST_DELTA:
             raise Refusal(
                 "out-of-range",
-                f"--num-examples must be at least 2; got {self.num_examples}. Give the size of the training set.",
+                f"--num-examples must be at least 2 and below {1 / SMALLEST_DELTA:.0e}; got {self.num_examples}. Give the "
+                "size of the training set.",
             )
         for name in ("epsilon", "noise_multiplier", "epochs", "max_steps", "batch_size", "max_grad_norm"):
             value = vars(self)[name]
             if value is not None and not 0 < value < math.inf:
                 raise Refusal("out-of-range", f"--{name.replace('_', '-')} must be positive and finite; got {value}.")
+        if self.epsilon is not None and not LEAST_EPSILON <= self.epsilon <= LARGEST_EPSILON:
+            raise Refusal(
+                "out-of-range",
+                f"--epsilon must be from {LEAST_EPSILON:g} to {LARGEST_EPSILON:g}; got {self.epsilon:g}. Start with "
+                f"{FIRST_EPSILON}.",
+            )
         if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
             # A mechanism that publishes one of the N records at random satisfies DP with a larger δ.
             raise Refusal(
@@ -150,6 +160,12 @@ class PlanRequest:
                     "are both given. Leave one of them out" if given else f"are both missing. Start with {self._proposed()}"
                 )
                 raise Refusal("one-of-two", f"Exactly one of two flags is needed. {flags} {fact}.")
+        if (self.epochs is not None and self.epochs * self.steps_per_epoch > MOST_STEPS) or self.steps > MOST_STEPS:
+            raise Refusal(
+                "out-of-range",
+                f"The plan has more than {MOST_STEPS:,} steps, and no plan of so many is made. Give a smaller --epochs or "
+                "--max-steps, or a larger --batch-size.",
+            )
 
     def _proposed(self) -> str:
         """Return the flags that are missing, with the values of docs/guides/choosing.md."""

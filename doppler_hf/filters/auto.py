@@ -16,6 +16,7 @@ from doppler_hf.filters.noise_shape import WHITE, NoiseShape
 
 MAX_DELAY_SHARE: Final = 0.02  # The longest delay, as a share of the run.
 MIN_DELAY: Final = 0.5  # A shorter delay (Σκ² > 1/2) is not worth its buffer.
+_LONGEST_DELAY: Final = 999.0  # Of β = 0.999, the largest β of three decimals.
 
 
 def auto_filter(steps: int, *, learning_rates: Sequence[float] | None = None, noise: NoiseShape = WHITE) -> LowPassFilter:
@@ -68,7 +69,7 @@ def auto_noise_shape(
 
 
 def _best_filter(loop: ClosedLoop, noise: NoiseShape, *, steps: int) -> LowPassFilter:
-    longest, delays = MAX_DELAY_SHARE * steps, [MIN_DELAY]
+    longest, delays = min(MAX_DELAY_SHARE * steps, _LONGEST_DELAY), [MIN_DELAY]
     if longest < MIN_DELAY:
         return PAPER_FILTERS["none"]
     while delays[-1] < longest:

@@ -83,9 +83,15 @@ def test_a_script_of_ones_own_runs_up_to_its_training(script, tmp_path, capsys):
 def test_what_is_refused_in_a_script_is_not_taken_for_an_error_that_it_handles(script, tmp_path, capsys):
     assert main(["check", "--pairs=0", "--script", script, str(tmp_path / "mine"), "0.5"]) == 2
     captured = capsys.readouterr()
-    said = "error: pairs, the number of pairs of batches to compare, must be at least 1; got 0."
-    assert captured.err.splitlines()[-1] == said
+    said = "error: pairs, the number of pairs of batches to compare, must be from 1 to 100,000; got 0."
+    assert captured.err.splitlines()[-1].startswith(said)
     assert "handled" not in captured.out
+
+
+def test_numbers_that_no_test_can_have_are_refused(recipe, capsys):
+    for words in (["check", "--pairs=1e14"], ["check", "--draw-size=1e14"], ["audit", "--canaries=1e14"]):
+        assert main([*words, str(recipe), "--per_device_train_batch_size=20"]) == 2
+        assert "got 100000000000000" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["check", "audit"])

@@ -32,7 +32,9 @@ def test_module_is_the_same_command_and_returns_its_exit_code(monkeypatch, capsy
     assert ended.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "error: --num-examples must be at least 2; got 1. Give the size of the training set.\n"
+    assert captured.err == (
+        "error: --num-examples must be at least 2 and below 1e+10; got 1. Give the size of the training set.\n"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -94,13 +94,20 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
         (["--memory", "1", "--micro-batch", "2"], "--micro-batch has no effect beside --memory"),
         (["--memory", "1", "--processes", "2", "--bandwidth", "1e9"], "--bandwidth has no effect beside --memory"),
         (["--processes", "2", "--bandwidth", "inf"], "--bandwidth must be positive and finite for 2 processes; got inf"),
-        (["--length", "0"], "--length must be at least 1; got 0"),
-        (["--length", "-1"], "--length must be at least 1; got -1"),
+        (["--length", "0"], "--length must be from 1 to 10,000,000; got 0"),
+        (["--length", "-1"], "--length must be from 1 to 10,000,000; got -1"),
+        (["--length", "1e14"], "--length must be from 1 to 10,000,000; got 1"),
+        (["--lora-r", "-1"], "--lora-r must be from 0 to 1,000,000; got -1"),
+        (["--lora-r", "1e14"], "--lora-r must be from 0 to 1,000,000; got 1"),
+        (["--micro-batch", "1e14"], "--micro-batch must be from 1 to 1,000,000; got 1"),
+        (["--micro-batch", "1e6", "--length", "1e4"], "make more than 1,000,000,000 tokens of a pass"),
+        (["--lora-r", "1e6", "--micro-batch", "1e6"], "GiB, and this machine has"),
         *(
             (["--memory", value], f"--memory must be positive and finite; got {value}")
             for value in ("0", "-1", "nan", "inf")
         ),
-        (["--micro-batch", "0"], "must be at least 1; got 8, 0 and 1"),
+        (["--micro-batch", "0"], "--micro-batch must be from 1 to 1,000,000; got 0"),
+        (["--batch-size", "0"], "must be at least 1; got 0, 8 and 1"),
         (["--task", "image-classification"], "--length 8 has no effect on images"),
         (["--length", "17"], "--length must be at most the 16 positions of this model; got 17. Use --length 16."),
         (["--model", "/nowhere"], "Expected a hub name or a folder with a config.json as --model; got '/nowhere'"),
@@ -109,6 +116,25 @@ def test_a_micro_batch_is_proposed_for_a_card(tmp_path, capsys):
 def test_what_cannot_be_estimated_is_refused(more, message, tmp_path, capsys):
     assert main(words(tmp_path, "text-classification", *more)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, of the layers of GPT-2
+def test_what_is_too_large_to_measure_is_counted_for_a_larger_card(tmp_path, capsys):
+    given = words(tmp_path, "causal-lm", "--lora-r=1e6", "--lora-target-modules=all-linear")
+    assert main([*given, "--micro-batch=1e4"]) == 2
+    assert "or the memory of a larger card in GiB, as --memory 80" in capsys.readouterr().err
+    assert main([*given, "--memory=80"]) == 0  # as advised
+    assert "Largest per_device_train_batch_size" in capsys.readouterr().out
+    assert main([*words(tmp_path, "causal-lm"), "--memory=80", "--processes=2"]) == 0
+    assert "One step with micro-batches of 4" in capsys.readouterr().out
+
+
+def test_a_missing_gpu_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = words(tmp_path, "causal-lm", "--device=cuda")
+    assert main(given) == 2
+    assert "as --memory 80; then nothing is timed" in capsys.readouterr().err
+    assert main([*given, "--memory=80"]) == 0  # as advised
 
 
 def seconds_of(work, device):

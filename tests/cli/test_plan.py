@@ -377,3 +377,10 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(file, capsys, one_cell):
     error = capsys.readouterr().err
     assert file in error
     assert error.count("\n") == 1
+
+
+def test_noise_whose_epsilon_is_next_to_nothing_is_refused_by_its_own_name(capsys):
+    words = ["plan", "--num-examples=1000", "--batch-size=100", "--max-steps=3"]
+    assert main([*words, "--noise-multiplier=1e6"]) == 2
+    assert "--noise-multiplier 1e+06 gives ε = 0 at δ" in capsys.readouterr().err
+    assert main([*words, "--noise-multiplier=30"]) == 0  # as advised

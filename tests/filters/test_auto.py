@@ -41,6 +41,11 @@ def test_the_filter_has_nearly_the_least_loss_and_no_shorter_one_has(steps, nois
     assert loop.loss(half, noise) > 1.015 * min(tried)
 
 
+def test_the_longest_runs_have_a_filter():
+    """In a run of 100,000 steps, a delay of 2 % of them would be that of β = 0.9995, which rounds to 1."""
+    assert delay(auto_filter(100_000, noise=NoiseShape.banded(64))) == pytest.approx(999)
+
+
 def test_shaped_noise_asks_for_more_of_a_filter():
     assert delay(auto_filter(1000, noise=BANDED)) > 3 * delay(auto_filter(1000)) > 0
 

@@ -12,6 +12,7 @@ from doppler_hf.errors import Refusal
 from doppler_hf.privacy.accounting.accounting import Releases, Sampling, bound
 from doppler_hf.privacy.accounting.selection import Selection, second_epsilon
 
+LARGEST_EPSILON: Final = 1e12  # A larger one needs so little noise that the accountant's numbers overflow.
 # The largest share of the target ε that may stay unspent, and the smallest spacing of ln σ between tried values.
 _EXACT: Final = (1e-3, 1e-7)
 _OF_GROUPS: Final = (4e-3, 1e-3)  # With groups, a simulation changes ε by some thousandths from one σ to the next.
@@ -30,7 +31,7 @@ def get_noise_multiplier(
     """Return a noise multiplier σ with which `steps` steps cost `target_epsilon` or slightly less.
 
     Args:
-        target_epsilon: ε > 0. The ε reached is at most 0.1 % below it, with groups at most 0.4 %.
+        target_epsilon: ε, positive and up to 1e12. The ε reached is at most 0.1 % below it, with groups at most 0.4 %.
         target_delta: δ, from 1e-10 to below 1.
         sample_rate: q, in (0, 1].
         steps: T ≥ 1.
@@ -46,8 +47,12 @@ def get_noise_multiplier(
         >>> get_epsilon(noise_multiplier=sigma, sample_rate=0.02, steps=165, delta=1e-5) <= 3.0
         True
     """
-    if not 0.0 < target_epsilon < math.inf:
-        raise Refusal("out-of-range", f"target_epsilon must be positive and finite; got {target_epsilon}.")
+    if not 0.0 < target_epsilon <= LARGEST_EPSILON:
+        raise Refusal(
+            "out-of-range",
+            f"target_epsilon must be positive and at most {LARGEST_EPSILON:g}; got {target_epsilon}. A usual value is 8. To "
+            "train without noise, set noise_multiplier=0 in its place.",
+        )
     if steps < 1:
         raise Refusal("out-of-range", f"steps must be at least 1; got {steps}.")
     if len(strategy) * sample_rate > 1.0:

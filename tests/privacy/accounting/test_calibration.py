@@ -70,6 +70,7 @@ def test_the_most_steps_against_counting(at_most):
     ("arguments", "code", "value"),
     [
         (dict(target_epsilon=0.0), "out-of-range", "^target_epsilon .*0"),
+        (dict(target_epsilon=1e13), "out-of-range", "^target_epsilon must be positive and at most 1e.12; got 1"),
         (dict(steps=0), "out-of-range", "^steps .*0"),
         (dict(target_epsilon=1e-9, target_delta=1e-9), "epsilon-out-of-reach", "target_epsilon"),
         (
