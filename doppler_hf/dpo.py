@@ -154,8 +154,7 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
         with trl_checks.private_init(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
-            if not args.disable_dp:
-                _refuse_without_answers({"train_dataset": train_dataset, "eval_dataset": evaluated})
+            _refuse_without_answers(args, {"train_dataset": train_dataset, "eval_dataset": evaluated})
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and their log-probabilities under the reference model ----------------------------------------------
@@ -243,8 +242,10 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
         return (loss, found[1]) if return_outputs else loss
 
 
-def _refuse_without_answers(given: Mapping[str, Any]) -> None:
+def _refuse_without_answers(args: Any, given: Mapping[str, Any]) -> None:
     """Refuse data sets without the two columns of answers that TRL reads."""
+    if args.disable_dp:
+        return
     for name, _, columns in trl_checks.columns_of(given):
         if missing := [column for column in ("chosen", "rejected") if column not in columns]:
             raise Refusal(
