@@ -263,20 +263,20 @@ class PrivacyLedger:
 
         This ledger may be among them, if it was also continued in another folder and the weights come from there.
         """
-        return by_ledger(self._earlier_plans)
+        return by_ledger(self._spent_by_earlier_plans)
 
     @property
     def earlier(self) -> Spent | None:
         """What all these earlier runs had spent together if they used the same data; None if none is known."""
-        return total_of_runs(self._earlier_plans) if self._earlier_plans else None
+        return total_of_runs(self._spent_by_earlier_plans) if self._spent_by_earlier_plans else None
 
     @property
     def trainings(self) -> Trainings:
         """Name of a plan → what it has spent on the weights, for this ledger and the earlier runs."""
-        return {**self._earlier_plans, **self.own_plans}
+        return {**self._spent_by_earlier_plans, **self.spent_by_own_plans}
 
     @property
-    def _earlier_plans(self) -> Trainings:
+    def _spent_by_earlier_plans(self) -> Trainings:
         own = self.names_of_plans
         return {
             name: spent
@@ -285,7 +285,7 @@ class PrivacyLedger:
         }
 
     @property
-    def own_plans(self) -> Trainings:
+    def spent_by_own_plans(self) -> Trainings:
         """What each plan of this ledger has spent. Together they cost `epsilon` at δ, and each has an equal share of δ."""
         epsilon, delta = self.epsilon(), self.statement.target_delta
         plans = self._record.plans_made(self.steps_run)

@@ -57,7 +57,7 @@ def terms_in_words(ledger: PrivacyLedger) -> list[tuple[str, str]]:
 
 def plan_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     """Return how the ε of several plans is added up, with its label; nothing if there is one plan."""
-    own = ledger.own_plans
+    own = ledger.spent_by_own_plans
     if len(own) < 2 or not ledger.private:
         return []
     delta = next(iter(own.values())).delta
@@ -163,7 +163,7 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
     fixed = ledger.epsilon_of_fixed_length()
     if not fixed < (1.0 - _NEARLY) * ledger.epsilon():
         return ""
-    which, own = "ε" if ledger.earlier is None else "ε of this run", [*ledger.own_plans.values()]
+    which, own = "ε" if ledger.earlier is None else "ε of this run", [*ledger.spent_by_own_plans.values()]
     if len(own) > 1:
         return (
             f"The run has {len(own)} plans, and results of one may have led to the next. So each gets a part of δ, and "
@@ -242,7 +242,11 @@ def meaning_in_words(ledger: PrivacyLedger) -> str:
     runs = "In this run" if ledger.earlier is None else "In all these runs"
     words = attack_in_words(_trade_off(ledger), epsilon=total.epsilon, record=record_in_words(ledger), runs=runs)
     if ledger.earlier is None:
-        return words if len(ledger.own_plans) < 2 else f"{words} Of its plans only ε and δ are used, so this limit is loose."
+        return (
+            words
+            if len(ledger.spent_by_own_plans) < 2
+            else f"{words} Of its plans only ε and δ are used, so this limit is loose."
+        )
     own = percent(ledger.trade_off().true_positive_rate(0.01))
     return f"{words} Of the others only ε and δ are known, so this limit is loose; in this run alone it is {own}."
 
