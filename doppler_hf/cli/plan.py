@@ -34,7 +34,6 @@ from doppler_hf.cli.planned_runs import (
     PlanRequest,
     alternatives,
     epochs_of,
-    of_gradient,
     planned_terms,
 )
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan
@@ -182,7 +181,6 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
     epsilon = get_total_epsilon([releases], delta=delta) if selection is None else selection.epsilon
     # The delay is taken at frequency zero, because a signal that changes slowly is there.
     (delay,) = group_delay(low_pass_filter, np.array([0.0])).tolist()
-    of_sigma = of_gradient(sigma) * planned.max_grad_norm / planned.expected_batch_size
     # Only this pair of ε and δ is proven for a search.
     best = trade_off([releases]) if selection is None else TradeOff(np.array([epsilon]), np.array([delta]))
     facts = {
@@ -195,9 +193,9 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
         "steps": planned.steps,
         "examples_processed": planned.examples_processed,
         "noise_multiplier": sigma,
-        "noise_std": of_sigma * shape.std(planned.steps),
-        "filtered_noise_std": of_sigma * math.sqrt(noise_gain(low_pass_filter, shape)),
-        "average_noise_std": _average_noise(terms),
+        "noise_std": planned.noise_std * shape.std(planned.steps),
+        "filtered_noise_std": planned.noise_std * math.sqrt(noise_gain(low_pass_filter, shape)),
+        "average_noise_std": planned.average_noise_std(shape),
         "delta": delta,
         "target_epsilon": epsilon if request.epsilon is None else request.epsilon,
         "epsilon": epsilon,
@@ -218,7 +216,7 @@ def describe(request: PlanRequest, terms: PlannedTerms) -> tuple[dict[str, Any],
 
 def describe_search(request: PlanRequest, terms: PlannedTerms) -> dict[str, Any]:
     """Return the numbers of a search by name: what each trial satisfies, and its noise beside that of a single run."""
-    selection, of_trial = terms.selection, _average_noise(terms)
+    selection, single_run = terms.selection, terms.single_run
     assert selection is not None
     facts: dict[str, Any] = {
         "expected_trials": selection.trials.mean,
@@ -229,15 +227,10 @@ def describe_search(request: PlanRequest, terms: PlannedTerms) -> dict[str, Any]
         "trial_delta": request.target_delta,
         "expected_examples_processed": round(selection.trials.mean * terms.run.examples_processed),
     }
-    if terms.single_run is not None:
-        facts["noise_over_single_run"] = of_trial / _average_noise(terms.single_run)
+    if single_run is not None:
+        of_trial = terms.run.average_noise_std(terms.shape)
+        facts["noise_over_single_run"] = of_trial / single_run.run.average_noise_std(single_run.shape)
     return facts
-
-
-def _average_noise(terms: PlannedTerms) -> float:
-    run = terms.run
-    per_step = of_gradient(run.noise_multiplier) * run.max_grad_norm / run.expected_batch_size
-    return per_step * terms.shape.std_of_sum([1.0] * run.steps) / run.steps
 
 
 def facts_table(facts: dict[str, Any]) -> Table:
@@ -345,7 +338,7 @@ def alternatives_table(table: dict[float, list[PlannedRun]], planned: PlannedRun
         for other in runs:
             laid_out.add_row(
                 *("→" if other is planned else "", f"{epochs:.4g}", f"{other.expected_batch_size:,}", f"{other.steps:,}"),
-                *(in_units_of_c(other.average_noise_std / other.max_grad_norm), f"{other.examples_processed:,}"),
+                *(in_units_of_c(other.average_noise_std() / other.max_grad_norm), f"{other.examples_processed:,}"),
                 style="bold" if other is planned else None,
             )
         laid_out.add_section()

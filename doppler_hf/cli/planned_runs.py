@@ -66,13 +66,16 @@ class PlannedRun:
         return self.expected_batch_size / self.num_examples
 
     @property
-    def average_noise_std(self) -> float:
-        """1.005 σC/(B√T), the noise per coordinate of the average of all T mean gradients.
+    def noise_std(self) -> float:
+        """1.005 σC/B, the noise per coordinate of the mean gradient of a step if it is white; shaped noise has more."""
+        return of_gradient(self.noise_multiplier) * self.max_grad_norm / self.expected_batch_size
+
+    def average_noise_std(self, shape: NoiseShape = WHITE) -> float:
+        """Return the noise per coordinate of the average of all T mean gradients: 1.005 σC/(B√T) if it is white.
 
         A filter hardly changes it, because its gain at frequency zero is 1.
         """
-        sigma = of_gradient(self.noise_multiplier)
-        return sigma * self.max_grad_norm / (self.expected_batch_size * math.sqrt(self.steps))
+        return self.noise_std * shape.std_of_average(self.steps)
 
     @property
     def examples_processed(self) -> int:

@@ -94,10 +94,10 @@ def plot_plan(
     axes = figure.subplots()
     for epochs, runs in table.items():
         sizes = [each.expected_batch_size for each in runs]
-        noises = [each.average_noise_std / each.max_grad_norm for each in runs]
+        noises = [each.average_noise_std() / each.max_grad_norm for each in runs]
         axes.loglog(sizes, noises, marker="o", markersize=4, label=f"{epochs:.4g} epochs")
     length = next(epochs for epochs, runs in table.items() if any(each is planned for each in runs))
-    size, noise = planned.expected_batch_size, planned.average_noise_std / planned.max_grad_norm
+    size, noise = planned.expected_batch_size, planned.average_noise_std() / planned.max_grad_norm
     axes.plot([size], [noise], marker="*", markersize=16, color="black", linestyle="none", label="your plan")
     # A mark far above all lines would press them together, so it is left out.
     if axes.get_ylim()[1] > DROWNED / 4:

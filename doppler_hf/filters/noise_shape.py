@@ -134,6 +134,15 @@ class NoiseShape:
         """Return the standard deviation of Σ_t rate_t y_t, the noise that SGD adds to the weights, in units of σ."""
         return self.norm * float(np.linalg.norm(filtered([1.0], self.c, rates[::-1])))
 
+    def std_of_average(self, steps: int) -> float:
+        """Return the standard deviation of the mean noise of the first steps, in units of σ: 1/√steps for white noise.
+
+        How much a run learns from its data depends on the noise of its average gradient, whatever the numbers of examples,
+        epochs and ε: recipes/results/few-examples.md.
+        """
+        ones = np.ones(number_of_steps(steps))
+        return self.norm * float(np.linalg.norm(filtered([1.0], self.c, ones))) / max(1, steps)
+
     def __str__(self) -> str:
         """Return the name of the shape: white, banded:bands=4, or its coefficients."""
         if self.is_white:

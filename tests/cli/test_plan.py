@@ -17,7 +17,6 @@ from doppler_hf.privacy.accounting.attack import trade_off
 from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection, second_epsilon
 from doppler_hf.run.optimizer import first_learning_rate
 from doppler_hf.run.planning.learning_rate import LayerOfSums, TrainedWeights, learning_rate_of_rule
-from doppler_hf.run.planning.plan import averaged_noise
 from tests.support.tiers import thorough
 from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import trained, trainer_of
@@ -109,12 +108,12 @@ def test_the_noise_of_a_plan_is_that_of_its_run_which_logs_the_loss(tmp_path, ca
     statement = trainer.privacy.statement
     assert statement.train_loss == "private"
     shape = NoiseShape.parse(statement.noise_shape)
-    noise = averaged_noise(statement.noise_multiplier, shape, batch_size=16, steps=40)
+    noise = statement.noise_multiplier * shape.std_of_average(40) / 16
     assert plan["average_noise_std"] == pytest.approx(noise, rel=1e-3)
     assert plan["noise_multiplier"] == pytest.approx(statement.effective_noise_multiplier, rel=1e-3)
     run = planning.PlannedRun(200, 16, 40, statement.effective_noise_multiplier, 1.0)
-    white = averaged_noise(statement.noise_multiplier, NoiseShape.parse("white"), batch_size=16, steps=40)
-    assert run.average_noise_std == pytest.approx(white, rel=1e-9)
+    white = statement.noise_multiplier / (16 * 40**0.5)
+    assert run.average_noise_std() == pytest.approx(white, rel=1e-9)
 
 
 @pytest.mark.usefixtures("one_cell")

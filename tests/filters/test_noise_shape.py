@@ -7,6 +7,7 @@ import scipy.signal
 import scipy.special
 
 from doppler_hf.filters import PAPER_FILTERS, NoiseShape, noise_gain
+from doppler_hf.filters.noise_shape import WHITE
 from tests.support.refusals import refused
 
 SHAPES = [NoiseShape(), NoiseShape.banded(4), NoiseShape((1.0, 0.6, -0.2)), NoiseShape.banded(16)]
@@ -86,3 +87,11 @@ def test_what_is_no_shape_is_refused(text, found):
 def test_a_strategy_that_is_no_shape_is_refused_for_its_reason(c, code):
     with refused(code):
         NoiseShape(c)
+
+
+def test_the_noise_of_the_average_of_all_gradients():
+    assert WHITE.std_of_average(100) == pytest.approx(1 / 10)
+    shape, noise = NoiseShape.parse("banded:bands=3"), np.random.default_rng(0).standard_normal((100, 20_000))
+    shaped = shape.norm * scipy.signal.lfilter([1.0], shape.c, noise, axis=0)
+    # The standard error of a deviation of 20,000 numbers is 0.5 %.
+    assert shape.std_of_average(100) == pytest.approx(shaped.mean(axis=0).std(), rel=0.025)

@@ -234,9 +234,9 @@ def test_a_response_of_no_steps_is_empty_for_every_filter(low_pass_filter):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sum_of_noise_over_no_steps_is_0_for_every_shape(shape):
-    assert shape.std_of_sum([]) == 0.0
+    assert shape.std_of_sum([]) == shape.std_of_average(0) == 0.0
     assert shape.response(0).shape == (0,)
-    for ask in (shape.response, shape.std):
+    for ask in (shape.response, shape.std, shape.std_of_average):
         with refused("out-of-range", match="steps"):
             ask(-1)
 

@@ -105,15 +105,6 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     return delta
 
 
-def averaged_noise(noise_multiplier: float, shape: NoiseShape, *, batch_size: int, steps: int) -> float:
-    """Return the noise of the average of all mean gradients of a run, per coordinate and in units of the clip norm.
-
-    The average itself has at most length 1 in these units, and only if all clipped gradients agree. How much a run learns
-    from its data depends on this noise, whatever the numbers of examples, epochs and ε: recipes/results/few-examples.md.
-    """
-    return noise_multiplier * shape.std_of_sum([1.0] * steps) / (batch_size * steps)
-
-
 def planned_statement(
     args: DopplerTrainingArguments,
     *,

@@ -24,7 +24,6 @@ from doppler_hf.privacy.ledger.terms import (
 )
 from doppler_hf.run.interruptions import reason_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
-from doppler_hf.run.planning.plan import averaged_noise
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
@@ -69,7 +68,7 @@ def print_start(
     adapters = f"; adapters: {', '.join(sorted(kinds))}" if kinds else ""
     noise_shape, steps = NoiseShape.parse(statement.noise_shape), statement.steps_planned
     batch, sigma = statement.expected_batch_size, statement.effective_noise_multiplier
-    noise = averaged_noise(statement.noise_multiplier, noise_shape, batch_size=batch, steps=steps)
+    noise = statement.noise_multiplier * noise_shape.std_of_average(steps) / batch
     watched = [*low_signal_note(noise, num_trained=trained), *notes]
     whole = without_partial_round(steps, sample_rate=statement.sample_rate, groups=statement.groups)
     if args.max_steps > 0 and whole < steps:

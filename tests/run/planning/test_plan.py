@@ -2,15 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
-import scipy.signal
 
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
-from doppler_hf.run.planning.plan import averaged_noise, planned_statement
+from doppler_hf.run.planning.plan import planned_statement
 from doppler_hf.run.reporting.summary import low_signal_note
 from doppler_hf.run.resuming.earlier_ledgers import Previous
 from tests.support.ledgers import after
@@ -105,14 +103,6 @@ def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
     # With another share it is another mechanism, for which nothing is left.
     with refused("budget-spent"):
         plan_of(tmp_path, earlier=earlier, first_step=5, **loss | {"train_loss_budget": 0.1})
-
-
-def test_the_noise_of_the_average_of_all_gradients():
-    assert averaged_noise(1.5, WHITE, batch_size=50, steps=100) == pytest.approx(1.5 / (50 * 10))
-    shape, noise = NoiseShape.parse("banded:bands=3"), np.random.default_rng(0).standard_normal((100, 20_000))
-    shaped = 1.5 * shape.norm * scipy.signal.lfilter([1.0], shape.c, noise, axis=0) / 50
-    # The standard error of a deviation of 20,000 numbers is 0.5 %.
-    assert averaged_noise(1.5, shape, batch_size=50, steps=100) == pytest.approx(shaped.mean(axis=0).std(), rel=0.025)
 
 
 def test_noise_that_drowns_everything_is_told_before_it_is_spent():
