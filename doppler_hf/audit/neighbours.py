@@ -35,9 +35,9 @@ from torch.utils.data import Dataset
 
 from doppler_hf.audit.audited_run import copied, hidden_prints, motionless_run
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.autograd_check.compared_examples import norm_of
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from doppler_hf.preflight.autograd_check.row_randomness import row_randomness, shapes_drawn, uses_other_generators
-from doppler_hf.preflight.autograd_check.trial import norm_of
 from doppler_hf.preflight.autograd_check.without_randomness import draws_numbers, in_evaluation_mode, without_dropout
 from doppler_hf.privacy.batching.collators import Collator
 from doppler_hf.privacy.batching.columns import labels_of
@@ -139,25 +139,7 @@ def neighbour_distances(
     Raises:
         ValueError: If `pairs` or `draw_size` is out of range, the trainer has no privacy, or it refuses to train.
     """
-    if not 1 <= pairs <= _MOST_PAIRS:
-        raise Refusal(
-            "out-of-range",
-            f"pairs, the number of pairs of batches to compare, must be from 1 to {_MOST_PAIRS:,}; got {pairs}. A usual "
-            "number is 16.",
-        )
-    if trainer.args.disable_dp:
-        raise Refusal(
-            "no-privacy-to-test",
-            "The neighbour test checks a private run, and this trainer has disable_dp=True. Leave disable_dp out.",
-        )
-    number_of_units = trainer.privacy.sampler.num_units
-    size = min(32, trainer.privacy.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
-    if not 1 <= size < number_of_units:
-        raise Refusal(
-            "out-of-range",
-            f"draw_size, the number of {trainer.privacy.sampler.noun}s in a tested batch, must be from 1 to "
-            f"{number_of_units - 1}; got {size}.",
-        )
+    size = size_of_batches(trainer, pairs=pairs, draw_size=draw_size)
     loader = trainer.get_train_dataloader()
     ends = [0, len(loader.examples) - 1]
     is_held = is_random_data(loader, ends)
@@ -177,34 +159,7 @@ def neighbour_distances(
         rows = fetch(loader.examples, ends, numbers=loader.numbers)
     refuse_known_numbers_in_collator(loader.collator, rows)
     refuse_known_numbers_in_passes(tested.model, losses_of(tested), batch_of(loader, ends, seed=0))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        without_model_randomness(tested, loader) as (is_of_training, is_drawn),
-        contextlib.ExitStack() as moving,
-    ):
-        tested.args, make, witnesses = motionless_run(trainer.args, steps=len(draws), folder=folder), tested._new_run, []
-        trained_losses = tested._losses
-
-        def scripted_run(**options: Any) -> PrivateRun:
-            run = make(**options)
-            script(run, draws, tested.args)
-            if is_held:
-                hold(run)
-            witnesses.extend(replace_mechanisms(run))
-            if is_drawn:
-                hold_losses(run, pair=lambda: len(witnesses[0].moved))
-            # The weights move between two pairs, so that the three batches of one pair meet the same model.
-            witnesses[0].after[pairs // 2] = lambda: moving.enter_context(moved_weights(tested.model))
-            return run
-
-        tested._new_run = scripted_run  # type: ignore[method-assign]
-        # A cross-entropy loss would have a share of error below 1, which would hide that a record counts twice.
-        tested._losses = lambda inputs: trained_losses(inputs)._replace(is_cross_entropy=False)  # type: ignore[method-assign]
-        # Transformers and the training step would switch the model back to training mode.
-        as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
-        with as_it_is, hidden_prints():
-            tested.train()
-    distances, couplings = np.max([witness.moved for witness in witnesses], axis=0).T
+    (distances, couplings), is_of_training = moved_sums(tested, loader, draws, is_held=is_held)
     return NeighbourResult(
         distances=distances,
         couplings=couplings,
@@ -217,6 +172,78 @@ def neighbour_distances(
         noun=trainer.privacy.sampler.noun,
         is_of_training=is_of_training,
     )
+
+
+def size_of_batches(trainer: DopplerTrainer, *, pairs: int, draw_size: int | None) -> int:
+    """Return how many units a batch has besides the tested one, or refuse numbers that are out of range."""
+    if not 1 <= pairs <= _MOST_PAIRS:
+        raise Refusal(
+            "out-of-range",
+            f"pairs, the number of pairs of batches to compare, must be from 1 to {_MOST_PAIRS:,}; got {pairs}. A usual "
+            "number is 16.",
+        )
+    if trainer.args.disable_dp:
+        raise Refusal(
+            "no-privacy-to-test",
+            "The neighbour test checks a private run, and this trainer has disable_dp=True. Leave disable_dp out.",
+        )
+    number_of_units = trainer.privacy.sampler.num_units
+    size = min(32, trainer.privacy.sampler.expected_batch_size, number_of_units - 1) if draw_size is None else draw_size
+    if not 1 <= size < number_of_units:
+        raise Refusal(
+            "out-of-range",
+            f"draw_size, the number of {trainer.privacy.sampler.noun}s in a tested batch, must be from 1 to "
+            f"{number_of_units - 1}; got {size}.",
+        )
+    return size
+
+
+def moved_sums(
+    tested: DopplerTrainer,
+    loader: PrivateLoader,
+    draws: list[Int[np.ndarray, " _"]],
+    *,
+    is_held: bool,
+) -> tuple[Float[np.ndarray, "2 pairs"], bool]:
+    """Train on batches in threes without moving the weights, and watch the sums that reach the mechanism.
+
+    Args:
+        tested: A copy of the trainer (modified in place).
+        loader: The loader of the trainer itself.
+        draws: The batches of `neighbouring_draws`.
+        is_held: Whether the data set is random, so that its examples are held fixed.
+
+    Returns:
+        The distances and couplings of all pairs, and whether the model was in training mode.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        without_model_randomness(tested, loader) as (is_of_training, is_drawn),
+        contextlib.ExitStack() as moving,
+    ):
+        tested.args, make, witnesses = motionless_run(tested.args, steps=len(draws), folder=folder), tested._new_run, []
+        trained_losses = tested._losses
+
+        def scripted_run(**options: Any) -> PrivateRun:
+            run = make(**options)
+            script(run, draws, tested.args)
+            if is_held:
+                hold(run)
+            witnesses.extend(replace_mechanisms(run))
+            if is_drawn:
+                hold_losses(run, pair=lambda: len(witnesses[0].moved))
+            # The weights move between two pairs, so that the three batches of one pair meet the same model.
+            witnesses[0].after[len(draws) // 6] = lambda: moving.enter_context(moved_weights(tested.model))
+            return run
+
+        tested._new_run = scripted_run  # type: ignore[method-assign]
+        # A cross-entropy loss would have a share of error below 1, which would hide that a record counts twice.
+        tested._losses = lambda inputs: trained_losses(inputs)._replace(is_cross_entropy=False)  # type: ignore[method-assign]
+        # Transformers and the training step would switch the model back to training mode.
+        as_it_is = mock.patch.object(tested.model, "train", return_value=tested.model)
+        with as_it_is, hidden_prints():
+            tested.train()
+    return np.max([witness.moved for witness in witnesses], axis=0).T, is_of_training
 
 
 def is_random_data(loader: PrivateLoader, indices: list[int]) -> bool:

@@ -26,11 +26,16 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import highest_conv_precision, highest_matmul_precision, same, sums_of_bytes
 from doppler_hf.preflight.autograd_check.batch_dependence import Batches
+from doppler_hf.preflight.autograd_check.compared_examples import (
+    ComparedExamples,
+    Losses,
+    gradients_of,
+    why_gradients_change,
+)
 from doppler_hf.preflight.autograd_check.comparison import compare
 from doppler_hf.preflight.autograd_check.coupling import coupling_refusal, place_of_coupling
 from doppler_hf.preflight.autograd_check.moved_weights import moved_weights
 from doppler_hf.preflight.autograd_check.row_randomness import unusual_size, uses_other_generators
-from doppler_hf.preflight.autograd_check.trial import Losses, Trial, gradients_of, why_gradients_change
 from doppler_hf.preflight.autograd_check.without_randomness import (
     away_from_zero,
     draws_numbers,
@@ -225,11 +230,11 @@ class _Comparison:
         if place is not None:
             with self.clipped.unwatched():
                 together, each = probe.in_parts(probe.short)
-                raise coupling_refusal(place, why_gradients_change(Trial(model, losses_of, each, together)))
+                raise coupling_refusal(place, why_gradients_change(ComparedExamples(model, losses_of, each, together)))
         self._refuse_changes_beside_others()
         usable = (row for row, loss in zip(probe.short, losses.tolist(), strict=False) if 0.0 < abs(loss) < math.inf)
         together, each = probe.in_parts([next(usable, probe.short[0]), probe.longest])
-        return compare(self.clipped, Trial(model, losses_of, each, together), tolerance=self.tolerance)
+        return compare(self.clipped, ComparedExamples(model, losses_of, each, together), tolerance=self.tolerance)
 
     def _refuse_changes_beside_others(self, *, is_random: bool = False) -> None:
         is_cheap = self._is_cheap

@@ -34,7 +34,7 @@ CHECKED = (
     "doppler_hf.privacy.clipping.opacus_layers",
     "doppler_hf.privacy.clipping.transformers_layers",
     "doppler_hf.privacy.clipping.other_layers",
-    "doppler_hf.preflight.autograd_check.trial",
+    "doppler_hf.preflight.autograd_check.compared_examples",
     "doppler_hf.privacy.clipping.recurrence",
     "doppler_hf.privacy.clipping.torch_layers",
     "doppler_hf.privacy.dense_losses",

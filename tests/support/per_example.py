@@ -8,9 +8,9 @@ import math
 
 import torch
 
+from doppler_hf.preflight.autograd_check.compared_examples import ComparedExamples
 from doppler_hf.preflight.autograd_check.comparison import compare
 from doppler_hf.preflight.autograd_check.coupling import random_half
-from doppler_hf.preflight.autograd_check.trial import Trial
 from doppler_hf.preflight.autograd_check.without_randomness import away_from_zero, without_dropout
 from doppler_hf.privacy import ClippedGradients
 from tests.support.refusals import refused
@@ -130,4 +130,4 @@ def assert_refused(code, model, losses, batch, *, match=None):
 def compare_with_autograd(model, losses_of, *, alone, together, tolerance=1e-3, **options):
     """Compare the engine's gradients of a batch with autograd's of each example alone, as before a training."""
     with away_from_zero(model), without_dropout(model), ClippedGradients(model, **options) as clipped:
-        return compare(clipped, Trial(model, losses_of, alone, together), tolerance=tolerance)
+        return compare(clipped, ComparedExamples(model, losses_of, alone, together), tolerance=tolerance)

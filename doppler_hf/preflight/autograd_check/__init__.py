@@ -7,6 +7,6 @@
 - moved_weights: trained weights, moved for a second check and restored
 - row_randomness: random numbers that belong to examples
 - rounding: the effect of rounding alone on gradients
-- trial: the reference gradients, and why an example's gradient changes with the other examples
+- compared_examples: the reference gradients, and why an example's gradient changes with the other examples
 - without_randomness: the model in training mode, without randomness
 """

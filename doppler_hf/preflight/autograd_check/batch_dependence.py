@@ -19,10 +19,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from doppler_hf.preflight.autograd_check.compared_examples import (
+    ComparedExamples,
+    Inputs,
+    Losses,
+    refuse_number_of_losses,
+    why_losses_change,
+)
 from doppler_hf.preflight.autograd_check.coupling import random_half
 from doppler_hf.preflight.autograd_check.rounding import OF_ROUNDING, rounded_at_random
 from doppler_hf.preflight.autograd_check.row_randomness import row_randomness
-from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, Trial, refuse_number_of_losses, why_losses_change
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.randomness import filled_generators
@@ -104,9 +110,9 @@ class Batches(NamedTuple):
                 where = int(is_other.nonzero()[0])
                 first, beside = places[where], [*places[:where], *places[where + 1 :]]
                 rest = [place for place in range(self.number) if place != first]
-                trial = Trial(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
+                examples = ComparedExamples(self.model, self.losses_of, [self._batch([first])], self._batch([first, *rest]))
                 further = [(self._batch([*rest, first]), True), (self._batch([first, *beside]), False)]
-                return why_losses_change(trial, further=further)
+                return why_losses_change(examples, further=further)
         if self.chance == "of places" and (
             self._has_fixed_mean(found.losses) or (self.is_thorough and self._mean_changes_with_number(found.losses))
         ):

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from doppler_hf.errors import Refusal, page
-from doppler_hf.preflight.autograd_check.trial import Inputs, Losses, refuse_number_of_losses
+from doppler_hf.preflight.autograd_check.compared_examples import Inputs, Losses, refuse_number_of_losses
 from doppler_hf.privacy.clipping.clipped_gradients import ClippedGradients
 from doppler_hf.privacy.clipping.other_layers import has_rows, is_floating
 from doppler_hf.privacy.losses import without_adapters

@@ -24,7 +24,7 @@ OF_OWN_TOKENS: Final = "losses.view(labels.shape).sum(1) / (labels != -100).sum(
 """How the losses of tokens, with reduction='none', become one loss per row."""
 
 
-class Trial(NamedTuple):
+class ComparedExamples(NamedTuple):
     """Examples that should have the same losses and gradients in one batch as each has alone."""
 
     model: nn.Module
@@ -85,49 +85,51 @@ def norm_of(tensors: Collection[Tensor]) -> float:
     return math.hypot(*(float(norm(tensor)) for tensor in tensors))
 
 
-def refuse_changed_losses(trial: Trial, found: Tensor, expected: Sequence[Tensor], *, tolerance: float) -> None:
+def refuse_changed_losses(
+    examples: ComparedExamples, found: Tensor, expected: Sequence[Tensor], *, tolerance: float
+) -> None:
     """Refuse losses of a batch, shape (batch,), that differ in the smaller batches into which it was cut."""
     whole = torch.cat(list(expected))
     finite = whole.isfinite()
     change, sizes = (found - whole)[finite].abs(), whole[finite].abs()
     if not len(sizes) or bool((change <= tolerance * (sizes + 0.1 * sizes.max())).all()):
         return
-    raise Refusal("depends-on-others", why_losses_change(trial))
+    raise Refusal("depends-on-others", why_losses_change(examples))
 
 
-def why_losses_change(trial: Trial, *, further: Sequence[tuple[Inputs, bool]] = ()) -> str:
+def why_losses_change(examples: ComparedExamples, *, further: Sequence[tuple[Inputs, bool]] = ()) -> str:
     """Return a sentence that says why losses change with the batch.
 
     In the `further` batches the first example is the first row, or the last row if the second entry is true.
     """
-    batches = [(trial.together, False), *further]
-    layers = (first_changing_layer(trial, inputs, is_last=is_last) for inputs, is_last in batches)
-    return _why(trial, "loss", next(filter(None, layers), "the loss"))
+    batches = [(examples.together, False), *further]
+    layers = (first_changing_layer(examples, inputs, is_last=is_last) for inputs, is_last in batches)
+    return _why(examples, "loss", next(filter(None, layers), "the loss"))
 
 
-def why_gradients_change(trial: Trial) -> str | None:
+def why_gradients_change(examples: ComparedExamples) -> str | None:
     """Return a sentence that says why gradients change with the batch, or None if no layer's output changes."""
-    layer = first_changing_layer(trial, trial.together)
-    return None if layer is None else _why(trial, "gradient", layer)
+    layer = first_changing_layer(examples, examples.together)
+    return None if layer is None else _why(examples, "gradient", layer)
 
 
-def _why(trial: Trial, what: str, layer: str) -> str:
-    part, together = trial.alone[0], trial.together
+def _why(examples: ComparedExamples, what: str, layer: str) -> str:
+    part, together = examples.alone[0], examples.together
     mask = together.get("attention_mask")
     # Take the first example without the others, but padded as in the batch: a remaining change comes from its padding.
     number = next((len(value) for value in part.values() if isinstance(value, Tensor) and value.ndim), 1)
     padded = {name: value[:number] if has_rows(part.get(name), number) else value for name, value in together.items()}
     whole = [name for name, value in part.items() if _is_of_a_batch(value) and not _is_same(value, together.get(name))]
     own = padded | {name: part[name] for name in whole}
-    if whole and first_changing_layer(trial, own) is None and not _changes_with_padding(trial, own):
+    if whole and first_changing_layer(examples, own) is None and not _changes_with_padding(examples, own):
         reason = (
             f"{whole[0]!r}, one value for the whole batch from data_collator, such as its number of rows. Leave it out: "
         )
         reason += "a private run itself divides the sum of all gradients by the expected batch size."
-    elif layer == "the loss" and _changes_with_padding(trial, padded):
+    elif layer == "the loss" and _changes_with_padding(examples, padded):
         reason = "the length to which a row is padded, as a mean over all tokens does. Divide by the row's own tokens: "
         reason += f"{OF_OWN_TOKENS}."
-    elif first_changing_layer(trial, padded) is None:
+    elif first_changing_layer(examples, padded) is None:
         reason = "the other records, through a mean over the batch, a rank, a threshold, a count or a shared capacity. "
         reason += (
             "Compute each loss from its own row. Weights that depend only on the row are fine, as in focal loss. Choosing "
@@ -156,21 +158,23 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(_is_of_a_batch(other) and value == other)
 
 
-def _changes_with_padding(trial: Trial, padded: Inputs) -> bool:
+def _changes_with_padding(examples: ComparedExamples, padded: Inputs) -> bool:
     """Return whether the loss of the first example is another one if the example is padded."""
     with torch.no_grad():
-        found, expected = (trial.losses_of(dict(inputs)).float() for inputs in (padded, trial.alone[0]))
+        found, expected = (examples.losses_of(dict(inputs)).float() for inputs in (padded, examples.alone[0]))
     return found.shape == expected.shape and not torch.allclose(found, expected, rtol=1e-3, atol=0.0, equal_nan=True)
 
 
-def first_changing_layer(trial: Trial, together: Inputs, *, is_last: bool = False) -> str | None:
+def first_changing_layer(examples: ComparedExamples, together: Inputs, *, is_last: bool = False) -> str | None:
     """Return in words the first layer whose output for the first example differs in a batch, or None if there is none.
 
     With `is_last` the example is the last row of that batch.
     """
-    classes = {name: type(module).__name__ for name, module in trial.model.named_modules()}
+    classes = {name: type(module).__name__ for name, module in examples.model.named_modules()}
     with torch.no_grad():
-        outputs, alone = (_outputs_of(trial.model, trial.losses_of, inputs) for inputs in (together, trial.alone[0]))
+        outputs, alone = (
+            _outputs_of(examples.model, examples.losses_of, inputs) for inputs in (together, examples.alone[0])
+        )
     # The two lists may differ in length, since some models call more layers for more rows.
     for (name, output), (_, expected) in zip(outputs, alone, strict=False):
         if not expected.ndim or len(output) < len(expected):
