@@ -34,6 +34,7 @@ from doppler_hf.cli.planned_runs import (
     PlanRequest,
     alternatives,
     epochs_of,
+    of_gradient,
     planned_terms,
 )
 from doppler_hf.cli.plots import PICTURE_ENDINGS, check_picture, plot_plan

@@ -166,14 +166,8 @@ def planned_statement(
     assert args.target_epsilon is not None
     target, ahead, share_of_delta = args.target_epsilon, steps, delta
     if continued is not None:
-        before, now = vars(continued.statement), vars(again)
-        terms = [term for term in _CALIBRATED_FOR if now[term] != before[term]]
-        changed = [f"{term} changed from {before[term]} to {now[term]}" for term in terms]
-        if "loss_noise_multiplier" in terms and now["train_loss"] != before["train_loss"]:  # Name the argument to the user.
-            words = f"report_train_loss changed from {before['train_loss']!r} to {now['train_loss']!r}"
-            changed[terms.index("loss_noise_multiplier")] = words
         # Keep the noise also after a crash that cost steps: the guard then stops the run earlier.
-        if not changed:
+        if not (changed := _changes_in_words(continued.statement, again)):
             return again
         if steps > previous.step and continued.plans:
             # The new terms may depend on results, so plans add up, and each has its own part of ε and δ.
@@ -198,6 +192,18 @@ def planned_statement(
     )
     # 1/σ₀² is divided between gradient and loss, so each of them has more noise than the joint mechanism.
     return under(joint / math.sqrt(of_gradient))
+
+
+def _changes_in_words(before: PrivacyStatement, now: PrivacyStatement) -> list[str]:
+    """Return which terms of a run have changed on which its noise depends; nothing if it continues its plan."""
+    changes = {
+        term: f"{term} changed from {getattr(before, term)} to {getattr(now, term)}"
+        for term in _CALIBRATED_FOR
+        if getattr(now, term) != getattr(before, term)
+    }
+    if "loss_noise_multiplier" in changes and now.train_loss != before.train_loss:  # Name the argument to the user.
+        changes["loss_noise_multiplier"] = f"report_train_loss changed from {before.train_loss!r} to {now.train_loss!r}"
+    return [*changes.values()]
 
 
 def mechanisms_of(

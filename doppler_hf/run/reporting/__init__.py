@@ -3,6 +3,7 @@
 - evaluation: evaluations with the user's loss and a baseline
 - metrics_per_user: metrics as means over users
 - summary: the lines that a run prints
+- start_warnings: what a run warns of before its first step
 - logged_loss: where the training loss is shown, and whether it is clipped
 - published_results: the results that card and picture may have
 """

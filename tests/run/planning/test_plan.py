@@ -9,7 +9,7 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.planning.plan import planned_statement
-from doppler_hf.run.reporting.summary import low_signal_note
+from doppler_hf.run.reporting.start_warnings import low_signal_note
 from doppler_hf.run.resuming.earlier_ledgers import Previous
 from tests.support.ledgers import after
 from tests.support.refusals import refused

@@ -1,0 +1,202 @@
+"""What a run warns of before its first step, when the arguments, the ledger or the noise make it likely to disappoint."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from transformers.integrations import TensorBoardCallback
+
+from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
+from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy.accounting.accounting import without_partial_round
+from doppler_hf.privacy.ledger.terms import total_of, why_not_private
+from doppler_hf.run.precision import computes_in_bf16
+from doppler_hf.run.private_run import PrivateRun
+from doppler_hf.run.reporting.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
+from doppler_hf.training_args import DopplerTrainingArguments
+
+# At ε = 5, the definition alone allows an attack to recognise 99 % of the records with 1 % false positives. Usual are 1 to
+# 8.
+LARGEST_EPSILON: Final = 10.0
+# The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
+_NOISY: Final = 0.125
+_OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
+
+
+def start_warnings(
+    run: PrivateRun,
+    args: DopplerTrainingArguments,
+    *,
+    model: Any,
+    noise: float,
+    num_trained: int,
+    notes: Sequence[str],
+    callbacks: Sequence[Any],
+) -> list[str]:
+    """Return all warnings, the most important first.
+
+    Args:
+        run: The run, with its ledger.
+        args: Its arguments.
+        model: The model.
+        noise: The noise of the average gradient per coordinate, in units of C.
+        num_trained: The number of trained weights.
+        notes: Remarks of the checks before the first step.
+        callbacks: All callbacks of the trainer.
+    """
+    assert run.ledger is not None
+    statement = run.statement
+    return [
+        *(_raw_loss_notes(callbacks, output_dir=args.output_dir) if statement.train_loss == "raw" else ()),
+        *_epsilon_notes(run.ledger),
+        *low_signal_note(noise, num_trained=num_trained),
+        *notes,
+        *_length_notes(statement, args),
+        *_unit_notes(run, args, notes=notes),
+        *_checkpoint_notes(run, args),
+        *_rounding_notes(run, model),
+        *_loss_noise_notes(statement, args, steps_per_epoch=run.sampler.steps_per_epoch),
+    ]
+
+
+def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
+    """Return a note if the noise of the average of all gradients, in units of C, is larger than the average can be.
+
+    With that much noise a classifier of images learnt little. The noise vector must also be longer than the average itself
+    can be, since a linear classifier of 62 weights still learns with more noise per coordinate.
+    """
+    if noise <= DROWNED or noise * math.sqrt(num_trained) <= 1.0:
+        return []
+    more = "use larger batches, more epochs, more data or a larger ε"
+    return [
+        f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: "
+        f"{more}"
+    ]
+
+
+def _epsilon_notes(ledger: PrivacyLedger) -> list[str]:
+    """Return a note if ε is so large that it protects little."""
+    if why_not_private(ledger) is not None:
+        return []
+    total = total_of(ledger, epsilon=ledger.planned_epsilon).epsilon
+    return [f"ε above {LARGEST_EPSILON:g} protects little; usual values are 1 to 8"] if total > LARGEST_EPSILON else []
+
+
+def _length_notes(statement: PrivacyStatement, args: DopplerTrainingArguments) -> list[str]:
+    """Return notes on a length that needs more noise than a shorter one, or is too short for its warmup."""
+    steps, notes = statement.steps_planned, []
+    whole = without_partial_round(steps, sample_rate=statement.sample_rate, groups=statement.groups)
+    if args.max_steps > 0 and whole < steps:
+        notes.append(
+            f"max_steps={whole} would need less noise, because only some {statement.noun}s take part in the last "
+            f"{steps - whole} steps"
+        )
+    if args.get_warmup_steps(steps) >= steps:
+        notes.append(
+            f"the warmup covers all {steps} steps, so the learning rate never reaches its peak: shorten warmup_steps"
+        )
+    return notes
+
+
+def _unit_notes(run: PrivateRun, args: DopplerTrainingArguments, *, notes: Sequence[str]) -> list[str]:
+    """Return a note for each column that seems to say to whom a row belongs, unless the checks have noted it already."""
+    if args.privacy_unit_column is not None:
+        return []
+    columns = [name for name in getattr(run.train_dataset, "column_names", None) or () if _OF_A_PERSON.search(name)]
+    return [
+        f"ε protects one row. If the column {name!r} says to whom a row belongs, set privacy_unit_column={name!r}"
+        for name in columns
+        if not any(f"privacy_unit_column={name!r}" in note for note in notes)  # of a column whose values repeat
+    ]
+
+
+def _checkpoint_notes(run: PrivateRun, args: DopplerTrainingArguments) -> list[str]:
+    """Return notes on what is lost if the run is interrupted. Users who switched saving off know it."""
+    if args.save_strategy == "no":
+        return []
+    steps, notes = run.statement.steps_planned, []
+    # Transformers' default of 500 steps is more than most private runs have.
+    if _first_checkpoint(args, run) >= steps:
+        notes.append(
+            f"no checkpoint is saved before the end of the {steps} steps, so if the process is killed without warning, "
+            f"the model is lost and its ε is spent: set save_strategy='steps' and save_steps={max(1, steps // 4)}"
+        )
+    if args.save_only_model:
+        notes.append(
+            "save_only_model=True leaves optimizer, filter and schedule out of checkpoints, so a resumed run begins them "
+            "anew: leave it out to continue after an interruption"
+        )
+    return notes
+
+
+def _first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:
+    """Return after how many steps the arguments save the first checkpoint, or infinity if they save none."""
+    if args.save_strategy == "steps":
+        every = args.save_steps if args.save_steps >= 1 else args.save_steps * run.statement.steps_planned
+        return math.ceil(every)
+    every = args.eval_steps or math.inf
+    return {"epoch": run.sampler.steps_per_epoch, "best": every}.get(args.save_strategy, math.inf)
+
+
+def _rounding_notes(run: PrivateRun, model: Any) -> list[str]:
+    """Return a note if rows of different lengths are rounded differently, which ε does not cover."""
+    lengths = run.sampler.lengths
+    is_rounded = computes_in_bf16(model, run.mixed_precision) and not run.pads_each_row_alone
+    may_differ = not run.probe.are_of_one_length if lengths is None else lengths.min() < lengths.max()
+    if not (is_rounded and may_differ):
+        return []
+    how = (
+        "rows have unknown lengths and are padded to the longest row of their micro-batch. Pad"
+        if lengths is None
+        else "the data_collator pads each row to the longest row of its micro-batch. Give it an attribute "
+        "pad_to_multiple_of that it follows, pad"
+    )
+    return [f"ε does not cover rounding in bf16: {how} all rows to one length, or use float32"]
+
+
+def _loss_noise_notes(statement: PrivacyStatement, args: DopplerTrainingArguments, *, steps_per_epoch: int) -> list[str]:
+    """Return a note on the noise of the logged loss if a single value says little about the loss, and what helps."""
+    planned, largest = statement.steps_planned, statement.per_sample_max_loss
+    if statement.train_loss != "private" or not statement.loss_noise_multiplier or args.logging_strategy == "no":
+        return []
+    assert largest is not None
+    every = args.logging_steps if args.logging_steps >= 1 else math.ceil(args.logging_steps * planned)
+    every = min(int(every) if args.logging_strategy == "steps" else steps_per_epoch, planned)
+    noise, of_step = noise_of_loss(statement, steps=every), noise_of_loss(statement, steps=1)
+    if noise <= _NOISY * largest:
+        return []
+    enough = math.ceil((of_step / (_NOISY * largest)) ** 2)
+    clipped = f"losses are between 0 and {largest:.3g}"
+    if enough > planned:
+        over_all = noise_of_loss(statement, steps=planned)
+        return [
+            f"the logged training loss says little, because {clipped}, and even its mean over all {planned:,} steps has "
+            f"noise of ± {over_all:.2g}: look at evaluations instead (eval_strategy), and set report_train_loss='none'"
+        ]
+    return [
+        f"each value of the logged training loss has noise of ± {noise:.2g}, while {clipped}: set "
+        f"logging_strategy='steps' and logging_steps={enough} for noise of ± {noise_of_loss(statement, steps=enough):.2g}"
+    ]
+
+
+def _raw_loss_notes(callbacks: Sequence[Any], *, output_dir: str) -> list[str]:
+    """Return notes on who sees the raw loss, which has no noise, and who does not."""
+    words = [
+        "the training loss shown here is NOT PRIVATE, so it is not saved: report_train_loss='private' adds noise, and "
+        "'none' hides it"
+    ]
+    if copying := copies_of_console(callbacks):
+        words = [f"the raw training loss is not printed, because {' and '.join(copying)} would upload what is printed"]
+    local = local_callbacks(callbacks, output_dir=output_dir)
+    for each in callbacks:
+        if isinstance(each, TensorBoardCallback):
+            is_local = any(each is other for other in local)
+            words += [
+                f"TensorBoard's files in {folder_of(each)} hold the raw training loss, which is NOT PRIVATE: do not share "
+                "them"
+                if is_local
+                else "TensorBoard does not get the raw training loss, because its files are in output_dir or on another "
+                f"machine ({folder_of(each)}). Set TENSORBOARD_LOGGING_DIR to a different folder, or leave it out"
+            ]
+    return words
