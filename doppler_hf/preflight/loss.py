@@ -7,19 +7,25 @@ several examples, because class weights cancel out in the mean of a single examp
 
 import inspect
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
 from doppler_hf.linalg import row_norms
 from doppler_hf.preflight.autograd_check.without_randomness import without_dropout
 from doppler_hf.privacy import losses as rules
-from doppler_hf.privacy.batching.columns import LABELS
-from doppler_hf.privacy.batching.probe import SHORT
+from doppler_hf.privacy.batching.collators import tried
+from doppler_hf.privacy.batching.columns import LABELS, is_stored, lengths_of
+from doppler_hf.privacy.batching.micro_batches import fetch
+from doppler_hf.privacy.batching.probe import SHORT, one_of_each_label
+from doppler_hf.privacy.clipping.layers import modes_kept
 from doppler_hf.privacy.dense_losses import ignored_pixel
 from doppler_hf.privacy.losses import without_adapters
 from doppler_hf.privacy.randomness import filled_generators
@@ -92,17 +98,53 @@ def refuse_failing_rows(run: PrivateRun, trainer: Any) -> None:
             except (Refusal, torch.OutOfMemoryError):
                 raise  # it is explained, or is no fault of the rows
             except Exception as error:
-                # The refusal leaves out the error's words, which may hold a label or another part of a row.
-                raise Refusal(
-                    "rows-without-loss",
-                    f"compute_per_sample_loss fails with a {type(error).__name__} on some rows of train_dataset, so the run "
-                    "would end when they are sampled. Look for labels that are not below the number of outputs of the "
-                    "model, ids that are not below the size of an embedding, and inputs of another shape. Change or remove "
-                    "these rows, or make the model larger.",
-                ) from error
+                raise rows_without_loss(error, "train_dataset") from error
             count += len(rows)
             if time.monotonic() > end if is_alone else count >= _ROWS_OF_PROCESSES:
                 return
+
+
+def refuse_failing_evaluation(trainer: Any, examples: Any, *, ignore_keys: list[str] | None) -> None:
+    """Refuse an evaluation set if the user's loss fails on some of its rows: an evaluation would end a run with ε spent.
+
+    Rows of every label and the longest one are tried first, and then random ones, for a moment.
+    """
+    # Processes that share weights must call the model equally often, and each loss is tried in the training set, too.
+    is_own = overrides(trainer, "compute_per_sample_loss") and not overrides(trainer, "prediction_step")
+    if not is_own or trainer.args.world_size > 1 or not has_length(examples) or len(examples) == 0:
+        return
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="evaluation")
+    places = np.random.default_rng(2).permutation(len(examples))
+    first = one_of_each_label(examples, places, most_seconds=_SECONDS)
+    lengths = lengths_of(examples) if is_stored(examples) else None
+    first = np.concatenate([first, [] if lengths is None else [int(lengths.argmax())]]).astype(int)
+    places = np.concatenate([first, places[~np.isin(places, first)]])
+    size, end = min(SHORT, trainer.args.per_device_eval_batch_size), time.monotonic() + 2 * _SECONDS
+    with modes_kept(trainer.model), filled_generators(0), warnings.catch_warnings(action="ignore"):
+        trainer.model.eval()
+        for start in range(0, len(places), size):
+            inputs = tried(collate, fetch(examples, places[start : start + size].tolist()))
+            try:
+                loss, _, _ = trainer.prediction_step(trainer.model, inputs, True, ignore_keys)
+                if loss is not None:
+                    loss.tolist()  # A GPU reports an error when the host waits for it.
+            except (Refusal, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise rows_without_loss(error, "eval_dataset") from error
+            if time.monotonic() > end:
+                return
+
+
+def rows_without_loss(error: Exception, name: str) -> Refusal:
+    """Return the refusal of a data set on some of whose rows the user's loss fails."""
+    # The refusal leaves out the error's words, which may hold a label or another part of a row.
+    return Refusal(
+        "rows-without-loss",
+        f"compute_per_sample_loss fails with a {type(error).__name__} on some rows of {name}, so the run would end when it "
+        "comes to them. Look for labels that are not below the number of outputs of the model, ids that are not below the "
+        "size of an embedding, and inputs of another shape. Change or remove these rows, or make the model larger.",
+    )
 
 
 def refuse_another_loss(run: PrivateRun, trainer: Any) -> None:

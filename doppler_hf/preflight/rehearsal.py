@@ -30,6 +30,7 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState, 
 from transformers.trainer_utils import has_length
 
 from doppler_hf.errors import Refusal
+from doppler_hf.preflight.loss import refuse_failing_evaluation
 from doppler_hf.preflight.metrics import Watched, metrics_on_all_labels
 from doppler_hf.preflight.values import MOST_SECONDS_OF_COLLATING, refuse_out_of_range, refuse_uncollated
 from doppler_hf.privacy.batching.collators import tried
@@ -84,6 +85,7 @@ def _check_evaluated_rows(trainer: Any, ignore_keys: list[str] | None) -> None:
         )
         most = args.per_device_eval_batch_size
         odd = refuse_uncollated(each, collate=collate, most_rows=most, name="eval_dataset")
+        refuse_failing_evaluation(trainer, each, ignore_keys=ignore_keys)
         # Several processes, which look for rows for a moment, may find different ones, and an evaluation needs all of them.
         _refuse_unevaluated(trainer, each, odd if args.world_size == 1 else [], ignore_keys)
         if args.world_size > 1 and trainer.accelerator.dispatch_batches:

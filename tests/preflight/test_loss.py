@@ -224,6 +224,40 @@ def test_rows_on_which_the_users_loss_fails_are_refused_and_it_trains_without_th
     trained(trainer_of(tmp_path / "3", model=Own(classes=4), data=kind(rows), **options))
 
 
+@pytest.mark.parametrize("kind", [Dataset.from_list, Rows, lambda rows: {"odd": Dataset.from_list(rows)}])
+def test_rows_for_evaluation_on_which_the_users_loss_fails_are_refused_and_it_trains_without_them(
+    tmp_path, monkeypatch, kind
+):
+    monkeypatch.setattr(loss_checks, "_SECONDS", 60.0)
+    options = dict(cls=OfScores, collator=default_data_collator, max_steps=1, remove_unused_columns=False)
+    options |= dict(eval_strategy="steps", eval_steps=1, data=Dataset.from_list(one_of_a_label(0)))
+    rows = one_of_a_label(3)
+    trainer = trainer_of(tmp_path / "1", model=Own(), evaluated=kind(rows), **options)
+    said = refusal_unspent(trainer, "rows-without-loss")
+    assert "IndexError on some rows of eval_dataset" in said
+    assert "151" not in said
+    rows = [row for row in rows if row["labels"] < 3]
+    rows = [row | {"x": [row["x"][0], 2.0]} for row in rows]  # no rows of the training set
+    assert trained(trainer_of(tmp_path / "2", model=Own(), evaluated=kind(rows), **options)).state.log_history
+
+
+def test_the_longest_row_for_evaluation_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_checks, "_SECONDS", 0.0)
+
+    class OfShortRows(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            if inputs["input_ids"].shape[1] > 8:
+                raise IndexError("too long")
+            return super().compute_per_sample_loss(model, inputs)
+
+    rows = [{"input_ids": [3] * (9 if number == 31 else 4), "labels": number % 2} for number in range(400)]
+    rows = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    options = dict(cls=OfShortRows, eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer = trainer_of(tmp_path / "1", evaluated=Dataset.from_list(rows), **options)
+    refusal_unspent(trainer, "rows-without-loss")
+    trained(trainer_of(tmp_path / "2", evaluated=Dataset.from_list(rows[:31]), **options))
+
+
 class OfLongRows(DopplerTrainer):
     """Has memory for so many tokens, and notes the most tokens of a batch."""
 

@@ -139,22 +139,10 @@ class Probe:
         In a data set that makes its rows, labels are looked for in as many rows as are fetched in `most_seconds`.
         """
         places = np.random.default_rng(2).permutation(len(self._loader.examples))
-        first = self._of_each_label(places, most_seconds=most_seconds)
+        loader = self._loader
+        first = one_of_each_label(loader.examples, places, numbers=loader.numbers, most_seconds=most_seconds)
         places = np.concatenate([first, places[~np.isin(places, first)]])
         return self._fetched(places[start : start + size].tolist() for start in range(0, len(places), size))
-
-    def _of_each_label(self, places: np.ndarray, *, most_seconds: float) -> np.ndarray:
-        """Return the place of one example of each label that is a single number."""
-        if is_stored(self._loader.examples):
-            labels = labels_of(self._loader.examples)
-            return places[:0] if labels is None else places[np.unique(labels[places], return_index=True)[1]]
-        found, end = dict[Any, int](), time.monotonic() + most_seconds
-        with filled_generators(0):
-            for place in places.tolist():
-                if time.monotonic() >= end:
-                    break
-                found.setdefault(label_of(fetch(self._loader.examples, [place], numbers=self._loader.numbers)[0]), place)
-        return np.array([*found.values()], dtype=int)
 
     def _rows(self, count: int) -> Iterator[list[Any]]:
         chosen = evenly(np.arange(len(self._loader.examples)), count=count)
@@ -256,6 +244,23 @@ def candidates(loader: PrivateLoader, *, count: int = _LOOKED_AT) -> list[int]:
 def evenly(values: np.ndarray, *, count: int) -> list[int]:
     """Return at most `count` of the values, evenly spaced."""
     return values[np.unique(np.linspace(0, len(values) - 1, min(count, len(values)), dtype=int))].tolist()
+
+
+def one_of_each_label(examples: Any, places: np.ndarray, *, numbers: Any = None, most_seconds: float) -> np.ndarray:
+    """Return the place, among `places`, of one example of each label that is a single number.
+
+    In a data set that makes its rows, labels are looked for in as many rows as are fetched in `most_seconds`.
+    """
+    if is_stored(examples):
+        labels = labels_of(examples)
+        return places[:0] if labels is None else places[np.unique(labels[places], return_index=True)[1]]
+    found, end = dict[Any, int](), time.monotonic() + most_seconds
+    with filled_generators(0):
+        for place in places.tolist():
+            if time.monotonic() >= end:
+                break
+            found.setdefault(label_of(fetch(examples, [place], numbers=numbers)[0]), place)
+    return np.array([*found.values()], dtype=int)
 
 
 def rows_with_two_labels(rows: Sequence[Any]) -> list[Any]:
