@@ -195,6 +195,7 @@ def check_before_first_step(run: PrivateRun, private_trainer: Any) -> None:
     own_step.refuse_other_batches(run, private_trainer)
     own_step.refuse_another_step(run, private_trainer)
     own_step.refuse_counts_that_fail(run, private_trainer)
+    saved_weights.note_another_base(run, private_trainer)
     if private_trainer.args.rehearse:
         saved_weights.refuse_unsaved_weights(run, private_trainer)
         loaded_adapters.refuse_adapters_that_load_differently(private_trainer)

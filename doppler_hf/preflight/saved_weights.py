@@ -5,10 +5,12 @@ with ε, and lost. A new head that is frozen is in no file either, so a loaded a
 """
 
 import copy
+import json
 import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from doppler_hf.errors import Refusal
 from doppler_hf.privacy.losses import without_adapters
@@ -75,6 +78,25 @@ def note_another_model_when_loaded(run: PrivateRun, trainer: Any) -> None:
             "torch.save(trainer.model.state_dict(), 'weights.pt'). To load them, make the model in the same way as this "
             "one, and call model.load_state_dict(torch.load('weights.pt'))"
         )
+
+
+def note_another_base(run: PrivateRun, trainer: Any) -> None:
+    """Note a resumed adapter that was trained on a base model of another name.
+
+    A base of the same shapes would be taken silently, and the adapter fits the base that it was trained on alone. The base
+    itself is in no checkpoint, and it may be loaded in another precision, so only the names can be compared.
+    """
+    model, checkpoint = trainer.model, run.previous.checkpoint
+    now = getattr(without_adapters(model), "name_or_path", None)
+    for name in saved_adapters(model) if checkpoint and now else ():
+        file = Path(checkpoint, *([] if name == "default" else [name]), ADAPTER_CONFIG_NAME)
+        before = json.loads(file.read_text("utf-8")).get("base_model_name_or_path") if file.is_file() else None
+        if before and Path(before).name != Path(now).name:  # the same model may lie in another folder, or have another owner
+            run.notes.append(
+                f"the adapter in {checkpoint} was trained on the base model {before}, and this run continues it on {now}. "
+                "If they are two models, stop here, and resume with the first one: the adapter does not fit another base"
+            )
+            return
 
 
 def why_not_loaded(model: PreTrainedModel) -> str | None:

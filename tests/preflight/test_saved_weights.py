@@ -467,3 +467,27 @@ def test_adapters_that_train_no_other_layers_name_the_kind_that_does(tmp_path, e
     assert "trainable_token_indices" in message
     lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"], trainable_token_indices=[7, 8])
     trained(trainer_of(tmp_path / "b", model=get_peft_model(with_a_new_head(encoders), lora), max_steps=1))
+
+
+@pytest.mark.parametrize("adapter", ["default", "mine"])
+def test_an_adapter_that_is_resumed_on_another_base_is_noted(tmp_path, capsys, adapter):
+    def on(base, *, steps, resume):
+        folder = tmp_path / base
+        if not folder.exists():
+            tiny_bert().save_pretrained(folder)
+        model = get_peft_model(
+            BertForSequenceClassification.from_pretrained(folder),
+            LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]),
+            adapter_name=adapter,
+        )
+        saves = dict(save_strategy="steps", save_steps=1, max_steps=steps)
+        trainer_of(tmp_path, model=model, **saves).train(resume_from_checkpoint=resume)
+        return " ".join(capsys.readouterr().out.split())
+
+    said = "If they are two models, stop here, and resume with the first one"
+    assert said not in on("mine/cased", steps=1, resume=None)
+    told = on("mine/uncased", steps=2, resume=True)
+    assert said in told
+    assert f"was trained on the base model {tmp_path / 'mine' / 'cased'}" in told
+    # Of the same name, perhaps in another folder: the mend, since the resumed run was of the other base.
+    assert said not in on("elsewhere/uncased", steps=3, resume=True)
