@@ -2,6 +2,8 @@
 
 import contextlib
 import textwrap
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,19 +29,21 @@ class CheckedFiles(NamedTuple):
         mismatches: A line for each contradiction, empty if there is none.
         notes: A line for what was not checked, or says something else without being wrong.
         unchecked: Files that seem to hold weights, of which the ledger says nothing.
+        step: The step of the checkpoint whose weights these are, if the ledger tells it.
     """
 
     weights: list[str]
     mismatches: list[str]
     notes: list[str]
     unchecked: list[str]
+    step: int | None
 
 
 def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
     """Return what a ledger says of the weights in its folder, in its checkpoints, and of the model card."""
     checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.is_dir())
     family = [ledger, *ledgers_in(folder).values()]
-    unchecked = other_weights(folder)
+    unchecked, found = other_weights(folder), hashes(folder)
     notes = [*_card_notes(folder, ledger)]
     if unchecked:
         notes.append(
@@ -50,12 +54,31 @@ def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
         weights=[name for name in weight_files(folder) if not is_index(name)],
         mismatches=[
             *_checkpoint_mismatches(checkpoints, family),
-            *_weight_mismatches(folder, [ledger]),
-            *(line for checkpoint in checkpoints for line in _weight_mismatches(checkpoint, family)),
+            *_weight_mismatches(folder, found, [ledger]),
+            *(line for checkpoint in checkpoints for line in _weight_mismatches(checkpoint, hashes(checkpoint), family)),
         ],
         notes=notes,
         unchecked=unchecked,
+        step=step_of_weights(ledger, found) if found else None,
     )
+
+
+def step_of_weights(ledger: PrivacyLedger, found: Mapping[str, str]) -> int | None:
+    """Return the step of the checkpoint that was saved with these files (name → SHA-256), or None if it is not certain.
+
+    The files of a checkpoint are noted directly after it. If a run has saved weights at other times too, no step is certain,
+    since files that are known already are not noted again.
+    """
+    step, last = None, ""
+    for before, entry in pairwise(ledger.entries):
+        last = before["event"] if before["event"] not in ("left", "saved") else last
+        if entry["event"] != "saved":
+            continue
+        if before["event"] != "checkpoint" and last != "closed":
+            return None
+        if step is None and before["event"] == "checkpoint" and not unknown_files(found, saved=[entry["weights"]]):
+            step = int(before["step"])
+    return step
 
 
 def _checkpoint_mismatches(checkpoints: list[Path], family: list[PrivacyLedger]) -> list[str]:
@@ -77,9 +100,9 @@ def _checkpoint_mismatches(checkpoints: list[Path], family: list[PrivacyLedger])
     return found
 
 
-def _weight_mismatches(folder: Path, family: list[PrivacyLedger]) -> list[str]:
+def _weight_mismatches(folder: Path, found: Mapping[str, str], family: list[PrivacyLedger]) -> list[str]:
     """Return a line if weights in a folder are not weights that a run of the family has saved, or not all of them."""
-    found, saved = hashes(folder), [files for ledger in family for files in ledger.saved]
+    saved = [files for ledger in family for files in ledger.saved]
     unknown = unknown_files(found, saved=saved)
     pointers = [name for name in unknown if is_lfs_pointer(folder / name)]
     if pointers:

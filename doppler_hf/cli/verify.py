@@ -220,6 +220,7 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "head": ledger.head,
         "earlier": {name: {"epsilon": _finite(spent.epsilon), "delta": spent.delta} for name, spent in earlier.items()},
         "weights": checked.files.weights,
+        "step_of_weights": checked.files.step,
         "unchecked": checked.files.unchecked,
         "failures": checked.mismatches,
         "notes": checked.notes,
@@ -244,7 +245,9 @@ def show(console: Console, ledger: PrivacyLedger, checked: Checked, args: argpar
         guarantee += f", {parts}; {ledger.steps_run:,} steps" if parts else f" after {ledger.steps_run:,} steps"
         console.print(f"{checked.verdict.upper()}: {guarantee}.", markup=False, soft_wrap=True)
         if weights:
-            console.print(f"The ledger matches the weights in {', '.join(weights)}.", markup=False, soft_wrap=True)
+            is_earlier = checked.files.step is not None and checked.files.step < last_step(ledger)
+            of_step = f" They are those of step {checked.files.step:,}." if is_earlier else ""
+            console.print(f"The ledger matches the weights in {', '.join(weights)}.{of_step}", markup=False, soft_wrap=True)
         else:
             console.print("No weight files were found next to the ledger. Copy them there to check them too.")
         if args.adapter is not None:
@@ -274,6 +277,12 @@ def show(console: Console, ledger: PrivacyLedger, checked: Checked, args: argpar
             "publish the last hash, and pass it later as --head HASH.",
             soft_wrap=True,
         )
+
+
+def last_step(ledger: PrivacyLedger) -> int:
+    """Return the optimizer step that the last run has reached; after a crash, the one that it may have reached."""
+    run = ledger.runs[-1]
+    return (run.from_step or 0) + ledger.steps_run - run.steps_before
 
 
 def epsilon_mismatches(ledger: PrivacyLedger) -> list[str]:

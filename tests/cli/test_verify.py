@@ -461,6 +461,40 @@ def test_a_ledger_speaks_for_the_weights_that_were_saved(tmp_path, capsys):
     assert re.match(words, said(capsys))
 
 
+@pytest.mark.parametrize("is_saved_between", [False, True])
+def test_weights_of_an_earlier_checkpoint_are_told_with_their_step(tmp_path, capsys, is_saved_between):
+    """As those of the best checkpoint."""
+    ledger = PrivacyLedger.open(statement())
+
+    def saved(text):
+        (tmp_path / "model.safetensors").write_text(text)
+        ledger.speak_for(hashes(tmp_path), model=MODEL)
+
+    for step in (2, 4):
+        after(ledger, 2)
+        ledger.checkpoint(step)
+        saved(f"after {step}")
+        if is_saved_between:  # by a callback
+            after(ledger, 1)
+            saved(f"after {step + 1}")
+    after(ledger, 1)
+    ledger.close()
+    saved("at the end")
+    ledger.save(tmp_path)
+    for text, told in (
+        ("after 2", " They are those of step 2."),
+        ("after 4", " They are those of step 4."),
+        ("at the end", ""),
+    ):
+        told = "" if is_saved_between else told
+        (tmp_path / "model.safetensors").write_text(text)
+        assert check(tmp_path) == 0
+        assert f"The ledger matches the weights in model.safetensors.{told} The ε" in said(capsys)
+        assert check(tmp_path, "--json") == 0
+        step = json.loads(capsys.readouterr().out)["step_of_weights"]
+        assert step == (int(told.strip(" .").rpartition(" ")[2]) if told else None)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "README.md", "config.json"])
 def test_a_file_that_is_no_ledger_raises_no_alarm(name, written, tmp_path, capsys):
     """What is said of a changed ledger would frighten whoever has named a file beside it."""
