@@ -88,7 +88,9 @@ def note_another_base(run: PrivateRun, trainer: Any) -> None:
     """
     model, checkpoint = trainer.model, run.previous.checkpoint
     now = getattr(without_adapters(model), "name_or_path", None)
-    for name in saved_adapters(model) if checkpoint and now else ():
+    if checkpoint is None or not now:
+        return
+    for name in saved_adapters(model):
         file = Path(checkpoint, *([] if name == "default" else [name]), ADAPTER_CONFIG_NAME)
         before = json.loads(file.read_text("utf-8")).get("base_model_name_or_path") if file.is_file() else None
         if before and Path(before).name != Path(now).name:  # the same model may lie in another folder, or have another owner
