@@ -67,7 +67,7 @@ from doppler_hf.run.weights.lineage import Lineage
 from doppler_hf.run.weights.trained_model import TrainedModel
 from doppler_hf.shards import in_shards
 from doppler_hf.training_args import DopplerTrainingArguments
-from doppler_hf.training_args.checks import added_fields
+from doppler_hf.training_args.checks import planned_from
 
 
 def callbacks_removed() -> Refusal:
@@ -80,12 +80,6 @@ def callbacks_removed() -> Refusal:
     )
 
 
-# Arguments of Transformers that are read before the first step.
-_OF_TRANSFORMERS: Final = (
-    "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "optim", "optim_args", "optim_target_modules", "bf16", "fp16",
-)  # fmt: skip
 # Arguments that are read in each step, so that a new value would change the step, or what is saved after it.
 _READ_IN_STEPS: Final = ("disable_dp", "noise_seed", "gradient_accumulation_steps", "max_grad_norm")
 
@@ -98,7 +92,7 @@ class FixedTerms:
     """
 
     def __init__(self, args: DopplerTrainingArguments) -> None:
-        names = (*(field.name for field in added_fields(DopplerTrainingArguments)), *_OF_TRANSFORMERS)
+        names = planned_from(DopplerTrainingArguments)
         self._args, self._values = args, {name: copy.copy(getattr(args, name)) for name in names}
         self._warned: set[str] = set()
 

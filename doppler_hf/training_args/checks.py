@@ -117,6 +117,12 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
+# Arguments of Transformers that are read before the first step.
+_PLANNED_FROM: Final = (
+    "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "optim", "optim_args", "optim_target_modules", "bf16", "fp16",
+)  # fmt: skip
 # Schedules of Transformers that ignore a warmup.
 _WITHOUT_WARMUP: Final = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
@@ -125,6 +131,11 @@ def added_fields(base: type[TrainingArguments]) -> list[Field[Any]]:
     """Return the fields of `base` that `TrainingArguments` does not have."""
     theirs = {field.name for field in fields(TrainingArguments)}
     return [field for field in fields(base) if field.name not in theirs]
+
+
+def planned_from(base: type[TrainingArguments]) -> list[str]:
+    """Return the names of the arguments from which a run is planned: all that `base` adds, and some of Transformers."""
+    return [*(field.name for field in added_fields(base)), *_PLANNED_FROM]
 
 
 def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:

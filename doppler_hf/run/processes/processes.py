@@ -20,17 +20,20 @@ from doppler_hf.privacy import PrivacyStatement
 from doppler_hf.privacy.batching.data_digest import DataDigest
 from doppler_hf.run.digests import replicas_digest
 from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args.checks import planned_from
 
 # Weights are compared every so many steps: the digest waits for all processes, and takes a thousandth of a step or less.
 COMPARED_EVERY: Final = 100
-# Arguments that change a step, or the actions of all processes after it. Arguments that determine the statement come first.
-_GIVEN: Final = (
-    "target_epsilon", "target_delta", "num_train_epochs", "max_steps", "base_optimizer", "adam_bc_floor", "low_pass_filter",
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta2",
-    "adam_epsilon", "optim_args", "optim_target_modules", "grad_sample_self_check", "logging_strategy", "rehearse",
-    "allow_any_learning_rate",
-    "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "eval_delay", "eval_on_start",
-    "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+# Arguments that may differ between processes: how each computes its share of a batch, which depends on its device, and what
+# process 0 does alone. The product of batch size and accumulation is in the statement.
+_OF_ONE_PROCESS: Final = frozenset({
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "grad_sample_engine", "bf16",
+    "plot_training_curve",
+})  # fmt: skip
+# Arguments on which the actions of all processes after a step depend.
+_ACTIONS: Final = (
+    "logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
 OF_EXAMPLES: Final = "train_dataset"
 # The relative tolerance for noise multipliers, which different processors may compute with different last bits.
@@ -109,8 +112,10 @@ def compare_terms(
     """Refuse, on every process, processes whose sampling, clipping, noise, steps or data differ."""
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
+    given = [name for name in planned_from(DopplerTrainingArguments) if name not in _OF_ONE_PROCESS]
     own = {
-        **{name: getattr(args, name) for name in _GIVEN},
+        # These come first, since the statement follows from them. What the arguments leave open is known only there.
+        **{name: getattr(args, name) for name in (*given, *_ACTIONS)},
         **asdict(statement),
         "what is trained of the model": f"{len(trained)} parameters ({digest})",
         OF_EXAMPLES: data,

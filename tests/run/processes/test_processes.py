@@ -68,22 +68,30 @@ def test_a_socket_that_is_closed_is_told_in_one_line_and_other_errors_as_they_ar
         ("logging_steps", 1, 2),
         ("per_device_eval_batch_size", 8, 16),
         ("eval_delay", 0, 2),
+        ("metrics_per_user", False, True),
+        ("report_train_loss", "private", "none"),
     ],
 )
 def test_processes_with_other_arguments_refuse_all_of_them_alike(tmp_path, monkeypatch, name, value, other):
     """Each would move its weights otherwise, or wait for the others at another step."""
-    model, data, sent = nn.Linear(2, 1), DataDigest("60 rows", {}), []
-
-    def gathered(own):
-        sent.extend(own)
-        return sent
-
-    monkeypatch.setattr(processes, "gather_object", gathered)
-    first, same, second = (arguments(tmp_path, **{name: each}) for each in (value, value, other))
-    for args in (first, same):
-        processes.compare_terms(statement(), args, model, data=data)
+    users = {"privacy_unit_column": "user"} if name == "metrics_per_user" else {}
+    first, same, second = (arguments(tmp_path, **users, **{name: each}) for each in (value, value, other))
+    compared_one_after_another(monkeypatch, first, same)
     with refused("processes-differ", match=f"^{name} "):
-        processes.compare_terms(statement(), second, model, data=data)
+        compared_one_after_another(monkeypatch, first, second)
+
+
+def test_processes_on_different_devices_may_cut_their_shares_in_different_ways(tmp_path, monkeypatch):
+    small = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_tokens_per_micro_batch=64)
+    large = arguments(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=1, bf16=True)
+    compared_one_after_another(monkeypatch, small, large)
+
+
+def compared_one_after_another(monkeypatch, *of_processes):
+    sent = []
+    monkeypatch.setattr(processes, "gather_object", lambda own: sent.extend(own) or sent)
+    for args in of_processes:
+        processes.compare_terms(statement(), args, nn.Linear(2, 1), data=DataDigest("60 rows", {}))
 
 
 def test_processes_compare_as_much_of_the_data_as_both_have_read():
