@@ -38,24 +38,27 @@ _SAME: Final = 1e-3
 
 
 class EvaluatingTrainer(ShardedTrainer):
-    """`Trainer` that evaluates with the per-sample losses; `DopplerTrainer` sets the attributes."""
+    """`Trainer` that evaluates with the per-sample losses."""
 
+    # What `DopplerTrainer` has.
     _run: PrivateRun | None
-    _is_division_known = False
-    model_accepts_loss_kwargs: bool
     rows_per_loss: int
-    label_names: list[str]
-    can_return_loss: bool
     compute_per_sample_loss: Callable[..., Any]
     evaluations_of_training_data: list[dict[str, float]]
-    # The names of the evaluation sets for which a warning about training rows was given. `sets_looked_at` has the data sets.
-    sets_with_training_rows: frozenset[str] = frozenset()
-    # These two are for `metrics_per_user`: the user of each row that is evaluated, and the metrics if others are called in
-    # their place.
-    _users: np.ndarray | None = None
-    metrics_of_rows: Callable[[Any], dict[str, Any]] | None = None
-    _is_left_out_said = False
+    # What the checks before the first step set: the data sets at which `preflight.data` has looked, the names of the
+    # evaluation sets for which it (or TRL's trainer, in `trl_checks`) has warned of training rows, and the user's metrics
+    # where `preflight.rehearsal` has others called in their place.
     sets_looked_at: tuple[Any, Any] | None = None
+    sets_with_training_rows: frozenset[str] = frozenset()
+    metrics_of_rows: Callable[[Any], dict[str, Any]] | None = None
+    # Transformers' own.
+    model_accepts_loss_kwargs: bool
+    label_names: list[str]
+    can_return_loss: bool
+    # Of this class alone.
+    _is_division_known = False
+    _users: np.ndarray | None = None  # the user of each row that is evaluated, for `metrics_per_user`
+    _is_left_out_said = False
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
