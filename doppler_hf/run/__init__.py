@@ -19,7 +19,7 @@ What a run is made from. These folders know nothing of `private_run`:
 - weights: where a model's weights come from, and what their training has cost
 - processes: several processes that train one model
 
-What is made of a run. Nothing that a step calls imports these folders:
+What is made of a run. `private_run` knows nothing of these folders:
 
 - reporting: what is evaluated, printed and logged, and which of it may be published
 - saving: what is written into the output folder
