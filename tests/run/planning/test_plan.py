@@ -9,7 +9,6 @@ from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.planning.plan import planned_statement
-from doppler_hf.run.reporting.start_warnings import low_signal_note
 from doppler_hf.run.resuming.earlier_ledgers import Previous
 from tests.support.ledgers import after
 from tests.support.refusals import refused
@@ -103,13 +102,3 @@ def test_a_private_loss_pays_out_of_the_same_budget(tmp_path):
     # With another share it is another mechanism, for which nothing is left.
     with refused("budget-spent"):
         plan_of(tmp_path, earlier=earlier, first_step=5, **loss | {"train_loss_budget": 0.1})
-
-
-def test_noise_that_drowns_everything_is_told_before_it_is_spent():
-    assert low_signal_note(0.004, num_trained=100_000) == []
-    assert low_signal_note(0.006, num_trained=62) == []  # at most half as long as the average can be
-    (note,) = low_signal_note(0.006, num_trained=100_000)
-    assert note == (
-        "the run may learn little, because the noise of its average gradient is 0.0060 C per coordinate: use larger "
-        "batches, more epochs, more data or a larger ε"
-    )
