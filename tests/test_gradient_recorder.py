@@ -1,10 +1,15 @@
 """What is recorded is a linear image of the gradients that keeps their norms."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from doppler_hf import gradient_recorder
 from doppler_hf.gradient_recorder import CountSketch, GradientRecorder
@@ -93,3 +98,18 @@ def test_the_recording_is_written_with_checkpoints_and_at_the_end_and_a_resumed_
     with np.load(tmp_path / "out" / "private_gradients-from-3.npz") as written:
         np.testing.assert_array_equal(written["private"], again.private)
     assert again.private.shape == (2, 8)
+
+
+def test_gradients_of_parts_of_weights_are_not_recorded(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        trainer = trainer_of(tmp_path, noise_shape="white")
+        with refused("recorder-of-shards", match=r"recipes/accelerate/ddp\.yaml"):
+            GradientRecorder().on_train_begin(
+                trainer.args, trainer.state, trainer.control, model=model, optimizer=SimpleNamespace(optimizer=None)
+            )
+    finally:
+        dist.destroy_process_group()

@@ -164,6 +164,13 @@ def test_a_script_without_training_and_no_script_are_refused(script, tmp_path, c
     assert "Expected the path of a recipe, or --script; got none." in capsys.readouterr().err
 
 
+def test_what_a_script_says_of_a_mistake_is_one_line(tmp_path, capsys):
+    failing = tmp_path / "failing.py"
+    failing.write_text("import sys; sys.exit('error: data_dir is missing.')\n")
+    assert main(["check", "--script", str(failing)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: data_dir is missing."
+
+
 @pytest.mark.parametrize("command", ["check", "audit", "estimate"])
 def test_a_script_in_place_of_a_recipe_is_told_where_it_belongs(command, script, capsys):
     assert main([command, str(script), "--learning_rate", "1e-3"]) == 2

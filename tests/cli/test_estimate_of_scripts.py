@@ -144,6 +144,13 @@ def test_a_run_without_privacy_is_refused(tmp_path):
         measured_run(trainer_of(tmp_path, noise_multiplier=None, disable_dp=True))
 
 
+def test_a_run_of_several_processes_is_refused(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with refused("several-processes", match="Start it without torchrun or accelerate"):
+        measured_run(trainer)
+
+
 def test_batches_that_take_too_long_are_extrapolated(tmp_path):
     trainer = trainer_of(tmp_path, data=text_data(200), per_device_train_batch_size=4, gradient_accumulation_steps=25)
     steps = _Steps(trainer)

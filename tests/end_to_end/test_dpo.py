@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from transformers import default_data_collator
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
@@ -77,6 +77,17 @@ def test_a_data_set_of_each_format_trains_as_with_trl(tmp_path, name):
             assert decode(ids).removesuffix("<|end|>") in (text, f" {text}", text.lstrip())
             assert decode(whole) == f"{prompt}{text}<|end|>"
     chat.assert_trains_privately(trainer, evaluated={"eval_rewards/margins", "eval_rewards/accuracies"})
+
+
+def test_several_processes_need_pairs_in_files(tmp_path, monkeypatch):
+    trainer, given = trainer_of(tmp_path), chat.preferences()
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    monkeypatch.setattr(DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name, batch_size: dataset)
+    with refused("data-in-memory", match=r"save_to_disk\(\), and load it with load_from_disk"):
+        trainer._precompute_ref_logps(given, "train", 1)
+    given.save_to_disk(tmp_path / "pairs")
+    loaded = load_from_disk(tmp_path / "pairs")
+    assert trainer._precompute_ref_logps(loaded, "train", 1) is loaded
 
 
 @pytest.mark.parametrize("evaluated", [False, True])

@@ -88,6 +88,15 @@ def test_texts_of_another_column_are_told_how_to_be_named(tmp_path):
     trainer_of(tmp_path, "text", data=chat.questions().rename_columns({"question": "prompt", "answer": "completion"}))
 
 
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_beside_texts_are_refused_and_the_texts_train_without_them(tmp_path, column):
+    data = chat.texts()
+    data = data.add_column(column, [[0]] * len(data))
+    with refused("images-in-texts", match="Remove the column"):
+        trainer_of(tmp_path, "text", data=data)
+    trainer_of(tmp_path, "text", data=data.remove_columns(column))
+
+
 @pytest.mark.parametrize("evaluated", [False, True, "by name"])
 def test_half_of_a_prompt_and_completion_is_named_with_its_mend(tmp_path, evaluated):
     def made(data, **options):

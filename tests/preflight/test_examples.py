@@ -24,13 +24,26 @@ from doppler_hf.privacy.clipping.gradients import Dense, Notes, Product
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import OfLogits, On, TokenMean, changing, refused_training, trained
+from tests.support.trainers import OfLogits, On, TokenMean, at, changing, refused_training, trained
 from tests.support.trainers import checked_trainer_of as trainer_of
 
 # Before, Transformers drew a coin for each layer, also where none is ever left out, and such a model is refused for that.
 draws_for_layers_that_stay = pytest.mark.skipif(
     TorchVersion(hf.__version__) < "5.23", reason="draws coins for layers that always stay"
 )
+
+
+def test_a_layer_that_is_replaced_during_training_ends_the_run(tmp_path):
+    def replace(model, **_):
+        model.classifier = nn.Linear(model.config.hidden_size, model.config.num_labels)
+
+    trainer = trainer_of(tmp_path, callbacks=[On(step_begin=at(1, replace))])
+    with refused("replaced-parameter", match=r"'classifier\.\w+' was replaced by another one"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    model = tiny_bert()
+    replace(model)
+    trains(tmp_path / "before", model=model)  # as advised
 
 
 def trains(tmp_path, **options):
@@ -48,6 +61,31 @@ class OwnDoppler(DopplerTrainer):
     def create_optimizer(self, model=None):
         self.optimizer = DopplerOptimizer(self.model.parameters(), lr=0.1, base="sgd")
         return self.optimizer
+
+
+class WithALearnedScale(DopplerTrainer):
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        if not hasattr(self.model, "scale"):
+            self.scale = nn.Linear(2, 2)
+            optimizer.add_param_group({"params": [*self.scale.parameters()]})
+        return optimizer
+
+    def compute_per_sample_loss(self, model, inputs):
+        scale = getattr(model, "scale", None) or self.scale
+        labels = inputs.pop("labels")
+        return F.cross_entropy(scale(model(**inputs).logits), labels, reduction="none")
+
+
+def test_a_weight_of_the_loss_is_trained_as_a_layer_of_the_model_alone(tmp_path):
+    options = dict(cls=WithALearnedScale, max_steps=1, rehearse=False, grad_sample_self_check=False)
+    with refused("foreign-parameters", match="make them a layer of the model"):
+        trainer_of(tmp_path, **options).train()
+    model = tiny_bert()
+    model.scale = nn.Linear(2, 2)
+    before = model.scale.weight.detach().clone()
+    trained(trainer_of(tmp_path / "mended", model=model, **options))
+    assert not torch.equal(model.scale.weight, before)
 
 
 def test_a_doppler_optimizer_of_the_users_own_is_told_the_size_of_the_noise(tmp_path):

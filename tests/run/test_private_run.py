@@ -342,3 +342,13 @@ def test_examples_without_a_finite_gradient_are_warned_of_where_the_raw_loss_is_
     told = [str(warning.message) for warning in told if "not finite" in str(warning.message)]
     assert len(told) == (reported == "raw")
     assert all("Look for missing values" in each for each in told)
+
+
+def test_a_run_is_taken_up_with_its_own_plan_alone(tmp_path):
+    ended = trained(trainer_of(tmp_path / "1", max_steps=1))
+    ledger, options = ended.privacy.ledger, dict(words={}, chosen_step=None)
+    with refused("other-plan", match="Continue the run with the version that began it"):
+        trainer_of(tmp_path / "2", max_steps=1, noise_multiplier=3.0).privacy.take_up(ledger, tiny_bert(), **options)
+    same = trainer_of(tmp_path / "3", max_steps=1).privacy
+    same.take_up(ledger, tiny_bert(), **options)
+    assert same.ledger is ledger

@@ -50,6 +50,8 @@ REFUSED = [
     (dict(optim_args="rank=4"), "no-effect", "^optim_args='rank=4' .*optim_target_modules"),
     (dict(base_optimizer="muon", optim_target_modules="all-linear"), "no-effect", "^optim_target_modules .*'muon'"),
     (dict(base_optimizer="sgd", adam_bc_floor=1e-6), "no-effect", "^adam_bc_floor=1e-06"),
+    (dict(base_optimizer="sgd", learning_rate=None), "no-learning-rate", "with base_optimizer='sgd'.* Set learning_rate"),
+    (dict(optim_target_modules="all-linear", learning_rate=None), "no-learning-rate", "with GaLore.* Set learning_rate"),
     (dict(label_smoothing_factor=0.1), "breaks-privacy", "label_smoothing=0.1, reduction='none'"),
     (
         dict(warmup_steps=0.1, lr_scheduler_type="constant"), "no-effect",

@@ -19,6 +19,7 @@ from doppler_hf.privacy.accounting.accounting import merged_rounds
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
 from doppler_hf.privacy.accounting.composition import delta_curve, epsilons_of, gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import (
+    Guarantee,
     NumberOfTrials,
     divide_budget,
     second_epsilon,
@@ -388,6 +389,15 @@ def test_trials_of_other_settings_satisfy_both_guarantees(terms):
         get_noise_multiplier(target_epsilon=epsilon, target_delta=1e-5, rough=True, **terms) for epsilon in (3.0, 0.3)
     )
     assert one < sigma < tenth
+
+
+def test_a_second_guarantee_that_no_noise_reaches_is_refused():
+    terms = dict(sample_rate=0.5, steps=400)
+    selection = divided()
+    out_of_reach = selection._replace(second=Guarantee(1e-9, 1e-10))
+    with refused("trial-out-of-reach", match="Raise target_epsilon or target_delta, or expect fewer trials"):
+        noise_multiplier_of_trial(out_of_reach, **terms)
+    assert noise_multiplier_of_trial(selection, **terms) > 0
 
 
 def test_the_second_guarantee_raises_the_noise_where_the_first_would_not():

@@ -160,11 +160,18 @@ def test_a_draw_is_sorted_by_length_and_holds_the_same_examples():
         (dict(rank=2, world_size=2), "out-of-range", "world_size=2; got 2"),
         (dict(lengths=[1, 2]), "other-lengths", "lengths .*10 .*2"),
         (dict(units=[0, 1]), "other-lengths", "units .*10 .*2"),
+        (dict(units=[0, 2] * 5), "units-with-gaps", "no record of user 1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, code, value):
     with refused(code, match=value):
         AllocationSampler(**(dict(num_examples=10, expected_batch_size=5) | arguments))
+
+
+def test_users_whose_numbers_have_gaps_are_renumbered_as_advised():
+    units = np.array([0, 2] * 5)
+    units = np.unique(units, return_inverse=True)[1]
+    assert AllocationSampler(num_examples=10, expected_batch_size=1, units=units).num_units == 2
 
 
 @pytest.mark.parametrize("groups", [2, 3, 8])

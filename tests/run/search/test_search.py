@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
@@ -528,6 +529,21 @@ def test_models_of_equal_values_share_nothing(tmp_path):
         model.bert.register_buffer("table", TABLE.clone(), persistent=False)
 
     assert trainer_of_search(tmp_path, model_init=with_table(copied)).hyperparameter_search(space, n_trials=1.01).run_id
+
+
+class Locked(TrainerCallback):
+    """A callback with an object that cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def test_a_callback_that_no_trial_can_have_a_copy_of_is_refused_and_removed(tmp_path):
+    trainer = trainer_of_search(tmp_path, callbacks=[Locked()])
+    with refused("search-callbacks", match="cannot be copied .TypeError"):
+        trainer.hyperparameter_search(space, n_trials=1.01)
+    trainer.remove_callback(Locked)
+    assert trainer.hyperparameter_search(space, n_trials=1.01).run_id
 
 
 REFUSED = {

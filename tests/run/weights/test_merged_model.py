@@ -12,7 +12,9 @@ from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadMo
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME
 from doppler_hf.run.weights.merged_model import _is_equal as is_equal
+from doppler_hf.run.weights.merged_model import merge_mismatches
 from tests.support.ledgers import said
+from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import trainer_of
@@ -257,6 +259,21 @@ def test_models_that_cannot_be_compared_are_named(folders, tmp_path, capsys):
     ):
         assert main(["verify", str(model), "--base", str(base), "--adapter", str(folders / "out")]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_model_without_its_class_and_an_adapter_of_other_layers_are_named(folders, capsys):
+    path = merged(folders) / "config.json"
+    path.write_text(path.read_text().replace("BertForSequenceClassification", "OfTheUsersOwn"))
+    assert verify(folders) == 2
+    assert "names no model class of Transformers" in capsys.readouterr().err
+    merged(folders)
+    tiny_bert(intermediate_size=8, hidden_size=16).save_pretrained(folders / "narrow")
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["intermediate.dense"])
+    get_peft_model(tiny_bert(), config).save_pretrained(folders / "other")
+    (folders / "other" / LEDGER_NAME).write_bytes((folders / "out" / LEDGER_NAME).read_bytes())
+    with refused("adapter-does-not-fit", match="Give the model on which it was trained as --base"):
+        merge_mismatches(folders / "merged", base=str(folders / "narrow"), adapter=folders / "other")
+    assert verify(folders) == 0  # as advised
 
 
 def test_a_quantized_model_is_named(folders, capsys):
