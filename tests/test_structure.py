@@ -68,7 +68,7 @@ MAY_IMPORT = {
     ),
     "run/planning": ("filters linalg optim privacy training_args run.resuming", "numpy jaxtyping torch transformers"),
     "run/reporting": (
-        "filters privacy training_args run.private_run run.optimizer run.resuming run.processes "
+        "filters privacy training_args run.private_run run.planning run.optimizer run.resuming run.processes "
         "run.interruptions run.own_code run.precision",
         "numpy jaxtyping torch transformers",
     ),

@@ -444,7 +444,7 @@ class PrivateRun:
             # The ledger of the refused run counts steps that will not be made, so the one before says what was spent.
             is_new_round = ledger.runs[-1].steps_allowed > 0 and not self._continues_rounds
             left_for = "" if remaining == 0 else "the new round that it would begin" if is_new_round else "a further step"
-            raise budget_spent(earlier, self._args, left_for=left_for)
+            raise budget_spent(earlier, self._args, now=statement, steps=remaining, left_for=left_for)
         if statement.private and statement.sampling == "allocation":
             self._rounds.secret_of(ledger).keep(self.sampler.secret, output_dir=self._args.output_dir)
         return ledger, affordable

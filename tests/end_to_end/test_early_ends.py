@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback
 from doppler_hf.cli import main
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, get_epsilon
 from doppler_hf.privacy.accounting.accounting import get_epsilon_of_plans
+from doppler_hf.run.planning.plan import noise_of_average
 from doppler_hf.run.resuming.earlier_ledgers import Previous
 from doppler_hf.run.resuming.round_secrets import RoundSecret
 from tests.support.ledgers import said
@@ -264,7 +265,11 @@ def test_without_the_secret_a_new_round_is_begun_and_counted(tmp_path):
     assert PrivacyLedger.load(tmp_path / "out").steps_run == 4
 
 
-def test_a_run_whose_budget_ended_it_names_what_was_spent_and_the_smallest_target_with_which_it_goes_on(tmp_path, recwarn):
+def proposed(told):
+    return float(re.search(r"set target_epsilon=([\d.]+)", str(told))[1])
+
+
+def test_a_run_whose_budget_ended_it_names_what_was_spent_and_a_target_with_which_it_goes_on(tmp_path, recwarn):
     """The round's secret is lost, so a new round began, and the target ended it early. Each refusal names what works."""
     options = dict(data=text_data(48), noise_multiplier=None, target_epsilon=8.0, save_strategy="steps", save_steps=1)
     options |= dict(max_steps=12, report_train_loss="none", noise_shape="white")
@@ -279,19 +284,62 @@ def test_a_run_whose_budget_ended_it_names_what_was_spent_and_the_smallest_targe
     with refused("budget-spent", match=wanted) as told:
         trainer_of(tmp_path, **options).train(resume_from_checkpoint=True)
     assert "resume with its arguments" not in str(told.value)
-    smallest = float(re.search(r"set target_epsilon=([\d.]+) or more", str(told.value))[1])
+    wanted_target, left = proposed(told.value), 12 - second.state.global_step
     cost = get_epsilon_of_plans([*second.privacy.ledger.plans, []], delta=48**-1.1)
-    assert cost / 0.99 <= smallest <= 1.02 * cost
+    further = second.privacy.statement.releases(left)
+    cost_of_both = get_epsilon_of_plans([*second.privacy.ledger.plans, [further]], delta=48**-1.1)
+    assert max(cost_of_both, cost / 0.99) <= wanted_target <= 1.02 * cost_of_both
     for target in (8.5, cost):
         wanted = rf"ε = {cost:.4g} of target_epsilon = {target}.*target_epsilon changed from 8\.0 to"
         with refused("budget-spent", match=wanted) as told:
             trainer_of(tmp_path, **options | dict(target_epsilon=target)).train(resume_from_checkpoint=True)
         assert "resume with its arguments" not in str(told.value)
-        assert f"set target_epsilon={smallest:g} or more" in str(told.value)
-    third = trainer_of(tmp_path, **options | dict(target_epsilon=smallest))
+        assert proposed(told.value) == wanted_target
+    third = trainer_of(tmp_path, **options | dict(target_epsilon=wanted_target))
     third.train(resume_from_checkpoint=True)
     assert third.state.global_step > second.state.global_step
-    assert third.privacy.epsilon() <= smallest
+    assert third.privacy.epsilon() <= wanted_target
+
+
+@pytest.mark.parametrize("options", [dict(), dict(max_steps=12, noise_shape="auto")], ids=["as before", "longer"])
+def test_the_target_that_a_spent_budget_proposes_keeps_the_noise_alike(tmp_path, options):
+    """The smallest possible target would leave noise in which the model forgets what it has learnt."""
+    terms = dict(data=text_data(48), report_train_loss="private", noise_shape="white", **PLANNED) | options
+    trainer = trained(trainer_of(tmp_path, **terms))
+    before = trainer.privacy
+    with refused("budget-spent") as told:
+        trainer.train()
+    trainer.args.target_epsilon = proposed(told.value)
+    trainer.train()
+    after = trainer.privacy
+    assert after.ledger.steps_run == 2 * before.ledger.steps_run
+    assert after.epsilon() <= trainer.args.target_epsilon <= 1.01 * after.epsilon()
+    of_average = [noise_of_average(each.statement, steps=after.ledger.statement.steps_planned) for each in (before, after)]
+    assert 0.95 * of_average[0] < of_average[1] <= 1.02 * of_average[0]
+
+
+def test_far_more_noise_than_the_earlier_run_had_is_told_with_the_target_that_keeps_it_alike(tmp_path, capsys):
+    """A run that is stopped then, before its first step, costs nothing."""
+    options = dict(data=text_data(48), noise_shape="white", **PLANNED)
+    trainer = trained(trainer_of(tmp_path, **options))
+    sigma = trainer.privacy.statement.noise_multiplier
+    trainer.args.target_epsilon = 3.6
+    capsys.readouterr()
+    trainer.add_callback(stopping := On(step_begin=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.privacy.statement.noise_multiplier > 4 * sigma
+    printed = said(capsys)
+    assert re.search(
+        r"will probably make the model worse, because it has [\d.]+ times the noise of the earlier run", printed
+    )
+    assert "may learn little" not in printed
+    trainer.remove_callback(stopping)
+    trainer.args.target_epsilon = proposed(printed)
+    trainer.train()
+    assert "make the model worse" not in said(capsys)
+    assert 0.95 * sigma < trainer.privacy.statement.noise_multiplier <= 1.02 * sigma
+    assert len(trainer.privacy.ledger.plans) == 2
 
 
 def test_a_changed_number_of_records_is_told_of_before_the_budget(tmp_path):

@@ -326,6 +326,12 @@ class PrivacyLedger:
         return self._record.account(self.steps_run).planned
 
     @property
+    def begun_plans(self) -> Sequence[Plan]:
+        """The planned releases of the plans that have made a step, which a further plan adds to."""
+        account = self._record.account(self.steps_run)
+        return account.planned[: len(account.counted)]
+
+    @property
     def allowed_plans(self) -> Sequence[Plan]:
         """The plans without the steps that `target_epsilon` does not allow, as after steps that were made twice.
 

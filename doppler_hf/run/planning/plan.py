@@ -22,7 +22,12 @@ from doppler_hf.privacy import (
     default_delta,
     get_noise_multiplier,
 )
-from doppler_hf.privacy.accounting.accounting import Trainings, get_epsilon_of_plans, without_partial_round
+from doppler_hf.privacy.accounting.accounting import (
+    Trainings,
+    get_epsilon_of_plans,
+    get_total_epsilon,
+    without_partial_round,
+)
 from doppler_hf.privacy.accounting.calibration import noise_multiplier_of_trial
 from doppler_hf.privacy.accounting.selection import Selection
 from doppler_hf.privacy.ledger.record import refuse_other_terms
@@ -42,6 +47,7 @@ _CALIBRATED_FOR: Final = (
 SMALLEST_SHARE: Final = 0.01
 
 
+_LIKE_NOISE: Final = "with which it has about as much noise as the earlier run; a smaller target adds more noise"
 # The time of all entries of a trial's ledger: the true times would tell how long its search took.
 NO_TIME: Final = "1970-01-01T00:00:00+00:00"
 
@@ -169,12 +175,13 @@ def planned_statement(
         # Keep the noise also after a crash that cost steps: the guard then stops the run earlier.
         if not (changed := _changes_in_words(continued.statement, again)):
             return again
-        if steps > previous.step and continued.plans:
+        if steps > previous.step and continued.begun_plans:
             # The new terms may depend on results, so plans add up, and each has its own part of ε and δ.
-            ahead, share_of_delta = steps - previous.step, delta / (1 + len(continued.plans))
+            ahead, share_of_delta = steps - previous.step, delta / (1 + len(continued.begun_plans))
             target -= epsilon_beside_new_plan(continued)
             if target < SMALLEST_SHARE * args.target_epsilon:
-                raise budget_spent(continued, args, new_plan=changed, can_finish=_can_finish(continued, previous.step))
+                can_finish = _can_finish(continued, previous.step)
+                raise budget_spent(continued, args, now=again, steps=ahead, new_plan=changed, can_finish=can_finish)
     if trial is not None:
         assert math.isclose(trial.selection.delta, delta), "δ of the trials does not add up to that of the search"
         # Privacy: every trial satisfies the two guarantees from which the ε of the search follows, whatever its settings.
@@ -238,13 +245,43 @@ def mechanisms_of(
 def epsilon_beside_new_plan(ledger: PrivacyLedger) -> float:
     """Return what the plans of a ledger cost once a new plan is added, which leaves each of them a smaller part of δ."""
     delta = ledger.statement.target_delta
-    return get_epsilon_of_plans(ledger.plans, delta=delta - delta / (1 + len(ledger.plans)))
+    return get_epsilon_of_plans(ledger.begun_plans, delta=delta - delta / (1 + len(ledger.begun_plans)))
+
+
+def noise_of_average(statement: PrivacyStatement, *, steps: int) -> float:
+    """Return the noise of the average gradient of so many steps of a run per coordinate, in units of C."""
+    shape = NoiseShape.parse(statement.noise_shape)
+    return statement.noise_multiplier * shape.std_of_average(steps) / statement.expected_batch_size
+
+
+def last_with_steps(ledger: PrivacyLedger) -> PrivacyStatement:
+    """Return the statement of the last run that made a step; a run that was stopped before its first trained nothing."""
+    return next((run.statement for run in reversed(ledger.runs) if run.steps_made), ledger.statement)
+
+
+def target_of_equal_noise(ledger: PrivacyLedger, now: PrivacyStatement, *, steps: int) -> float:
+    """Return the target, rounded up, at which a new plan has as much noise as the ledger's last run.
+
+    Args:
+        ledger: The ledger that the new plan continues.
+        now: The terms of the new plan, whose noise multiplier does not matter.
+        steps: The steps of the new plan.
+    """
+    beside, share_of_delta = epsilon_beside_new_plan(ledger), now.target_delta / (1 + len(ledger.begun_plans))
+    if math.isinf(beside) or now.noise_multiplier == 0.0:
+        return math.inf
+    factor = noise_of_average(last_with_steps(ledger), steps=steps) / noise_of_average(now, steps=steps)
+    further = now.releases(steps)
+    further = further._replace(noise_multiplier=factor * further.noise_multiplier)
+    return _rounded_up(max(beside + get_total_epsilon([further], delta=share_of_delta), beside / (1.0 - SMALLEST_SHARE)))
 
 
 def budget_spent(
     ledger: PrivacyLedger,
     args: DopplerTrainingArguments,
     *,
+    now: PrivacyStatement,
+    steps: int,
     left_for: str = "",
     new_plan: Sequence[str] = (),
     can_finish: bool = False,
@@ -254,13 +291,16 @@ def budget_spent(
     Args:
         ledger: The ledger that the run would continue, as the earlier run left it.
         args: The arguments of the run.
+        now: The terms of the run, with any noise multiplier.
+        steps: The number of steps that it would make.
         left_for: What the budget does not allow, in words; empty if no step is left, and the target is below what was spent.
         new_plan: What makes the run a new plan, in words; empty if it continues the last plan.
         can_finish: Whether the earlier run could be finished with its own arguments.
     """
     spent, beside = ledger.epsilon(), epsilon_beside_new_plan(ledger)
     needs_plan = bool(new_plan or left_for)
-    smallest = _rounded_up(beside / (1.0 - SMALLEST_SHARE) if needs_plan else spent)
+    # The smallest possible target would leave so little for the new plan that its noise would ruin the model.
+    wanted = target_of_equal_noise(ledger, now, steps=steps) if needs_plan else _rounded_up(spent)
     share = f"A new plan leaves the earlier steps only a part of δ, at which all that were planned cost ε = {beside:.4g}. "
     return Refusal(
         "budget-spent",
@@ -276,12 +316,12 @@ def budget_spent(
         + ("To finish the earlier run, resume with its arguments. " if can_finish else "")
         + (
             ""
-            if math.isinf(smallest)
-            else f"To continue with the new plan, set target_epsilon={smallest:g} or more; the more, the less noise. "
+            if math.isinf(wanted)
+            else f"To continue with the new plan, set target_epsilon={wanted:g}, {_LIKE_NOISE}. "
             if new_plan
-            else f"To continue, set target_epsilon={smallest:g} or more; the more, the less noise. {share}"
+            else f"To continue, set target_epsilon={wanted:g}, {_LIKE_NOISE}. {share}"
             if left_for
-            else f"To resume the finished run, set target_epsilon={smallest:g} or more. "
+            else f"To resume the finished run, set target_epsilon={wanted:g} or more. "
         )
         + "You can also start over with an untrained model and a new trainer; the ε of both runs then add up.",
     )

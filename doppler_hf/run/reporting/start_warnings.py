@@ -11,6 +11,7 @@ from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
 from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import without_partial_round
 from doppler_hf.privacy.ledger.terms import total_of, why_not_private
+from doppler_hf.run.planning.plan import last_with_steps, noise_of_average, target_of_equal_noise
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
@@ -21,6 +22,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 LARGEST_EPSILON: Final = 10.0
 # The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
 _NOISY: Final = 0.125
+# A run with so many times the noise of the run that it continues gets a note. With 18 times, R² fell from 0.40 to -0.19.
+MUCH_NOISIER: Final = 4.0
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
 
 
@@ -50,7 +53,7 @@ def start_warnings(
     return [
         *(_raw_loss_notes(callbacks, output_dir=args.output_dir) if statement.train_loss == "raw" else ()),
         *_epsilon_notes(run.ledger),
-        *low_signal_note(noise, num_trained=num_trained),
+        *(_noisier_note(run, args) or low_signal_note(noise, num_trained=num_trained)),
         *notes,
         *_length_notes(statement, args),
         *_unit_notes(run, args, notes=notes),
@@ -72,6 +75,26 @@ def low_signal_note(noise: float, *, num_trained: int) -> list[str]:
     return [
         f"the run may learn little, because the noise of its average gradient is {in_units_of_c(noise)} per coordinate: "
         f"{more}"
+    ]
+
+
+def _noisier_note(run: PrivateRun, args: DopplerTrainingArguments) -> list[str]:
+    """Return a note if a run gets far more noise than the run that it continues, since its target leaves little for it.
+
+    Such a run makes a trained model worse: the noise undoes what the earlier run has learnt.
+    """
+    earlier, statement = run.previous.ledger, run.statement
+    steps = statement.steps_planned - run.previous.step
+    if args.target_epsilon is None or earlier is None or not earlier.private or not earlier.begun_plans or steps < 1:
+        return []
+    times = noise_of_average(statement, steps=steps) / noise_of_average(last_with_steps(earlier), steps=steps)
+    if times < MUCH_NOISIER:
+        return []
+    target = target_of_equal_noise(earlier, statement, steps=steps)
+    return [
+        f"the run will probably make the model worse, because it has {times:.2g} times the noise of the earlier run, which "
+        f"has spent most of target_epsilon: stop it before its first step, and set target_epsilon={target:g} for about the "
+        "same noise"
     ]
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import in_units_of_c
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.terms import (
@@ -18,6 +17,7 @@ from doppler_hf.privacy.ledger.terms import (
 )
 from doppler_hf.run.interruptions import reason_in_words
 from doppler_hf.run.optimizer import optimizer_in_words
+from doppler_hf.run.planning.plan import noise_of_average
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import noise_of_loss
 from doppler_hf.run.reporting.published_results import MAJORITY, MEAN_LABEL, MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT
@@ -55,7 +55,7 @@ def print_start(
     kinds = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
     adapters = f"; adapters: {', '.join(sorted(kinds))}" if kinds else ""
     steps, batch, sigma = statement.steps_planned, statement.expected_batch_size, statement.effective_noise_multiplier
-    noise = statement.noise_multiplier * NoiseShape.parse(statement.noise_shape).std_of_average(steps) / batch
+    noise = noise_of_average(statement, steps=steps)
     warned = start_warnings(run, args, model=model, noise=noise, num_trained=trained, notes=notes, callbacks=callbacks)
     lines = (
         ("privacy", guarantee_in_words(ledger, epsilon=ledger.planned_epsilon)),
