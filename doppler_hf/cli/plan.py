@@ -27,7 +27,6 @@ from rich.table import Column, Table
 
 from doppler_hf.cli.flags import whole_number
 from doppler_hf.cli.planned_runs import (
-    LEAST_EPSILON,
     SCHEDULES,
     PlannedRun,
     PlannedTerms,
@@ -139,12 +138,6 @@ def run(args: argparse.Namespace) -> int:
     terms = planned_terms(request, named)
     planned = terms.white_run  # the alternatives have white noise, so this run is among them with white noise, too
     facts, best = describe(request, terms)
-    if facts["target_epsilon"] < LEAST_EPSILON:
-        raise Refusal(
-            "too-much-noise",
-            f"--noise-multiplier {request.noise_multiplier:g} gives ε = {facts['epsilon']:.3g} at δ = {facts['delta']:.3g}, "
-            "which is too small to compare runs. Give a smaller --noise-multiplier, or give --epsilon in its place.",
-        )
     if terms.selection is not None:
         facts["search"] = describe_search(request, terms)
     if args.trainable_parameters is not None or args.model is not None:

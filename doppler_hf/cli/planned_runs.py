@@ -246,15 +246,16 @@ def alternatives(
         batch size, if they are smaller than the data set and some noise reaches the ε. The run itself is returned unchanged.
     """
     epochs = epochs_of(request, run)
-    same = replace(request, noise_multiplier=None, max_steps=None, epochs=epochs, epsilon=epsilon)
+    same: dict[str, Any] = {"noise_multiplier": None, "max_steps": None, "epsilon": epsilon}
 
     def calibrated(batch_size: int, length: float) -> PlannedRun | None:
         if (length, batch_size) == (epochs, run.expected_batch_size):
             return run
         try:
             # The table shows three digits, for which the rough grid is enough.
-            return replace(same, epochs=length, batch_size=batch_size).solve(rough=True, selection=selection)
-        except ValueError:  # ε is so small that no noise multiplier up to 10⁶ is known to reach it.
+            other = replace(request, **same, epochs=length, batch_size=batch_size)
+            return other.solve(rough=True, selection=selection)
+        except ValueError:  # ε, or the length, is out of range, or no noise multiplier up to 10⁶ is known to reach ε.
             return None
 
     batch_sizes = {max(1, round(factor * run.expected_batch_size)) for factor in BATCH_SIZE_FACTORS}

@@ -242,8 +242,8 @@ def test_canaries_of_two_kinds_are_refused(text_recipe, capsys):
     ("words", "message"),
     [
         (["--confidence", "1"], "error: confidence must be in (0, 1); got 1.0. A usual value is 0.95."),
-        (["--canaries", "0"], "error: num_canaries, the number of records that the audit attacks, must be at least 20"),
-        (["--text-canaries", "19"], "error: num_canaries, the number of records that the audit attacks, must be at least"),
+        (["--canaries", "0"], "error: num_canaries, the number of records that the audit attacks, must be from 20"),
+        (["--text-canaries", "19"], "error: num_canaries, the number of records that the audit attacks, must be from 20"),
         (["--text-canaries", "20"], "error: Canaries made of text need a causal language model"),
         (["--leerning_rate", "1"], "error: Recipe and flags fit none of glue, causal_lm, image_classification"),
         (["--noise_multiplier", "0"], "error: This run claims no privacy"),

@@ -378,8 +378,8 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(file, capsys, one_cell):
     assert error.count("\n") == 1
 
 
-def test_noise_whose_epsilon_is_next_to_nothing_is_refused_by_its_own_name(capsys):
-    words = ["plan", "--num-examples=1000", "--batch-size=100", "--max-steps=3"]
-    assert main([*words, "--noise-multiplier=1e6"]) == 2
-    assert "--noise-multiplier 1e+06 gives ε = 0 at δ" in capsys.readouterr().err
-    assert main([*words, "--noise-multiplier=30"]) == 0  # as advised
+def test_noise_whose_epsilon_is_next_to_nothing_is_planned_without_alternatives(capsys):
+    words = ["plan", "--num-examples=1000", "--batch-size=100", "--max-steps=3", "--json"]
+    found = json.loads(printed([*words, "--noise-multiplier=1e6"], capsys))
+    assert found["epsilon"] == 0.0
+    assert [each["noise_multiplier"] for each in found["alternatives"]] == [1e6]
