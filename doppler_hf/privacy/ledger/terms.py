@@ -208,7 +208,7 @@ def earlier_in_words(ledger: PrivacyLedger) -> str:
     if (delta := ledger.spent.delta) >= (largest := 1.0 / ledger.statement.num_units):
         said.append(
             f"All δ add up to {delta:.3g}, which is above 1/N = {largest:.3g}: so large a δ would permit a run to publish "
-            f"one of the {ledger.statement.noun}s. Set a smaller target_delta for each run."
+            f"one of the {ledger.statement.noun}s."
         )
     own = f"ε = {_number(ledger.planned_epsilon)}, δ = {ledger.statement.target_delta:.3g}"
     return f"{' '.join(said)} For a {ledger.statement.noun} whose data only this run used, {own} holds."

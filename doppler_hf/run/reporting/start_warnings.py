@@ -10,6 +10,7 @@ from transformers.integrations import TensorBoardCallback
 from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
 from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import without_partial_round
+from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.ledger.terms import total_of, why_not_private
 from doppler_hf.run.planning.plan import last_with_steps, noise_of_average, target_of_equal_noise
 from doppler_hf.run.precision import computes_in_bf16
@@ -53,6 +54,7 @@ def start_warnings(
     return [
         *(_raw_loss_notes(callbacks, output_dir=args.output_dir) if statement.train_loss == "raw" else ()),
         *_epsilon_notes(run.ledger),
+        *_delta_notes(run.ledger),
         *(_noisier_note(run, args) or low_signal_note(noise, num_trained=num_trained)),
         *notes,
         *_length_notes(statement, args),
@@ -104,6 +106,35 @@ def _epsilon_notes(ledger: PrivacyLedger) -> list[str]:
         return []
     total = total_of(ledger, epsilon=ledger.planned_epsilon).epsilon
     return [f"ε above {LARGEST_EPSILON:g} protects little; usual values are 1 to 8"] if total > LARGEST_EPSILON else []
+
+
+def _delta_notes(ledger: PrivacyLedger) -> list[str]:
+    """Return what to do if the δ of this run and of earlier runs on the weights add up to 1/N or more."""
+    earlier, largest = ledger.earlier, 1.0 / ledger.statement.num_units
+    if earlier is None or why_not_private(ledger) is not None or ledger.spent.delta < largest:
+        return []
+    if_shared = f"the δ of all runs add up to 1/N or more for a {ledger.statement.noun} whose data several runs use"
+    free = _rounded_down(0.99 * (largest - earlier.delta))
+    # A run that continues its ledger has to keep its δ.
+    if free >= SMALLEST_DELTA and len(ledger.runs) == 1:
+        return [f"{if_shared}: stop this run before its first step, and start again with target_delta={free:g}"]
+    return [
+        f"{if_shared}, and no target_delta of this run changes that. If you can, train the earlier run anew with a smaller "
+        f"target_delta, such as {_rounded_down(0.1 * largest):g}, and then this run with the same"
+    ]
+
+
+def _rounded_down(delta: float) -> float:
+    """Return a positive δ with two digits, rounded down, and any other number as it is.
+
+    Example:
+        >>> _rounded_down(0.01137), _rounded_down(-0.5)
+        (0.011, -0.5)
+    """
+    if delta <= 0.0:
+        return delta
+    digits = 1 - math.floor(math.log10(delta))
+    return round(math.floor(delta * 10.0**digits) / 10.0**digits, digits)
 
 
 def _length_notes(statement: PrivacyStatement, args: DopplerTrainingArguments) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.accounting.attack import percent, trade_off, trade_off_at
 from doppler_hf.privacy.ledger.terms import _trade_off as trade_off_of_weights
 from doppler_hf.privacy.ledger.terms import meaning_in_words
+from doppler_hf.run.saving.card_sections import privacy_section
 from doppler_hf.run.weights import lineage
 from doppler_hf.run.weights.merges import AdaptersAtStart, merged_in, sketched
 from tests.support.power import Disk
 from tests.support.printed import flat
 from tests.support.tiers import thorough
-from tests.support.tiny import tiny_bert
+from tests.support.tiny import text_data, tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
 
 
@@ -309,13 +311,36 @@ def verified(folder, capsys):
 def test_deltas_that_add_up_to_more_than_one_of_n_are_told(tmp_path, capsys, delta, is_large):
     """By default δ = N^−1.1, and two of them are above 1/N for every N below 1,024."""
     first = train(tmp_path, "first", tiny_bert(), target_delta=delta)
-    assert "All δ add up" not in capsys.readouterr().out
+    assert "δ of all runs add up" not in capsys.readouterr().out
     second = train(tmp_path, "second", first.model, target_delta=delta)
     said = flat(capsys.readouterr().out)
     words = f"All δ add up to {second.privacy.ledger.spent.delta:.3g}, which is above 1/N = 0.0417"
-    for shown in (said, verified(second.args.output_dir, capsys)):
+    for shown in (said, verified(second.args.output_dir, capsys), privacy_section(second.privacy.ledger)):
         assert (words in shown) == is_large
-        assert ("Set a smaller target_delta for each run." in shown) == is_large
+    assert ("the δ of all runs add up to 1/N or more" in said) == is_large
+
+
+def test_the_delta_that_is_proposed_for_a_further_run_keeps_the_sum_small(tmp_path, capsys):
+    first = train(tmp_path, "first", tiny_bert())
+    options = dict(model=copy.deepcopy(first.model))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path / "second", callbacks=[On(step_begin=interrupt)], **options).train()
+    proposed = float(re.search(r"start again with target_delta=([\d.e-]+)", capsys.readouterr().out)[1])
+    again = trained(trainer_of(tmp_path / "second", target_delta=proposed, **options))
+    assert "of all runs add up to 1/N" not in capsys.readouterr().out
+    assert first.privacy.ledger.statement.target_delta + proposed == again.privacy.ledger.spent.delta < 1 / 24
+
+
+def test_more_data_than_the_earlier_delta_allows_are_told_with_what_to_do(tmp_path, capsys):
+    """The default δ of the first run alone is above 1/N of the second. The mend is to begin with a smaller one."""
+    for number, delta in enumerate((None, "proposed")):
+        terms = dict(target_delta=delta and float(re.search(r"target_delta, such as ([\d.e-]+)", printed)[1]))
+        first = trained(trainer_of(tmp_path / f"first{number}", data=text_data(24), **terms))
+        second = trainer_of(tmp_path / f"second{number}", data=text_data(48), model=copy.deepcopy(first.model), **terms)
+        trained(second)
+        printed = capsys.readouterr().out
+        assert ("no target_delta of this run changes that" in printed) == (delta is None)
+    assert second.privacy.ledger.spent.delta < 1 / 48
 
 
 def test_the_limits_on_attacks_of_several_runs_make_use_of_the_terms_of_the_last(tmp_path, capsys):
