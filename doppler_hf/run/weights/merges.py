@@ -203,30 +203,39 @@ class _Difference(NamedTuple):
     def fit(self, others: Iterable["_Difference"]) -> tuple[float, float, float]:
         """Return how often the change is contained, its distance from 0 in standard deviations, and the squared residual."""
         places = [*self.found]
-        found = np.concatenate([self.found[place] for place in places])
-        columns = [np.concatenate([self.change[place] for place in places])]
-        for changes in (self.start, *(other.change for other in others)):
-            parts = [_padded_to_length(changes.get(place), len(self.found[place])) for place in places]
-            if any(part.any() for part in parts):
-                columns.append(np.concatenate(parts))
-        matrix = np.stack(columns, axis=1)
-        sizes = np.linalg.norm(matrix, axis=0)
-        q, r = np.linalg.qr(matrix / sizes)
-        degrees = len(found) - len(columns)
-        if degrees < 1 or np.abs(np.diag(r)).min() < 1e-6:
+        found, change = (np.concatenate([of[place] for place in places]) for of in (self.found, self.change))
+        columns = [
+            np.concatenate([_padded_to_length(changes.get(place), len(self.found[place])) for place in places])
+            for changes in (self.start, *(other.change for other in others))
+        ]
+        # Others may be alike or even the same, as two records of one merge are, so a basis of what they explain is used.
+        others_basis = _orthonormal_basis([column for column in columns if column.any()], length=len(found))
+        apart = change - others_basis @ (others_basis.T @ change)
+        degrees = len(found) - others_basis.shape[1] - 1
+        size = float(np.linalg.norm(apart))
+        if degrees < 1 or size <= 1e-6 * np.linalg.norm(change):
             return 0.0, 0.0, math.inf
-        inverse = np.linalg.inv(r)
-        times = inverse @ (q.T @ found) / sizes
-        residual = float(np.square(found - matrix @ times).sum())
-        spread = math.sqrt(residual / degrees) * float(np.linalg.norm(inverse[0])) / sizes[0]
+        times = float(apart @ found) / size**2
+        residual = float(np.square(found - others_basis @ (others_basis.T @ found) - times * apart).sum())
+        spread = math.sqrt(residual / degrees) / size
         # With few numbers, the spread itself is uncertain.
-        sure = abs(times[0]) / max(spread, 1e-12 * abs(times[0]), 1e-300) / (1.0 + 20.0 / degrees)
-        return float(times[0]), float(sure), residual
+        sure = abs(times) / max(spread, 1e-12 * abs(times), 1e-300) / (1.0 + 20.0 / degrees)
+        return times, sure, residual
 
     @property
     def size(self) -> float:
         """The squared norm of the change."""
         return float(sum(np.square(part).sum() for part in self.change.values()))
+
+
+def _orthonormal_basis(columns: Sequence[np.ndarray], *, length: int) -> np.ndarray:
+    """Return orthonormal columns that span the same space, without directions that differ by rounding alone."""
+    if not columns:
+        return np.zeros((length, 0))
+    matrix = np.stack([column / np.linalg.norm(column) for column in columns], axis=1)
+    left, sizes, _ = np.linalg.svd(matrix, full_matrices=False)
+    basis: np.ndarray = left[:, sizes > 1e-6 * sizes[0]]
+    return basis
 
 
 def _padded_to_length(part: np.ndarray | None, length: int) -> np.ndarray:

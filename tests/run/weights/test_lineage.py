@@ -593,6 +593,28 @@ def test_a_bare_base_is_not_taken_for_an_adapter_that_a_run_continued(share):
     assert merged_in(model.merge_and_unload(), known) == {0}
 
 
+@pytest.mark.parametrize("records", [1, 2])
+def test_two_adapters_of_one_seed_are_both_recognised_however_different_their_sizes(records):
+    """In the process that trained them each has two records, one of the process and one of the register."""
+    known, adapters = [], []
+    for owner, size in enumerate((0.02, 0.03)):
+        model = adapted(model=tiny_bert(**WIDE))
+        at_start = AdaptersAtStart(model)
+        torch.manual_seed(10 + owner)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_B" in name:
+                    value.normal_(0.0, size)
+        known += [(owner, sketched(layers)) for layers, is_sketched in at_start.merges(model) if is_sketched]
+        adapters.append({name: value for name, value in model.state_dict().items() if "lora_" in name})
+    both = tiny_bert(**WIDE)
+    for adapter in adapters:
+        one = adapted(model=both)
+        one.load_state_dict(adapter, strict=False)
+        both = one.merge_and_unload()
+    assert merged_in(both, known * records) == {0, 1}
+
+
 # --- branches of one ledger ---
 
 
