@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -316,11 +317,15 @@ def _tokens_of_pairs(mask: Tensor) -> Shaped[Tensor, "batch tokens"]:
 def _without_labels(model: PreTrainedModel, outputs: Mapping[str, Any]) -> Refusal:
     name = type(model).__name__
     if any(output.startswith("logits_per_") for output in outputs):
+        classifier = name.removesuffix("Model") + "ForImageClassification"
+        if not hasattr(transformers, classifier):
+            classifier = "CLIPForImageClassification"
         return Refusal(
             "loss-of-the-batch",
             f"The loss of {name} compares the records of a batch with each other, so no record has its own loss, and "
-            "clipping bounds nothing. Train its encoder as a classifier, such as CLIPForImageClassification with its "
-            "unused vision_model.post_layernorm frozen.",
+            f"clipping bounds nothing. Train its encoder as a classifier, such as {classifier}, and freeze the layer that "
+            "it does not use: the error before the first step names it. Or override compute_per_sample_loss with a loss "
+            "of each record's own image and text.",
         )
     if outputs.get("loss") is not None:
         return Refusal(

@@ -323,6 +323,19 @@ def test_a_contrastive_model_is_told_to_train_a_classifier(tmp_path):
     assert trains(made(tmp_path, images(labels=[0, 1] * 12), model=classifier))
 
 
+def test_each_contrastive_model_is_told_the_classifier_of_its_family(tmp_path):
+    text = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    model = hf.SiglipModel(hf.SiglipConfig(text_config=text | dict(max_position_embeddings=4), vision_config=IMAGE))
+    pairs = images(input_ids=[[48, 3, index, 49] for index in range(24)])
+    told("loss-of-the-batch", tmp_path, pairs, match=" SiglipForImageClassification", model=model)
+    model.save_pretrained(tmp_path / "siglip")
+    classifier = hf.SiglipForImageClassification.from_pretrained(tmp_path / "siglip", num_labels=2)
+    labelled = images(labels=[0, 1] * 12)
+    told("unreached-parameters", tmp_path, labelled, match=r"vision_model\.head", model=classifier)
+    classifier.vision_model.head.requires_grad_(False)
+    assert trains(made(tmp_path, labelled, model=classifier))
+
+
 SPEECH = dict(conv_dim=[8], conv_kernel=[4], conv_stride=[2], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
               feat_extract_norm="layer", layerdrop=0.0, mask_time_prob=0.0)  # fmt: skip
 DECODERS = {
