@@ -128,19 +128,32 @@ def replace(model, **_):
     model.classifier = torch.nn.Linear(16, 2)
 
 
-@pytest.mark.parametrize("change", [freeze, replace])
-def test_a_layer_that_a_callback_changes_is_refused_at_the_step_and_an_earlier_checkpoint_stays_the_last(tmp_path, change):
+@pytest.mark.parametrize(("change", "step"), [(freeze, 3), (replace, 2)])
+def test_a_layer_that_a_callback_changes_is_refused_at_the_step_and_the_last_covered_checkpoint_stays(
+    tmp_path, change, step
+):
     options = dict(max_steps=6, save_strategy="steps", save_steps=2)
     trainer = trainer_of(tmp_path, callbacks=[On(step_end=at(3, change))], **options)
     with pytest.raises(ValueError, match=r"classifier"):
         trainer.train()
     assert trainer.state.global_step == 3
     last = get_last_checkpoint(str(tmp_path / "out"))
-    assert last.endswith("checkpoint-2")
-    assert (tmp_path / "out" / "checkpoint-2" / LEDGER_NAME).exists()
+    assert last.endswith(f"checkpoint-{step}")
+    assert (Path(last) / LEDGER_NAME).exists()
     again = trainer_of(tmp_path, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
+
+
+@pytest.mark.parametrize(("event", "is_saved"), [("pre_optimizer_step", True), ("optimizer_step", False)])
+def test_an_error_of_a_callback_is_saved_before_the_update_and_not_in_the_middle_of_it(tmp_path, capsys, event, is_saved):
+    with pytest.raises(OSError, match="no space left"):
+        trainer_of(tmp_path, max_steps=8, callbacks=[On(**{event: at(3, fail)})]).train()
+    assert ("checkpoint-3, call trainer.train(resume" in " ".join(capsys.readouterr().out.split())) == is_saved
+    if is_saved:
+        again = trainer_of(tmp_path, max_steps=8)
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 8
 
 
 def ended_at_3(folder, _processes, *, end, error):

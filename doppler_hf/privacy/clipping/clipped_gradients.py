@@ -281,7 +281,7 @@ class ClippedGradients:
                 "trained-parameters-changed",
                 f"The parameter {name!r} was {'unfrozen' if name in now else 'frozen'} after training began, but the set "
                 "of trained parameters must stay the same: clipping covers only the parameters that were trainable at the "
-                "start. Set requires_grad before train().",
+                "start. Set requires_grad before train(), and remove the callback that changes it.",
             )
         for name, parameter in parameters.items():
             # Sensitivity: the engine does not see a layer that has replaced another layer.
@@ -306,6 +306,11 @@ class ClippedGradients:
                     "but the checks of a run are for the precision with which it began. Convert a copy: "
                     f"copy.deepcopy(model).to({parameter.dtype}).",
                 )
+
+    def train_the_same_parameters(self) -> None:
+        """Give each parameter of the model the `requires_grad` that it had when the context was made."""
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(name in self.parameters)
 
     def _sum_dtype(self, name: str) -> torch.dtype:
         return torch.promote_types(self.parameters[name].dtype, torch.float32)

@@ -200,12 +200,17 @@ class SavingTrainer(ShardedTrainer):
         if run is None or run.ledger is None:
             return
         done = run.ledger.steps_run - run.ledger.runs[-1].steps_before
-        # In the middle of an update, weights and states belong to two different steps. And a checkpoint that no ledger
-        # covers, such as after a callback has frozen or replaced a layer, would only hide an earlier one.
-        if 0 < done == self.state.global_step - run.previous.step and run.covers_weights_of(self.model):
+        # In the middle of an update, weights and states belong to two different steps.
+        if 0 < done == self.state.global_step - run.previous.step:
             with contextlib.suppress(Exception):
-                run.engine.refuse_other_parameters()
-                self._save_checkpoint(self.model, None)
+                # If a callback has frozen or unfrozen a layer, no step was made with it, so that all weights are those of
+                # the last step. The model can then be trained further, by this trainer too, once the callback is removed.
+                run.engine.train_the_same_parameters()
+                # A checkpoint that no ledger covers, such as after a callback has replaced a layer or filled a buffer, would
+                # only hide an earlier one.
+                if run.covers_weights_of(self.model):
+                    run.engine.refuse_other_parameters()
+                    self._save_checkpoint(self.model, None)
 
     def store_flos(self) -> None:
         """Add up operations without privacy only: a private run counts none, so process 0 can save a checkpoint alone."""

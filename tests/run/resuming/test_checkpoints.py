@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import Trainer
 
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.run.resuming.checkpoints import given_checkpoint
 from tests.support.refusals import refused
+from tests.support.tiny import tiny_bert
 from tests.support.trainers import On, assert_trained_alike, at, interrupt, trained, trainer_of
 
 OPTIONS = dict(max_steps=6, save_strategy="steps", save_steps=2, noise_seed=1)
@@ -86,18 +88,59 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_until_it_is(tmp_path, m
 
 
 def test_a_checkpoint_that_its_ledger_does_not_cover_is_skipped(tmp_path):
-    def freeze(model, **_):
-        model.bert.embeddings.requires_grad_(False)
+    def model():
+        made = tiny_bert()
+        made.bert.embeddings.requires_grad_(False)
+        return made
 
-    trainer = trainer_of(tmp_path, **OPTIONS | dict(save_steps=1), callbacks=[On(step_end=at(2, freeze))])
-    with refused("trained-parameters-changed"):
+    def fill(model, **_):
+        model.bert.embeddings.word_embeddings.weight.add_(1.0)
+
+    def fail(**_):
+        raise RuntimeError("mine")
+
+    callbacks = [On(step_end=at(2, fill), step_begin=at(2, fail))]
+    trainer = trainer_of(tmp_path, model=model(), **OPTIONS | dict(save_steps=1), callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="mine"):
         trainer.train()
     last = tmp_path / "out" / "checkpoint-2"
     assert last.is_dir()
     assert not (last / "privacy_ledger.json").exists()
-    resumed = trainer_of(tmp_path, **OPTIONS)
+    resumed = trainer_of(tmp_path, model=model(), **OPTIONS)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy.ledger.restarts == [1]
+
+
+@pytest.mark.parametrize(
+    ("trainable", "is_new", "save_steps"), [(True, True, 100), (True, False, 100), (False, True, 1), (False, False, 100)]
+)
+def test_a_callback_that_freezes_or_unfreezes_ends_the_run_with_a_checkpoint(
+    tmp_path, capsys, trainable, is_new, save_steps
+):
+    """The change comes before the next step, so that weights and states are still those of the last one."""
+
+    def model():
+        made = tiny_bert()
+        made.bert.embeddings.requires_grad_(not trainable)
+        return made
+
+    def change(model, **_):
+        model.bert.embeddings.requires_grad_(trainable)
+
+    options = OPTIONS | dict(save_steps=save_steps)
+    trainer = trainer_of(tmp_path, model=model(), callbacks=[callback := On(step_end=at(2, change))], **options)
+    with refused("trained-parameters-changed", match="remove the callback that changes it"):
+        trainer.train()
+    assert "checkpoint-2, call trainer.train(resume_from_checkpoint=True)." in " ".join(capsys.readouterr().out.split())
+    before = {name: value.clone() for name, value in trainer.model.bert.embeddings.named_parameters()}
+    resumed = trainer_of(tmp_path, model=model(), **options) if is_new else trainer
+    if not is_new:
+        resumed.remove_callback(callback)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy.ledger.restarts == [2]
+    assert resumed.state.global_step == resumed.privacy.ledger.steps_run == 6
+    for name, value in resumed.model.bert.embeddings.named_parameters():
+        assert torch.equal(value, before[name]) == trainable  # what was frozen at the start stays so
 
 
 def test_checkpoints_of_an_earlier_run_in_the_same_folder_are_skipped(tmp_path, capsys):
