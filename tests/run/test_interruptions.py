@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.run.interruptions import Terminated, raised_if_terminated
+from doppler_hf.run.reporting import start_warnings
 from doppler_hf.run.resuming.checkpoints import is_whole
 from tests.support import processes
+from tests.support.printed import flat
 from tests.support.tiny import tiny_bert
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
 
@@ -198,3 +201,32 @@ def test_checkpoints_that_cannot_be_continued_are_told_of(tmp_path, capsys):
 
 if __name__ == "__main__":
     processes.main(CASES)
+
+
+class Usage(NamedTuple):
+    free: int
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_told_of_before_the_first_step(tmp_path, capsys, monkeypatch):
+    options = dict(max_steps=4, save_strategy="steps", save_steps=1)
+    trainer = trainer_of(tmp_path, **options)
+    of_one = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
+    monkeypatch.setattr(start_warnings.shutil, "disk_usage", lambda _: Usage(free=3 * of_one))
+    trained(trainer)
+    said = flat(capsys.readouterr().out)
+    assert "the weights of 4 checkpoints need" in said
+    assert "set save_total_limit=1" in said
+    # The second checkpoint is written before the first one is removed.
+    trained(trainer_of(tmp_path / "limited", save_total_limit=1, **options))
+    assert "checkpoints need" not in flat(capsys.readouterr().out)
+
+
+def test_an_interruption_by_a_full_disk_says_so(tmp_path, capsys, monkeypatch):
+    def fill(**_):
+        monkeypatch.setattr(start_warnings.shutil, "disk_usage", lambda _: Usage(free=0))
+        raise RuntimeError("unexpected pos 100224 vs 100112")
+
+    trainer = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, callbacks=[On(save=fill)])
+    with pytest.raises(RuntimeError, match="unexpected"):
+        trainer.train()
+    assert "is full: free some space before you go on." in flat(capsys.readouterr().out)

@@ -1,8 +1,11 @@
 """What a run warns of before its first step, when the arguments, the ledger or the noise make it likely to disappoint."""
 
+import contextlib
 import math
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from transformers.integrations import TensorBoardCallback
@@ -59,7 +62,7 @@ def start_warnings(
         *notes,
         *_length_notes(statement, args),
         *_unit_notes(run, args, notes=notes),
-        *_checkpoint_notes(run, args),
+        *_checkpoint_notes(run, args, model=model),
         *_rounding_notes(run, model),
         *_loss_noise_notes(statement, args, steps_per_epoch=run.sampler.steps_per_epoch),
     ]
@@ -165,7 +168,7 @@ def _unit_notes(run: PrivateRun, args: DopplerTrainingArguments, *, notes: Seque
     ]
 
 
-def _checkpoint_notes(run: PrivateRun, args: DopplerTrainingArguments) -> list[str]:
+def _checkpoint_notes(run: PrivateRun, args: DopplerTrainingArguments, *, model: Any) -> list[str]:
     """Return notes on what is lost if the run is interrupted. Users who switched saving off know it."""
     if args.save_strategy == "no":
         return []
@@ -181,7 +184,41 @@ def _checkpoint_notes(run: PrivateRun, args: DopplerTrainingArguments) -> list[s
             "save_only_model=True leaves optimizer, filter and schedule out of checkpoints, so a resumed run begins them "
             "anew: leave it out to continue after an interruption"
         )
+    free = free_bytes(args.output_dir)
+    kept = _checkpoints_kept(args, run)
+    needed = kept * _bytes_of_weights(model)
+    if free is not None and free < needed:
+        notes.append(
+            f"the weights of {kept} checkpoint{'s' * (kept > 1)} need {needed / 1e9:.2g} GB, and output_dir has "
+            f"{free / 1e9:.2g} GB left, so saving would end the run after ε was spent: free some space, or "
+            f"{'set save_total_limit=1' if kept > 1 else 'choose another output_dir'}"
+        )
     return notes
+
+
+def free_bytes(folder: str | Path | None) -> int | None:
+    """Return how many bytes can still be written into a folder, which may not exist yet; None if nobody can tell."""
+    path = Path(folder or ".").resolve()
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+    return None
+
+
+def _checkpoints_kept(args: DopplerTrainingArguments, run: PrivateRun) -> int:
+    """Return how many checkpoints lie in the output folder at the end, or at the moment when there are most."""
+    first, steps = _first_checkpoint(args, run), run.statement.steps_planned
+    saved = 1 if math.isinf(first) else math.ceil(steps / first)  # the last step is saved, too
+    # An old checkpoint is removed after the new one was written, and the best one is kept beside the last.
+    limit = args.save_total_limit
+    return saved if limit is None else min(saved, max(limit, 2 if args.load_best_model_at_end else 1) + 1)
+
+
+def _bytes_of_weights(model: Any) -> int:
+    """Return the bytes of the weights that a checkpoint holds: all weights, or of PEFT's models the trained ones."""
+    only_trained = hasattr(model, "peft_config")
+    return sum(
+        value.numel() * value.element_size() for value in model.parameters() if value.requires_grad or not only_trained
+    )
 
 
 def _first_checkpoint(args: DopplerTrainingArguments, run: PrivateRun) -> float:

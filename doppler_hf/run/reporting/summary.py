@@ -21,12 +21,13 @@ from doppler_hf.run.planning.plan import noise_of_average
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import noise_of_loss
 from doppler_hf.run.reporting.published_results import MAJORITY, MEAN_LABEL, MOST_FREQUENT_PREDICTED, MOST_FREQUENT_RIGHT
-from doppler_hf.run.reporting.start_warnings import start_warnings
+from doppler_hf.run.reporting.start_warnings import free_bytes, start_warnings
 from doppler_hf.run.resuming.checkpoints import step_of_checkpoint, whole_checkpoint
 from doppler_hf.training_args import DopplerTrainingArguments
 
 _ONE_ANSWER: Final = 0.95  # with a larger share of equal answers, a model seems not to read its inputs
 _LITTLE: Final = 0.1  # a model has learnt little if it has learnt less than this share of what it can learn
+_FULL: Final = 2**24  # bytes that are left when a larger file could not be written
 # torchrun, or `accelerate launch` with one process, sets these variables for the script.
 _OF_LAUNCHERS: Final = frozenset({"WORLD_SIZE", "ACCELERATE_USE_CPU"})
 
@@ -168,4 +169,7 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *,
         if isinstance(last, str)
         else f"There is no checkpoint, so a new run adds its ε to this ε. Next time, {sooner} save_strategy='steps'.",
     )
+    free = free_bytes(args.output_dir)
+    if free is not None and free < _FULL:
+        lines = (*lines, f"The disk of {args.output_dir} is full: free some space before you go on.")
     print(*lines)
