@@ -163,13 +163,13 @@ def print_interruption(ledger: PrivacyLedger, args: DopplerTrainingArguments, *,
         early = ", so the run will end that many steps early." if args.target_epsilon is not None else "."
         again = f" The {lost:,} step{'s' * (lost > 1)} after it will be repeated and count twice{early}"
     sooner = "save checkpoints with" if args.save_strategy == "no" else "save earlier, with a smaller save_steps and"
+    free = free_bytes(args.output_dir)
+    is_full = free is not None and free < _FULL
     lines = (
         f"\n{reason_in_words(error)}. Privacy spent: {spent}, recorded in {args.output_dir}/{LEDGER_NAME}.",
         f"To continue from {last}, call trainer.train(resume_from_checkpoint=True)." + again
         if isinstance(last, str)
         else f"There is no checkpoint, so a new run adds its ε to this ε. Next time, {sooner} save_strategy='steps'.",
+        *([f"The disk of {args.output_dir} is full: free some space before you go on."] if is_full else []),
     )
-    free = free_bytes(args.output_dir)
-    if free is not None and free < _FULL:
-        lines = (*lines, f"The disk of {args.output_dir} is full: free some space before you go on.")
     print(*lines)
