@@ -27,7 +27,7 @@ _SELECTIVE: Final = "selective"  # TRL adds this key to `gradient_checkpointing_
 
 def refuse_arguments(args: DopplerTrainingArguments, reasons: dict[str, str]) -> None:
     """Refuse TRL's arguments that a private run cannot have, each with its reason."""
-    checks.refuse_each(args, reasons)
+    checks.refuse_all([*checks.breaking_privacy(args, reasons)])
     if (args.gradient_checkpointing_kwargs or {}).get(_SELECTIVE):
         raise Refusal(
             "selective-checkpointing",

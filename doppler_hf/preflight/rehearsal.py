@@ -53,9 +53,8 @@ def rehearse(run: PrivateRun, trainer: Any) -> None:
     """Evaluate and save once on a small scale, as the run will after its first steps, and restore the trainer."""
     args, metrics, ignore_keys = trainer.args, {}, trainer._ignore_keys
     evaluates = args.eval_strategy != "no"
-    # A user who gives metrics calls `evaluate()` after the run, if the run itself does not evaluate.
-    will_evaluate = evaluates or (trainer.compute_metrics is not None and trainer.eval_dataset is not None)
-    if will_evaluate:
+    # A user who gives an evaluation set calls `evaluate()` after the run, if the run itself does not evaluate.
+    if evaluates or trainer.eval_dataset is not None:
         if overrides(trainer, "get_eval_dataloader"):
             found, is_metric_called = _metrics_of_first_batch(run, trainer, ignore_keys)
         else:

@@ -143,9 +143,9 @@ class DopplerTrainingArguments(TrainingArguments):
     )
     rehearse: bool = HfArg(
         default=True,
-        help="Before any ε is spent, evaluate two rows of each evaluation set (if the run evaluates or has "
-        "compute_metrics), and save the model without weights. Errors then cost no ε. Takes 0.3 s for RoBERTa-base. Without "
-        "it, any learning rate is allowed too.",
+        help="Before any ε is spent, evaluate two rows of each evaluation set, also if only trainer.evaluate() will use it, "
+        "and save the model without weights. Errors then cost no ε. Takes 0.3 s for RoBERTa-base. Without it, any learning "
+        "rate is allowed too.",
     )
     allow_any_learning_rate: bool = HfArg(
         default=False,
@@ -271,6 +271,12 @@ class DopplerTrainingArguments(TrainingArguments):
         """Check the arguments, as Transformers checks its own."""
         checks.check_kinds(self, base=DopplerTrainingArguments)
         self._fill_in()
+        if not self.disable_dp:
+            # Transformers may refuse the same arguments with an error that does not lead to a private run, such as the
+            # missing package of `deepspeed`.
+            checks.check_ranges(self)
+            checks.refuse_launcher(self)
+            checks.refuse_arguments(self)
         with checks.undo_settings_without_effect(self):
             super().__post_init__()
         # The `check` of a subclass cannot be called here, because the subclass's own __post_init__ has not finished.
@@ -303,9 +309,9 @@ class DopplerTrainingArguments(TrainingArguments):
             checks.refuse_privacy_without_dp(self, base=DopplerTrainingArguments)
         else:
             checks.check_ranges(self)
-            checks.refuse_without_effect(self)
-            checks.refuse_optim(self)
-            checks.refuse_jit_checkpoint(self)
+            checks.refuse_launcher(self)
+            checks.refuse_arguments(self)
+            checks.refuse_shaped_noise_with_poisson(self)
             galore.check_galore(self)
             checks.refuse_no_learning_rate(self)
-            checks.refuse_what_breaks_privacy(self)
+            checks.refuse_devices(self)

@@ -6,7 +6,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -96,7 +96,7 @@ IMPRECISE: Final = {
     "fp8": "its scales come from the whole batch, so the gradient of one record depends on the other records",
 }
 _FIXES: Final = {
-    "fp16": "Use bf16=True instead, or leave fp16 out",
+    "fp16": "Leave fp16 out, or set bf16=True in its place (on a CPU, together with use_cpu=True)",
     "deepspeed": "To shard the weights, use FSDP (recipes/accelerate/fsdp2.yaml)",
     "label_smoothing_factor": "Leave label_smoothing_factor out. For a classifier you may override compute_per_sample_loss: "
     "return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1, reduction='none')",
@@ -234,13 +234,6 @@ def check_ranges(args: TrainingArguments) -> None:
         value = getattr(args, name)
         if value is not None and not holds(value):
             raise Refusal("out-of-range", f"{name} must {words}; got {value}. {fix}")
-    if args.max_grad_norm:
-        raise Refusal(
-            "gradient-rescaled",
-            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave "
-            "max_grad_norm out. A private run clips the gradient of each record instead; its clip norm is "
-            "per_sample_max_grad_norm.",
-        )
 
 
 def setting_without_default_rate(base_optimizer: str, optim_target_modules: object) -> str | None:
@@ -283,8 +276,8 @@ def unused(args: TrainingArguments) -> frozenset[str]:
     return frozenset({*_WITHOUT_EFFECT, *of_adam, "adam_beta1", "max_grad_norm", "full_determinism"})
 
 
-def refuse_without_effect(args: TrainingArguments) -> None:
-    """Refuse arguments that would have no effect in this private run."""
+def _without_effect(args: TrainingArguments) -> Iterator[Refusal]:
+    """Yield refusals of the arguments that would have no effect in this private run."""
     adam = f"with base_optimizer={args.base_optimizer!r}"
     no_noise = (args.noise_multiplier != 0.0, "with noise_multiplier=0", "Set target_epsilon")
     no_units = (args.privacy_unit_column, "without privacy_unit_column", "Set privacy_unit_column")
@@ -319,12 +312,26 @@ def refuse_without_effect(args: TrainingArguments) -> None:
     }  # fmt: skip
     for name, (has_effect, reason, fix) in effects.items():
         owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
+        if not isinstance(owner, TrainingArguments | AcceleratorConfig):  # Transformers has not made an object of it yet.
+            continue
         value = getattr(owner, name)
         if value != default_of(owner, name) and not has_effect:
-            raise Refusal(
+            yield Refusal(
                 "no-effect",
                 f"{name}={value!r} has no effect {reason}. {f'{fix}, or leave {name} out' if fix else f'Leave {name} out'}.",
             )
+    name = OptimizerNames(args.optim).value
+    if name != default_of(args, "optim"):
+        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
+        yield Refusal(
+            "no-effect",
+            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. "
+            f"Leave optim out{galore}.",
+        )
+
+
+def refuse_shaped_noise_with_poisson(args: TrainingArguments) -> None:
+    """Refuse noise that is shaped over the steps with Poisson sampling, for which it has no guarantee."""
     if args.sampling == "poisson" and args.noise_shape not in ("auto", "white"):
         raise Refusal(
             "poisson-with-shaped-noise",
@@ -334,39 +341,8 @@ def refuse_without_effect(args: TrainingArguments) -> None:
         )
 
 
-def refuse_optim(args: TrainingArguments) -> None:
-    """Refuse an `optim` other than Transformers' default."""
-    name = OptimizerNames(args.optim).value
-    if name != default_of(args, "optim"):
-        galore = ", and switch GaLore on with optim_target_modules" if "galore" in name else ""
-        raise Refusal(
-            "no-effect",
-            f"optim={name!r} has no effect: DopplerTrainer builds its optimizer from base_optimizer and low_pass_filter. "
-            f"Leave optim out{galore}.",
-        )
-
-
-def refuse_jit_checkpoint(args: TrainingArguments) -> None:
-    """Refuse Transformers' checkpoint after SIGTERM, since a private run saves one itself."""
-    if args.enable_jit_checkpoint:
-        raise Refusal(
-            "jit-checkpoint",
-            "enable_jit_checkpoint=True is not needed, because DopplerTrainer itself saves a checkpoint when SIGTERM "
-            "arrives. The one of Transformers can lack the last step, and repeating that step would cost further ε. Leave "
-            "enable_jit_checkpoint out.",
-        )
-
-
-def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
-    """Refuse Transformers' arguments that would break the guarantee, with the reason."""
-    if args.n_gpu > 1:
-        raise Refusal(
-            "several-gpus",
-            f"This process sees {args.n_gpu} GPUs, and Trainer would split each batch over them with nn.DataParallel, where "
-            "per-sample gradients cannot be computed. Start the script with `accelerate launch`, or with "
-            "CUDA_VISIBLE_DEVICES=0.",
-        )
-    launched = os.environ.get("WORLD_SIZE", "1")
+def refuse_launcher(args: TrainingArguments) -> None:
+    """Refuse what a launcher asks for in the environment and a private run cannot have."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise Refusal(
             "breaks-privacy",
@@ -388,6 +364,18 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             f"{IMPRECISE[precision]}. It comes from `accelerate launch --mixed_precision`, accelerate's configuration file "
             "or ACCELERATE_MIXED_PRECISION. Set it to 'bf16' or 'no' there.",
         )
+
+
+def refuse_devices(args: TrainingArguments) -> None:
+    """Refuse several devices of one process, and processes that nothing connects."""
+    if args.n_gpu > 1:
+        raise Refusal(
+            "several-gpus",
+            f"This process sees {args.n_gpu} GPUs, and Trainer would split each batch over them with nn.DataParallel, where "
+            "per-sample gradients cannot be computed. Start the script with `accelerate launch`, or with "
+            "CUDA_VISIBLE_DEVICES=0.",
+        )
+    launched = os.environ.get("WORLD_SIZE", "1")
     if args.world_size == 1 != int(launched):
         # Transformers starts such processes if it finds no accelerator.
         raise Refusal(
@@ -395,20 +383,55 @@ def refuse_what_breaks_privacy(args: TrainingArguments) -> None:
             f"The launcher started {launched} processes (WORLD_SIZE), but Transformers does not connect them: each would "
             "train alone on all data and spend its own ε. On a CPU, set use_cpu=True.",
         )
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Refuse Transformers' arguments that a private run cannot have, all together."""
+    refuse_all([*_breaking_privacy(args), *_without_effect(args), *_not_needed(args)])
+
+
+def refuse_all(refusals: Sequence[Refusal]) -> None:
+    """Raise the first of these refusals, if there are any, with the messages of all, so that one change corrects all."""
+    if refusals:
+        first = refusals[0]
+        first.args = (first.code, "\n".join(str(each) for each in refusals))
+        raise first
+
+
+def _breaking_privacy(args: TrainingArguments) -> Iterator[Refusal]:
+    """Yield refusals of the arguments that would break the guarantee."""
+    yield from breaking_privacy(args, _BREAKS_PRIVACY)
     if not args.skip_memory_metrics:
-        raise Refusal(
+        yield Refusal(
             "memory-is-logged",
             "skip_memory_metrics=False cannot be used with differential privacy: the memory of a step depends on its batch, "
             "and would be logged and saved without noise. Leave skip_memory_metrics out.",
         )
-    refuse_each(args, _BREAKS_PRIVACY)
+    if args.max_grad_norm:
+        yield Refusal(
+            "gradient-rescaled",
+            f"max_grad_norm={args.max_grad_norm} would rescale the private gradient together with its noise. Leave "
+            "max_grad_norm out. A private run clips the gradient of each record instead; its clip norm is "
+            "per_sample_max_grad_norm.",
+        )
 
 
-def refuse_each(args: TrainingArguments, reasons: Mapping[str, str]) -> None:
-    """Refuse these arguments if they are set, each with the reason why a private run cannot have it."""
+def _not_needed(args: TrainingArguments) -> Iterator[Refusal]:
+    """Yield a refusal of Transformers' checkpoint after SIGTERM, since a private run saves one itself."""
+    if args.enable_jit_checkpoint:
+        yield Refusal(
+            "jit-checkpoint",
+            "enable_jit_checkpoint=True is not needed, because DopplerTrainer itself saves a checkpoint when SIGTERM "
+            "arrives. The one of Transformers can lack the last step, and repeating that step would cost further ε. Leave "
+            "enable_jit_checkpoint out.",
+        )
+
+
+def breaking_privacy(args: TrainingArguments, reasons: Mapping[str, str]) -> Iterator[Refusal]:
+    """Yield refusals of those of these arguments that are set, each with the reason why a private run cannot have it."""
     for name, reason in reasons.items():
         value = getattr(args, name)
-        # An empty value or False means "not set" in Transformers too.
-        if value != default_of(args, name) and value is not False and value not in ("", [], {}):
+        # An empty value, None or False means "not set" in Transformers too.
+        if value != default_of(args, name) and value is not False and value not in (None, "", [], {}):
             fix = _FIXES.get(name, f"Leave {name} out")
-            raise Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")
+            yield Refusal("breaks-privacy", f"{name}={value!r} cannot be used with differential privacy: {reason}. {fix}.")

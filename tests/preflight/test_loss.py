@@ -162,9 +162,8 @@ def test_a_model_that_returns_tuples_has_the_losses_that_it_has_with_names(cls):
 @pytest.mark.parametrize("cls", [BertForSequenceClassification, BertForMaskedLM, InTuples])
 def test_a_model_that_returns_tuples_trains_and_is_evaluated(tmp_path, cls):
     collator = pad_for_tokens if cls is BertForMaskedLM else pad
-    trainer = trained(
-        trainer_of(tmp_path, model=of_tuples(cls), collator=collator, max_steps=1, remove_unused_columns=False)
-    )
+    options = dict(collator=collator, evaluated=text_data(8, seed=1), max_steps=1, remove_unused_columns=False)
+    trainer = trained(trainer_of(tmp_path, model=of_tuples(cls), **options))
     assert trainer.state.global_step == 1
     assert trainer.evaluate()["eval_loss"] > 0.0
 

@@ -402,7 +402,7 @@ def refused_unspent(trainer, code):
 
 
 def test_evaluations_that_are_asked_for_later_need_a_delay(tmp_path):
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, evaluated=text_data(8, seed=1))
     trainer.args.set_evaluate("steps", 3)
     assert "Set args.eval_delay = 0" in refused_unspent(trainer, "no-eval-delay")
     trainer.args.eval_delay = 0
@@ -411,9 +411,15 @@ def test_evaluations_that_are_asked_for_later_need_a_delay(tmp_path):
 
 def test_evaluations_need_a_set(tmp_path):
     trainer = trainer_of(tmp_path)
-    trainer.eval_dataset = None
     trainer.args.set_evaluate("steps", 3, delay=0)
     refused_unspent(trainer, "nothing-to-evaluate")
+
+
+def test_a_set_that_only_a_later_evaluation_uses_is_tried_before_the_training(tmp_path):
+    raw = text_data(8, seed=1).rename_column("input_ids", "words")
+    assert "rename" in refused_unspent(trainer_of(tmp_path, evaluated=raw), "no-inputs")
+    trainer = trained(trainer_of(tmp_path, evaluated=raw.rename_column("words", "input_ids")))
+    assert trainer.evaluate()["eval_loss"] > 0.0
 
 
 class Locked(Rows):

@@ -43,11 +43,14 @@ def trainer_of(
     tmp_path, *, model=None, cls=DopplerTrainer, data=None, evaluated=None, collator=pad, callbacks=None,
     compute_metrics=None, processing_class=None, **overrides,
 ):  # fmt: skip
+    # Without evaluations there is no evaluation set, because it would be tried before the first step.
+    if evaluated is None and (compute_metrics is not None or "eval_strategy" in overrides):
+        evaluated = text_data(8, seed=1)
     return cls(
         model=tiny_bert() if model is None else model,
         args=arguments(tmp_path, **overrides),
         train_dataset=text_data() if data is None else data,
-        eval_dataset=text_data(8, seed=1) if evaluated is None else evaluated,
+        eval_dataset=evaluated,
         data_collator=collator,
         callbacks=callbacks,
         compute_metrics=compute_metrics,

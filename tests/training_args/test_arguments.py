@@ -8,7 +8,6 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from doppler_hf import DopplerTrainingArguments
-from doppler_hf.training_args.checks import refuse_what_breaks_privacy
 from tests.support.refusals import refused
 
 
@@ -124,19 +123,10 @@ def test_without_privacy_arguments_are_transformers(tmp_path, given):
     assert {name: getattr(args, name) for name in given} == given
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "parallelism_config"])
-def test_what_this_machine_may_not_be_able_to_set_up_is_refused_too(tmp_path, name):
-    args = arguments(tmp_path)
-    setattr(args, name, True)
-    with refused("breaks-privacy", match=f"^{name}"):
-        refuse_what_breaks_privacy(args)
-
-
 def test_deepspeed_of_a_launcher_is_refused_by_the_way_that_there_is(tmp_path, monkeypatch):
-    args = arguments(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with refused("breaks-privacy", match="recipes/accelerate/fsdp2.yaml"):
-        refuse_what_breaks_privacy(args)
+        arguments(tmp_path)
 
 
 def test_processes_that_would_train_by_themselves_are_refused(tmp_path, monkeypatch):

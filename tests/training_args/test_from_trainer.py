@@ -18,13 +18,12 @@ from tests.support.trainers import arguments
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "from-trainer.md").read_text()
 FIELDS = {field.name: field for field in dataclasses.fields(DopplerTrainingArguments)}
-# Said in prose, since they need another library, or a machine with several GPUs.
-IN_PROSE = {"deepspeed", "parallelism_config"}
-
-
 # Argument → a value that is refused, and the code of the refusal.
 ARGUMENTS = {
     "fp16": (True, "breaks-privacy"),
+    # Transformers would first miss a package.
+    "deepspeed": ({"zero_optimization": {"stage": 2}}, "breaks-privacy"),
+    "parallelism_config": (object(), "breaks-privacy"),
     "torch_compile": (True, "breaks-privacy"),
     "use_liger_kernel": (True, "breaks-privacy"),
     "train_sampling_strategy": ("group_by_length", "breaks-privacy"),
@@ -155,10 +154,29 @@ def test_every_argument_that_the_page_refuses_is_refused_for_its_reason(tmp_path
         assert REASONS[name] in str(refusal.value)
 
 
+def test_all_refused_arguments_are_named_together_and_without_them_the_arguments_are_made(tmp_path):
+    refused_together = dict(
+        train_sampling_strategy="group_by_length", dataloader_drop_last=True, max_grad_norm=1.0, data_seed=3,
+        length_column_name="words", optim="adafactor", enable_jit_checkpoint=True,
+    )  # fmt: skip
+    with refused("breaks-privacy") as refusal:
+        arguments(tmp_path, **refused_together)
+    lines = str(refusal.value).splitlines()
+    assert {line.partition("=")[0] for line in lines} == set(refused_together)
+    assert all(re.search(rf"leave {line.partition('=')[0]} out", line, re.IGNORECASE) for line in lines)
+    arguments(tmp_path)
+
+
+def test_fp16_on_a_cpu_is_replaced_as_the_message_says(tmp_path):
+    with refused("breaks-privacy", match=r"set bf16=True in its place \(on a CPU, together with use_cpu=True\)"):
+        arguments(tmp_path, fp16=True, use_cpu=False)
+    assert arguments(tmp_path, bf16=True, use_cpu=True).bf16
+
+
 def test_the_page_has_every_argument_that_is_refused():
     page = PAGE.split("## What is refused")[1]
-    assert set(ARGUMENTS) | IN_PROSE >= set(REASONS)
-    assert [name for name in [*ARGUMENTS, *IN_PROSE] if f"`{name}" not in page and not name.startswith("ddp_")] == []
+    assert set(ARGUMENTS) >= set(REASONS)
+    assert [name for name in ARGUMENTS if f"`{name}" not in page and not name.startswith("ddp_")] == []
 
 
 @pytest.mark.parametrize(("code", "options"), OF_TRAINER)

@@ -92,7 +92,7 @@ def test_unlabelled_rows_are_predicted_as_before_if_the_loss_needs_labels(tmp_pa
             labels = inputs.pop("labels")
             return torch.nn.functional.cross_entropy(model(**inputs).logits, labels, reduction="none")
 
-    trainer = trained(trainer_of(tmp_path, cls=Own, max_steps=1))
+    trainer = trained(trainer_of(tmp_path, cls=Own, evaluated=text_data(8, seed=1), max_steps=1))
     assert "eval_loss" in trainer.evaluate()
     trainer.data_collator = default_data_collator
     predicted = trainer.predict(Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3}))

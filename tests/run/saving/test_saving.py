@@ -27,7 +27,7 @@ from doppler_hf.privacy.ledger.weights import hashes
 from tests.support.adapters import prefixed
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
-from tests.support.tiny import pad, tiny_bert
+from tests.support.tiny import pad, text_data, tiny_bert
 from tests.support.trainers import ON_CPU, On, at, interrupt, trained, trainer_of, weights
 
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
@@ -242,7 +242,8 @@ FILLED = {
 )
 def test_what_is_filled_besides_the_training_is_not_vouched_for(tmp_path, capsys, what, when):
     callbacks = [] if when == "afterwards" else [On(**{when: lambda model, **_: FILLED[what](model)})]
-    trainer = trained(trainer_of(tmp_path, model=with_prototypes(), callbacks=callbacks))
+    options = dict(model=with_prototypes(), callbacks=callbacks, evaluated=text_data(8, seed=1))
+    trainer = trained(trainer_of(tmp_path, **options))
     if when == "afterwards":
         FILLED[what](trainer.model)
     assert "epsilon" not in trainer.evaluate()
@@ -269,7 +270,7 @@ def test_buffers_that_stay_or_are_not_saved_are_no_reason(tmp_path):
     ],
 )
 def test_what_a_run_or_an_evaluation_does_to_the_model_is_vouched_for(tmp_path, options):
-    trainer = trainer_of(tmp_path, **options)
+    trainer = trainer_of(tmp_path, evaluated=text_data(8, seed=1), **options)
     try:
         trainer.train()
     except KeyboardInterrupt:
