@@ -22,6 +22,7 @@ from doppler_hf.run.optimizer import learning_rate_in_words
 from doppler_hf.run.private_run import PrivateRun, callbacks_removed
 from doppler_hf.run.processes.processes import COMPARED_EVERY, on_process_0, refuse_different_replicas
 from doppler_hf.run.reporting.logged_loss import BoundWatch, forget_losses
+from doppler_hf.run.reporting.other_runs import remember_run
 from doppler_hf.run.reporting.summary import print_end, print_interruption, print_start
 from doppler_hf.run.weights.lineage import adapters_trained_by_others
 from doppler_hf.training_args import DopplerTrainingArguments
@@ -97,9 +98,8 @@ class PrivacyCallback(TrainerCallback):
                 "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
                 f"The budget allows {run.affordable} of the {remaining} remaining steps, because "
-                f"{_why_fewer(counted, step)}. Training will stop after {'it' if run.affordable == 1 else 'them'}.": (
-                    run.affordable < remaining
-                ),
+                f"{_why_fewer(counted, step)}. Training will stop after {'it' if run.affordable == 1 else 'them'}, before the "
+                "learning rate has come to the end of its schedule.": (run.affordable < remaining),
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
@@ -293,3 +293,5 @@ def end_run(
         run.ledger = run.ledger.as_written()  # Count as the file does, with all reserved steps.
         if state.is_world_process_zero:
             print_interruption(run.ledger, args, error=error)
+    if run.statement.search is None:  # a search is remembered as a whole
+        remember_run(run, folder=str(args.output_dir))

@@ -76,6 +76,9 @@ def test_a_run_that_anything_ends_states_the_planned_epsilon_everywhere(tmp_path
     printed = said(capsys)
     assert len(re.findall(rf"ε = {planned:.4g}, δ", printed)) == 2  # at the start and at the end
     assert printed.count(beside) == (error is None)
+    # Whoever stops early is told so before it, where a shorter plan would still help.
+    before = printed.partition("Privacy spent")[0]
+    assert ("EarlyStoppingCallback saves time, but no ε" in before) == (callback is STOPPING_EARLY)
     trainer.save_model()
     trainer.create_model_card()
     assert main(["verify", str(tmp_path / "out")]) == 0

@@ -73,7 +73,8 @@ def test_a_run_that_steps_were_lost_of_says_why_it_ends_early(tmp_path, capsys, 
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == planned - 1
     said = capsys.readouterr().out
-    assert re.search(rf"The budget allows {words}\.", said)
+    assert re.search(rf"The budget allows {words}, before the learning rate has come to the end of its schedule\.", said)
+    assert again.lr_scheduler.get_last_lr()[0] > 0.0
     assert "The run ended 1 step early, because steps that were made after the checkpoint count, too." in said
     trained(trainer_of(tmp_path / "whole", **options))
     assert "early" not in capsys.readouterr().out

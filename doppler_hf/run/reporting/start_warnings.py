@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from transformers import EarlyStoppingCallback
 from transformers.integrations import TensorBoardCallback
 
 from doppler_hf.filters.noise_shape import DROWNED, in_units_of_c
@@ -19,6 +20,7 @@ from doppler_hf.run.planning.plan import last_with_steps, noise_of_average, targ
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import copies_of_console, folder_of, local_callbacks, noise_of_loss
+from doppler_hf.run.reporting.other_runs import other_runs_note
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # At ε = 5, the definition alone allows an attack to recognise 99 % of the records with 1 % false positives. Usual are 1 to
@@ -58,8 +60,10 @@ def start_warnings(
         *(_raw_loss_notes(callbacks, output_dir=args.output_dir) if statement.train_loss == "raw" else ()),
         *_epsilon_notes(run.ledger),
         *_delta_notes(run.ledger),
+        *_other_runs_notes(run),
         *(_noisier_note(run, args) or low_signal_note(noise, num_trained=num_trained)),
         *notes,
+        *_early_stop_notes(run.ledger, callbacks),
         *_length_notes(statement, args),
         *_unit_notes(run, args, notes=notes),
         *_checkpoint_notes(run, args, model=model),
@@ -138,6 +142,26 @@ def _rounded_down(delta: float) -> float:
         return delta
     digits = 1 - math.floor(math.log10(delta))
     return round(math.floor(delta * 10.0**digits) / 10.0**digits, digits)
+
+
+def _other_runs_notes(run: PrivateRun) -> list[str]:
+    """Return a note on other runs on the same data. A trial of a search says nothing, since its ε is that of the search."""
+    assert run.ledger is not None
+    if run.statement.search is not None or why_not_private(run.ledger) is not None:
+        return []
+    total = total_of(run.ledger, epsilon=run.ledger.planned_epsilon)
+    return other_runs_note(run.digest_of_data, ledger=run.ledger, epsilon=total.epsilon)
+
+
+def _early_stop_notes(ledger: PrivacyLedger, callbacks: Sequence[Any]) -> list[str]:
+    """Return a note if a callback may stop the run early, which saves time but no ε."""
+    is_used = any(isinstance(each, EarlyStoppingCallback) for each in callbacks)
+    if not is_used or why_not_private(ledger) is not None:
+        return []
+    return [
+        "EarlyStoppingCallback saves time, but no ε: the ε of the whole plan counts wherever a run stops, because "
+        "intermediate results may decide that"
+    ]
 
 
 def _length_notes(statement: PrivacyStatement, args: DopplerTrainingArguments) -> list[str]:

@@ -49,6 +49,7 @@ from doppler_hf.run.digests import digests_of
 from doppler_hf.run.planning.plan import NO_TIME, Trial, in_digits
 from doppler_hf.run.private_run import PrivateRun
 from doppler_hf.run.reporting.logged_loss import is_console
+from doppler_hf.run.reporting.other_runs import other_runs_note, remember_run
 from doppler_hf.run.reporting.published_results import BASELINES, CLOCKS, USERS_WITH
 from doppler_hf.run.saving.json_state import writable_state
 from doppler_hf.run.search.interrupted_searches import (
@@ -137,7 +138,7 @@ def search(
         after.callback(lambda: _date_back(folder, to=began))
         noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=selection.delta, resume=resume)
         with noted as running:
-            _say_what_begins(trainer, folder, selection)
+            _say_what_begins(trainer, folder, selection, plan)
             began = running.state.began
             trial = trial._replace(interrupted=interrupted_in(folder, but=running.name))
             best = _best_of(
@@ -150,6 +151,7 @@ def search(
             assert run.ledger is not None
             running.name_best(run.ledger.name)
             run.forget_rounds()
+            remember_run(run, folder=str(folder))
             trainer.draw_training_curve(run)
             trainer.save_model()
     return BestRun(run.ledger.run_id, best.objective, best.settings, None)
@@ -174,13 +176,15 @@ def _call_of(
     )
 
 
-def _say_what_begins(trainer: Any, folder: Path, selection: Selection) -> None:
+def _say_what_begins(trainer: Any, folder: Path, selection: Selection, plan: PrivateRun) -> None:
     print(
         f"Search: ε = {selection.epsilon:.4g} at δ = {selection.delta:.3g} for all trials together, of which "
         f"{selection.trials.mean:g} are expected. Their number is secret, so nothing is shown until the search has ended. "
         "On the two tasks that we measured, a search was no better than a single run with the automatic values "
         f"({page('guides/search')})."
     )
+    for note in other_runs_note(plan.digest_of_data, epsilon=selection.epsilon):
+        print(f"{'warning':<14} {note}")
     if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
         print(
             "With EarlyStoppingCallback, the time that the search takes depends on the training records, and ε does not "
