@@ -98,8 +98,8 @@ class PrivacyCallback(TrainerCallback):
                 "max_steps or num_train_epochs"
                 + ("." if args.target_epsilon is None else ", and a larger target_epsilon."): remaining <= 0,
                 f"The budget allows {run.affordable} of the {remaining} remaining steps, because "
-                f"{_why_fewer(counted, step)}. Training will stop after {'it' if run.affordable == 1 else 'them'}, before the "
-                "learning rate has come to the end of its schedule.": (run.affordable < remaining),
+                f"{_why_fewer(counted, step)}. Training will stop after {'it' if run.affordable == 1 else 'them'}, before "
+                "the learning rate has come to the end of its schedule.": (run.affordable < remaining),
             }
             due = [*run.notes, *(note for note, is_due in notes.items() if is_due)]
             print_start(run, args, model=model, notes=due, callbacks=self._handler.callbacks)
