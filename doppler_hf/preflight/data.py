@@ -65,17 +65,20 @@ def _attributes_of(owner: Any) -> list[Any]:
 def refuse_without_inputs(dataset: Any, taken: Collection[str], *, labels: Collection[str], description: str | None) -> None:
     """Refuse a data set of which the model takes no column but labels, and what belongs to an input, such as its mask."""
     columns = dataset.column_names or ()
-    if taken and columns and {*taken}.difference(labels, RENAMED, ("labels",), _BESIDE_INPUTS).isdisjoint(columns):
-        text = next(columns_of_text(dataset) if is_table(dataset) else iter(()), "text")
+    inputs = [each for each in taken if each not in {*labels, *RENAMED, "labels", *_BESIDE_INPUTS}]
+    if taken and columns and {*inputs}.isdisjoint(columns):
+        name = next(iter(inputs), "input_ids")
+        text = next(columns_of_text(dataset), None) if is_table(dataset) else "text"
+        tokenize = f".map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True)"
+        tokenize = "" if text is None else f" If it has texts, tokenize them: {tokenize}."
         removed = ", ".join(column for column in columns if column not in {*taken, *RENAMED, "labels"})
         removed = f" ({removed})" if removed else ""
         raise Refusal(
             "no-inputs",
             f"The model takes none of the columns of the {(description or 'data').lower()} set ({', '.join(columns)}) as an "
             f"input. If a transform or the collator makes the inputs of columns that Transformers removes{removed}, set "
-            "remove_unused_columns=False. If a column has another name than the input, rename it, for example with "
-            ".rename_column(NAME, 'input_ids'). If it has texts, tokenize them: "
-            f".map(lambda rows: tokenizer(rows[{text!r}], truncation=True), batched=True).",
+            f"remove_unused_columns=False.{tokenize} If a column has another name than the input, rename it, for example "
+            f"with .rename_column(NAME, {name!r}).",
         )
 
 

@@ -203,7 +203,8 @@ def note_factors_without_effect(run: PrivateRun, trainer: Any) -> None:
         return
     run.notes.append(
         "compute_per_sample_loss returns a cross-entropy times a factor per record (class weights, focal loss). "
-        "With clipping='automatic' these factors have no effect, because every gradient is scaled to the same length. "
+        "With clipping='automatic' these factors have no effect on how much a record counts, because every gradient is "
+        "scaled to the same length. "
         "Return (losses, weights) with weights from 0 to 1, which are applied after clipping"
     )
 

@@ -145,7 +145,10 @@ def _missing_results(trainer: Any, found: dict[str, Any], *, is_metric_called: b
     """Return notes on a loss that evaluations will not report, and on metrics that they will not compute."""
     sets = evaluation_sets(trainer.eval_dataset)
     without_loss = [each for name in sets if (each := f"eval_{name}_loss" if name else "eval_loss") not in found]
-    where = f"it looks for the columns {', '.join(trainer.label_names) or 'labels'}"
+    where = (
+        f"it looks for the columns {', '.join(trainer.label_names) or 'labels'}. Set label_names to the names that the "
+        "labels have in your batches, or leave it out if they are called 'labels'"
+    )
     own = next((name for name in _EVALUATING if overrides(trainer, name)), None)
     if without_loss and own is not None:
         notes = [f"evaluations report no {without_loss[0]}, because {next(definitions(trainer, own)).place} returns none"]

@@ -146,7 +146,7 @@ def default_of(args: TrainingArguments | AcceleratorConfig, name: str) -> Any:
 def check_kinds(args: TrainingArguments, *, base: type[TrainingArguments]) -> None:
     """Refuse a value that is not among an argument's choices, or has the wrong type, such as a number in quotes."""
     hints = get_type_hints(base)
-    numbers = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps")
+    numbers = ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "max_steps", "num_train_epochs", "seed")
     for field in added_fields(base) + [field for field in fields(base) if field.name in numbers]:
         hint, value = hints[field.name], getattr(args, field.name)
         if get_origin(hint) is Literal:

@@ -67,6 +67,15 @@ def test_texts_that_were_not_tokenized_are_named(tmp_path):
         trainer_of(tmp_path, data=tokenized, evaluated=rows, eval_strategy="steps", eval_steps=1, max_steps=1).train()
 
 
+def test_data_without_texts_are_not_told_to_be_tokenized(tmp_path):
+    rows = Dataset.from_list([{"image": [index + 1] * 4, "labels": index % 2} for index in range(12)])
+    with refused("no-inputs", match=r"rename_column\(NAME, 'input_ids'\)\.") as refusal:
+        trainer_of(tmp_path, data=rows, max_steps=1).train()
+    assert "tokenizer" not in str(refusal.value)
+    options = dict(data=rows.rename_column("image", "input_ids"), collator=default_data_collator)
+    trained(trainer_of(tmp_path, max_steps=1, **options))
+
+
 def of_patients(number):
     return text_data(number).add_column("patient", [f"p{index // 2}" for index in range(number)])
 

@@ -375,6 +375,13 @@ def test_the_majority_is_of_the_labels_of_tokens_too():
     assert output.metrics["eval_majority_class_accuracy"] == 0.75
 
 
+def test_the_majority_is_of_the_labels_among_other_things_that_are_named():
+    several = (np.array([0, 1, 1, 1]), np.arange(4))
+    output = EvalLoopOutput(np.zeros((4, 2)), several, {"eval_accuracy": 0.7}, 4)
+    add_baselines(output, prefix="eval", is_own_loss=True, label_names=["labels", "number"])
+    assert output.metrics["eval_majority_class_accuracy"] == 0.75
+
+
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_regression_that_is_hardly_better_than_the_mean_label_is_told_of(tmp_path, capsys, knows):
     """As of STS-B, whose scores lie around 2.7, by a model that begins at 0; one that knows the labels has learnt them."""

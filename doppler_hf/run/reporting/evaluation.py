@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -208,7 +208,7 @@ class EvaluatingTrainer(ShardedTrainer):
             run.leave(self.model, speaks=True, writes=self.args.process_index == 0)
         if not self.args.disable_dp:
             is_own_loss = overrides(self, "compute_per_sample_loss")
-            add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss)
+            add_baselines(output, prefix=metric_key_prefix, is_own_loss=is_own_loss, label_names=self.label_names or ())
         users, compute = self._users, self.metrics_of_rows or self.compute_metrics
         if users is not None and compute is not None and output.predictions is not None and output.num_samples == len(users):
             found = mean_per_user(compute, output, users=users, prefix=metric_key_prefix)
@@ -258,13 +258,16 @@ def _by_record(values: Tensor, *, records: int | None, rows: int) -> Tensor:
     return values.unflatten(0, (records, rows)) if is_by_row else values
 
 
-def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool) -> None:
+def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool, label_names: Sequence[str] = ()) -> None:
     """Add to an evaluation (in place) what one answer for all rows reaches: the most frequent label or labels, or the mean.
 
     Metrics of several labels a row, and of answers in a text, have many names. There it adds how many rows get the model's
-    most frequent answer, and how many have the most frequent right answer.
+    most frequent answer, and how many have the most frequent right answer. Of several labels, only the one called `labels`
+    is looked at.
     """
     labels = output.label_ids
+    if isinstance(labels, tuple) and "labels" in label_names and len(labels) == len(label_names):
+        labels = labels[label_names.index("labels")]
     if isinstance(labels, tuple) and len(labels) == 2 and all(_is_column(each) for each in labels):
         ends = [each.reshape(-1) for each in labels]
         spans = output.predictions if isinstance(output.predictions, tuple) else ()

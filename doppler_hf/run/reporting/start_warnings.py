@@ -16,6 +16,7 @@ from doppler_hf.privacy import PrivacyLedger, PrivacyStatement
 from doppler_hf.privacy.accounting.accounting import without_partial_round
 from doppler_hf.privacy.accounting.composition import SMALLEST_DELTA
 from doppler_hf.privacy.ledger.terms import total_of, why_not_private
+from doppler_hf.privacy.loss_bounds import LossBound
 from doppler_hf.run.planning.plan import last_with_steps, noise_of_average, target_of_equal_noise
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.private_run import PrivateRun
@@ -28,6 +29,8 @@ from doppler_hf.training_args import DopplerTrainingArguments
 LARGEST_EPSILON: Final = 10.0
 # The run notes a logged loss with more noise than this, in units of its bound, or a quarter of an untrained model's loss.
 _NOISY: Final = 0.125
+# The same for a bound that is a guess: losses of an unknown unit may be far smaller than it.
+_NOISY_IF_GUESSED: Final = 0.01
 # A run with so many times the noise of the run that it continues gets a note. With 18 times, R² fell from 0.40 to -0.19.
 MUCH_NOISIER: Final = 4.0
 _OF_A_PERSON: Final = re.compile("user|patient|person|customer|client|author|speaker|sample_mapping")  # columns
@@ -68,7 +71,12 @@ def start_warnings(
         *_unit_notes(run, args, notes=notes),
         *_checkpoint_notes(run, args, model=model),
         *_rounding_notes(run, model),
-        *_loss_noise_notes(statement, args, steps_per_epoch=run.sampler.steps_per_epoch),
+        *_loss_noise_notes(
+            statement,
+            args,
+            steps_per_epoch=run.sampler.steps_per_epoch,
+            is_guessed=args.per_sample_max_loss is None and run.loss_bound == LossBound.guessed(),
+        ),
     ]
 
 
@@ -270,7 +278,9 @@ def _rounding_notes(run: PrivateRun, model: Any) -> list[str]:
     return [f"ε does not cover rounding in bf16: {how} all rows to one length, or use float32"]
 
 
-def _loss_noise_notes(statement: PrivacyStatement, args: DopplerTrainingArguments, *, steps_per_epoch: int) -> list[str]:
+def _loss_noise_notes(
+    statement: PrivacyStatement, args: DopplerTrainingArguments, *, steps_per_epoch: int, is_guessed: bool
+) -> list[str]:
     """Return a note on the noise of the logged loss if a single value says little about the loss, and what helps."""
     planned, largest = statement.steps_planned, statement.per_sample_max_loss
     if statement.train_loss != "private" or not statement.loss_noise_multiplier or args.logging_strategy == "no":
@@ -279,6 +289,12 @@ def _loss_noise_notes(statement: PrivacyStatement, args: DopplerTrainingArgument
     every = args.logging_steps if args.logging_steps >= 1 else math.ceil(args.logging_steps * planned)
     every = min(int(every) if args.logging_strategy == "steps" else steps_per_epoch, planned)
     noise, of_step = noise_of_loss(statement, steps=every), noise_of_loss(statement, steps=1)
+    if noise <= _NOISY * largest and is_guessed and noise > _NOISY_IF_GUESSED * largest:
+        return [
+            f"each value of the logged training loss has noise of ± {noise:.2g}, because losses are clipped to "
+            f"{largest:.3g}, which is a guess. If yours are smaller, set per_sample_max_loss to a number that they seldom "
+            "exceed and that does not come from the data: the noise is in proportion to it"
+        ]
     if noise <= _NOISY * largest:
         return []
     enough = math.ceil((of_step / (_NOISY * largest)) ** 2)

@@ -69,7 +69,13 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
         # As in Transformers, folders with other names, such as checkpoint-9-old, do not count.
         checkpoints = [path for path in sort_checkpoints(output_dir) if _NAME.fullmatch(Path(path).name)]
         whole = [checkpoint for checkpoint in checkpoints if is_whole(Path(checkpoint))]
-        if checkpoints and not whole:
+        if not checkpoints:
+            raise Refusal(
+                "no-checkpoint",
+                f"resume_from_checkpoint=True found no checkpoint in {output_dir}. Leave resume_from_checkpoint out to "
+                "start a new run, or set output_dir to the folder of the run that you want to resume.",
+            )
+        if not whole:
             raise Refusal(
                 "interrupted-checkpoint",
                 f"resume_from_checkpoint=True found no complete checkpoint in {output_dir}. Writing {len(checkpoints)} of "
@@ -88,7 +94,7 @@ def whole_checkpoint(resume_from_checkpoint: str | bool | None, *, output_dir: s
                 "an earlier run: the last one ended before it saved its first. Start over without resume_from_checkpoint; "
                 "the ε of both runs then add up.",
             )
-        return (own or covered or whole)[-1] if whole else True
+        return (own or covered or whole)[-1]
     if isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
         # A folder with a different name may hold only a model to start from.

@@ -100,6 +100,18 @@ def test_unlabelled_rows_are_predicted_as_before_if_the_loss_needs_labels(tmp_pa
     assert "test_loss" not in predicted.metrics
 
 
+def test_label_names_that_no_batch_has_are_told_with_the_mend(tmp_path, capsys):
+    seen = []
+    options = dict(compute_metrics=lambda predicted: seen.append(predicted) or {}, eval_strategy="epoch", max_steps=1)
+    trained(trainer_of(tmp_path / "1", label_names=["foo"], **options))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "it looks for the columns foo. Set label_names to the names that the labels have in your batches, or" in said
+    assert seen == []
+    trained(trainer_of(tmp_path / "2", **options))
+    assert seen
+    assert "found no labels" not in capsys.readouterr().out
+
+
 # --- a loss that no evaluation reports ------------------------------------------------------------------------------------
 
 

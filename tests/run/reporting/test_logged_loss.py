@@ -436,6 +436,16 @@ def test_the_start_of_a_small_run_says_that_no_value_is_enough(tmp_path, capsys,
     assert "training loss" not in said_at_start(tmp_path / "3", capsys, max_steps=20, logging_strategy="no")
 
 
+def test_the_start_of_a_loss_of_unknown_size_says_how_large_its_noise_is_and_which_argument_lowers_it(tmp_path, capsys):
+    amounts = Dataset.from_list([row | {"labels": row["labels"] / 2} for row in text_data(64)])
+    terms = dict(model=tiny_bert(num_labels=1), data=amounts, per_device_train_batch_size=32, max_steps=60)
+    terms |= dict(logging_steps=60, gradient_accumulation_steps=1)
+    start = said_at_start(tmp_path / "1", capsys, **terms)
+    noise = math.sqrt(99) * 5 / 32 / math.sqrt(60)
+    assert f"{NOISY}{noise:.2g}, because losses are clipped to 5, which is a guess. " in start
+    assert "training loss" not in said_at_start(tmp_path / "2", capsys, per_sample_max_loss=1.0, **terms)
+
+
 def said_at_start(tmp_path, capsys, **options):
     """Return the lines that are printed before the first step, and make none."""
     # Other tests may have set a level at which the start prints more.

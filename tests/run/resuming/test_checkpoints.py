@@ -66,6 +66,12 @@ def test_a_learning_rate_that_a_resume_does_not_take_is_told(tmp_path, capsys):
     assert "(from the checkpoint; learning_rate=0.5 has no effect)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_folder_without_checkpoints_cannot_be_resumed_and_begins_without_the_argument(tmp_path):
+    with refused("no-checkpoint", match="Leave resume_from_checkpoint out"):
+        trainer_of(tmp_path, **OPTIONS).train(resume_from_checkpoint=True)
+    trained(trainer_of(tmp_path, **OPTIONS))
+
+
 def test_a_word_that_is_false_begins_anew_and_a_folder_of_that_name_is_a_folder(tmp_path, monkeypatch):
     trained(trainer_of(tmp_path / "before", **OPTIONS))
     trainer = trainer_of(tmp_path, **OPTIONS)
