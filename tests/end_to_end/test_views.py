@@ -49,7 +49,6 @@ def image_trainer(tmp_path, *, cls=DopplerTrainer, data=None, model=None, callba
         model=model,
         args=arguments(tmp_path, **(options | overrides)),
         train_dataset=stripes().with_transform(shifted) if data is None else data,
-        eval_dataset=stripes(12, seed=1),
         data_collator=functools.partial(stack, dtype=model.dtype),
         callbacks=callbacks,
     )
@@ -81,8 +80,9 @@ def test_each_example_comes_in_different_views_and_evaluations_do_not(tmp_path):
     # Of ten ways to move an image four are the same with probability 1e-3.
     examples = sum(len(batch["labels"]) for batch in trainer.batches) // VIEWS
     assert differing >= examples - 3
-    assert len(trainer.get_eval_dataloader().dataset) == 12
-    assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader()) == 12
+    evaluated = trainer.get_eval_dataloader(stripes(12, seed=1))
+    assert len(evaluated.dataset) == 12
+    assert sum(len(batch["labels"]) for batch in evaluated) == 12
 
 
 def test_the_noise_is_that_of_one_view(tmp_path):
