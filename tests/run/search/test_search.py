@@ -36,6 +36,7 @@ from doppler_hf.privacy.ledger.file import WriterLock
 from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME
 from doppler_hf.privacy.ledger.terms import claim_in_words
 from doppler_hf.run.planning.learning_rate import automatic_learning_rate
+from doppler_hf.run.reporting import other_runs
 from doppler_hf.run.search import interrupted_searches, search
 from doppler_hf.run.search.interrupted_searches import RunningSearch, SearchState, interrupted_in
 from doppler_hf.run.search.search import another_trial
@@ -244,6 +245,7 @@ def test_nothing_that_is_left_or_shown_depends_on_the_number_of_trials(tmp_path,
             (place / name).mkdir(parents=True)
         monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))
         monkeypatch.setenv("XDG_STATE_HOME", str(place / "states"))
+        monkeypatch.setattr(other_runs, "_OF_PROCESS", {})  # the second search would name the first
         caplog.clear()
         capfd.readouterr()
         trainer, best = searched(
