@@ -8,6 +8,7 @@ from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
+from doppler_hf.run.planning import plan
 from doppler_hf.run.planning.plan import planned_statement
 from doppler_hf.run.resuming.earlier_ledgers import Previous
 from tests.support.ledgers import after
@@ -42,6 +43,15 @@ def test_a_new_run_is_calibrated_to_its_target(tmp_path):
     plan = plan_of(tmp_path)
     assert (plan.steps_planned, plan.sample_rate, plan.num_units, plan.target_delta) == (100, 0.05, 1000, DELTA)
     assert 0.999 * 3.0 <= total(plan, None, 100) <= 3.0
+
+
+@pytest.mark.parametrize("noise_shape", ["white", "banded:bands=4"])
+def test_a_calibration_with_slightly_too_little_noise_plans_no_more_than_the_target(tmp_path, monkeypatch, noise_shape):
+    """As the last bit of a multiplier may do where ε is simulated. Such a run would end before its last step."""
+    exact = plan.get_noise_multiplier
+    monkeypatch.setattr(plan, "get_noise_multiplier", lambda **options: 0.998 * exact(**options))
+    planned = plan_of(tmp_path, noise_shape=noise_shape)
+    assert 0.98 * 3.0 <= total(planned, None, 100) <= 3.0
 
 
 def test_a_run_without_a_step_is_refused_by_the_name_of_its_argument(tmp_path):
