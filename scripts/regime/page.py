@@ -7,12 +7,14 @@ from typing import Any, Final
 import numpy as np
 
 from scripts.regime.cells import METHODS, Cell
+from scripts.regime.equal_rates import changes_at_equal_rates
 from scripts.regime.explanations import LEAST_GAIN, what_could_explain_the_papers_gains
 from scripts.regime.results import Results
 from scripts.regime.search import (
     ADAM_LINES,
     GALORE_LINES,
     SGD_LINES,
+    USUAL,
     Line,
     Search,
     enlarged_cells,
@@ -27,6 +29,7 @@ from scripts.regime.search import (
     search_of,
     tests_at,
     tests_of,
+    written_terms,
 )
 from scripts.regime.tasks import TASKS
 from scripts.regime.theory import (
@@ -47,8 +50,8 @@ gain 3 to 10 points when networks are trained from scratch. Momentum is the simp
 **{found} Leave `low_pass_filter` at `"auto"`,** which takes momentum that suits the run, or no filter
 ([which](../../docs/method/filters.md#what-auto-chooses)).
 
-The study is far from complete. It covers only ε = {epsilons}, 50 epochs and batches of 1,000, which are the paper's shortest
-runs. Of the paper's nine filters only {filters} have test results. In [short runs at ε = 3](paper.md) a filter gained
+The study is far from complete. It covers only ε = {epsilons}, 50 epochs, which are the paper's fewest, and batches of
+{batches}. Of the paper's nine filters {filters} have test results. In [short runs at ε = 3](paper.md) a filter gained
 1.05 ± 0.15 points on the perceptron, but the rates there were chosen on the test records.
 """.strip()
 CHANGES: Final = (
@@ -76,15 +79,6 @@ ROOM: Final = (
     "images, and the same run with noise {noisy:.1f} % (one seed). {so}"
 )
 ALGORITHMS: Final = {"SGD": SGD_LINES, "AdamBC": ADAM_LINES, "GaLore": GALORE_LINES}
-TERMS: Final = {
-    "epsilon": lambda value: f"ε = {value:g}",
-    "batch_size": lambda value: f"B = {value:,}",
-    "schedule": lambda value: f"{value} schedule",
-    "clipping": lambda value: f"{value} clipping",
-    "epochs": lambda value: f"{value} epochs",
-    "sampling": lambda value: f"sampling by {value}",
-}
-USUAL: Final = "ε = 8, B = 1,000, constant rate, vanilla clipping, Poisson sampling"
 FIRST_PART: Final = """
 - **Command:** `python -m scripts.reproduce paper-regime --data-dir DATA`; this page is written from
   [paper-regime.jsonl](paper-regime.jsonl), which has a line for each training. With `--curvature` the command measures the
@@ -197,6 +191,7 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
         *what_a_quadratic_says(results, curvatures),
         *whether_it_is_low_pass(results),
         *whether_the_best_was_predicted(results),
+        *changes_at_equal_rates(results),
         *what_could_explain_the_papers_gains(results),
         *_what_else(results),
     ]
@@ -210,7 +205,7 @@ def _answer(results: Results) -> Iterator[str]:
     """Yield whether the paper's filters gain with each of the paper's algorithms, as far as it is known."""
     changes: list[str] = []
     intervals: dict[str, tuple[float, float]] = {}
-    filters, epsilons = dict[str, None](), dict[str, None]()
+    filters, epsilons, batches = dict[str, None](), dict[str, None](), dict[str, None]()
     for task in TASKS:
         for terms, searches in _searches_by_terms(task, results).items():
             reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
@@ -222,14 +217,15 @@ def _answer(results: Results) -> Iterator[str]:
                         continue
                     used = f"`{METHODS[name].low_pass_filter}`"
                     filters[used] = epsilons[f"{dict(terms).get('epsilon', 8):g}"] = None
+                    batches[f"{dict(terms).get('batch_size', 1000):,}"] = None
                     of = f"{used} with {algorithm} on `{task}`"
-                    intervals[of + (f", {_conditions(terms)}" if terms else "")] = interval(paired)
+                    intervals[of + (f", {written_terms(terms)}" if terms else "")] = interval(paired)
                     found.append(f"{used} {difference(paired)}")
                 if found:
-                    under = f", {_conditions(terms)}" if terms else ""
+                    under = f", {written_terms(terms)}" if terms else ""
                     changes.append(f"- `{task}`, {algorithm}{under}: {', '.join(found)}")
     if changes:
-        yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons))
+        yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons), batches=_and(batches))
         number = len(intervals)
         yield CHANGES.format(number=number, share=1 - 0.95**number) + "\n\n" + "\n".join(changes)
         yield from map(OTHER_BASE.format_map, _gains_against_other_rates(results))
@@ -313,7 +309,7 @@ def _answers(results: Results) -> Iterator[str]:
                     widest = max([widest, *((high - low) / 2 for low, high in map(interval, found) if low <= 0 <= high)])
                     beyond += sum(low > 0 or high < 0 for low, high in map(interval, found))
                     rows.append(
-                        f"| {task} | {_conditions(terms) if terms else 'usual'} | {name} − {base} | {len(found[0])} | "
+                        f"| {task} | {written_terms(terms) if terms else 'usual'} | {name} − {base} | {len(found[0])} | "
                         f"{' | '.join(map(difference, found))} |"
                     )
     yield "## What was found\n\n" + ("\n".join([ANSWERS, *rows]) if rows else "No comparison is finished.")
@@ -488,13 +484,9 @@ def _searches_by_terms(task: str, results: Results) -> dict[tuple[tuple[str, Any
     return by_terms
 
 
-def _conditions(terms: tuple[tuple[str, Any], ...]) -> str:
-    return ", ".join(TERMS[name](value) for name, value in terms) if terms else USUAL
-
-
 def _tables(task: str, results: Results) -> Iterator[str]:
     for terms, searches in _searches_by_terms(task, results).items():
-        yield f"## {task}: {_conditions(terms)}, C = {searches[0].clip_norm:g}"
+        yield f"## {task}: {written_terms(terms)}, C = {searches[0].clip_norm:g}"
         yield _table(searches, results)
 
 

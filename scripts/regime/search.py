@@ -7,7 +7,7 @@ the run. A rate above a better one may be stopped early where it is hopeless (`H
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ FACTOR: Final[Mapping[str, float]] = {SGD: 2.0, ADAM: 10**0.5}
 # The places of the rates 0.1, 0.4 and 0.8, which is the largest of the paper's grid.
 PAPERS_PLACES: Final = (-3, -1, 0)
 TUNING_SEED: Final = 100
+# What runs have in common that differ in the filter alone.
+_ALIKE: Final = ("epsilon", "batch_size", "schedule", "clipping", "epochs", "sampling", "seed")
 # Clip norms that are compared once for each task, with DPSGD at rates that keep rate times norm.
 CLIP_NORMS: Final = (1.0, 0.25, 4.0)
 
@@ -270,6 +272,17 @@ def tests_at(search: Search, place: int, results: Results) -> dict[int, float]:
     return {row["seed"]: 100 * row["test"] for row in reported_rows(cells, results)}
 
 
+def runs_of_sgd(
+    task: str, results: Results, *, terms: tuple[tuple[str, Any], ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield filter and result of the searches' runs of SGD under some conditions, the usual ones by default."""
+    like = Line(task, SGD_LINES[0], terms).cell(None, clip_norm=1.0)
+    for row in results.rows(task):
+        method = METHODS[row["method"]]
+        if method.base == "sgd" and all(row[name] == getattr(like, name) for name in _ALIKE):
+            yield method.low_pass_filter, row
+
+
 def paired_changes(reported: Mapping[str, dict[int, float]], name: str, other: str) -> np.ndarray | None:
     """Return how a method's accuracies differ from another's by seed; None if fewer than two seeds have both."""
     mine, theirs = reported[name], reported.get(other, {})
@@ -285,7 +298,9 @@ PROJECTED_TASKS: Final = ("mnist-perceptron",)
 # Of these methods no rate is searched.
 FURTHER: Final = ("ours, auto", "ours, Muon")
 FURTHER_TASKS: Final = ("cifar10-half",)
-MORE_SGD_LINES: Final = ("LP-DPSGD, first-order-v2", "LP-DPSGD, second-order")
+# The best filter under the usual conditions, which is tried under the others, too.
+BEST_FILTER: Final = "LP-DPSGD, first-order-v2"
+MORE_SGD_LINES: Final = (BEST_FILTER, "LP-DPSGD, second-order")
 # The filters of the paper's comparison of filters.
 COMPARED_LINES: Final = tuple(f"LP-DPSGD, f{number}" for number in range(1, 7))
 MORE_ADAM_LINES: Final = (
@@ -293,12 +308,12 @@ MORE_ADAM_LINES: Final = (
 )  # fmt: skip
 # What was repeated with new seeds, because it was the best of several: task → methods, and seeds.
 REPEATED: Final[Mapping[str, tuple[Sequence[str], Sequence[int]]]] = {
-    "cifar10-half": (("DPSGD", "DPSGD with momentum", "LP-DPSGD, first-order-v2"), range(5, 10)),
+    "cifar10-half": (("DPSGD", "DPSGD with momentum", BEST_FILTER), range(5, 10)),
 }
 # What is trained with larger images at the rates found with smaller ones, since a search there would take days: task → the
 # task that gives the rates, methods, and seeds.
 ENLARGED: Final[Mapping[str, tuple[str, Sequence[str], Sequence[int]]]] = {
-    "cifar10": ("cifar10-half", ("DPSGD", "DPSGD with momentum", "LP-DPSGD, first-order-v2"), range(3)),
+    "cifar10": ("cifar10-half", ("DPSGD", "DPSGD with momentum", BEST_FILTER), range(3)),
 }
 ALLOCATION: Final = ("sampling", "allocation")
 CONDITIONS: Final = (
@@ -314,6 +329,21 @@ CONDITIONS: Final = (
     (("epochs", 150),),
 )
 """What differs from ε = 8, B = 1,000, a constant rate, vanilla clipping and Poisson sampling, in the order of its worth."""
+
+USUAL: Final = "ε = 8, B = 1,000, constant rate, vanilla clipping, Poisson sampling"
+_WRITTEN: Final[Mapping[str, Callable[[Any], str]]] = {
+    "epsilon": lambda value: f"ε = {value:g}",
+    "batch_size": lambda value: f"B = {value:,}",
+    "schedule": lambda value: f"{value} schedule",
+    "clipping": lambda value: f"{value} clipping",
+    "epochs": lambda value: f"{value} epochs",
+    "sampling": lambda value: f"sampling by {value}",
+}
+
+
+def written_terms(terms: tuple[tuple[str, Any], ...]) -> str:
+    """Write in what conditions differ from the usual ones."""
+    return ", ".join(_WRITTEN[name](value) for name, value in terms) if terms else USUAL
 
 
 def family_of(method: str) -> tuple[str, str, str]:
@@ -332,8 +362,9 @@ def lines_of(task: str) -> list[list[Line]]:
     groups.append(_group(task, MORE_ADAM_LINES, ()))
     groups.append(_group(task, COMPARED_LINES, ()))
     for terms in CONDITIONS[1:]:
-        groups += [_group(task, methods, terms) for methods in (SGD_LINES, ADAM_LINES)]
-        groups.append(_group(task, (*MORE_SGD_LINES, *MORE_ADAM_LINES), terms, is_reported=False))
+        groups += [_group(task, methods, terms) for methods in ((*SGD_LINES, BEST_FILTER), ADAM_LINES)]
+        more = (method for method in (*MORE_SGD_LINES, *MORE_ADAM_LINES) if method != BEST_FILTER)
+        groups.append(_group(task, [*more], terms, is_reported=False))
     return groups
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, noise_gain, stability_limit
 from scripts.regime.cells import METHODS
 from scripts.regime.results import Results
-from scripts.regime.search import ADAM_LINES, GALORE_LINES, SGD_LINES, Line, search_of, tests_of
+from scripts.regime.search import ADAM_LINES, GALORE_LINES, SGD_LINES, Line, runs_of_sgd, search_of, tests_of
 from scripts.regime.spectrum import Released, Signal, peak_period, power_after, predicted_gain
 from scripts.regime.tasks import TASKS
 
@@ -21,8 +21,6 @@ FILTERS: Final = ("none", "momentum", "first-order-v1", "first-order-v2", "secon
 CURVATURES: Final = (0.01, 0.1, 0.5, 1.0, 1.5, 1.9)
 SPECTRUM: Final = Signal.name
 _EQUAL: Final = 2e-3  # The error of `ClosedLoop`, relative.
-# What runs have in common that differ in the filter alone.
-_CONDITIONS: Final = ("epsilon", "batch_size", "schedule", "clipping", "epochs", "sampling", "seed")
 LOW_PASS: Final = """
 ## Does the gradient change slowly?
 
@@ -220,7 +218,7 @@ def _in_thirds(row: dict[str, Any]) -> str:
 def _at_equal_rates(task: str, results: Results) -> list[dict[str, dict[str, Any]]]:
     """Return filter → row of the runs at the rates of DPSGD under the usual conditions, sorted by C times the rate."""
     found: dict[tuple[float, float], dict[str, dict[str, Any]]] = {}
-    for name, row in _usual_runs(task, results):
+    for name, row in runs_of_sgd(task, results):
         if row["held_out"] is not None:
             found.setdefault((row["clip_norm"], row["learning_rate"]), {})[name] = row
     with_theory = [runs for runs in found.values() if SPECTRUM in runs.get("none", {})]
@@ -301,19 +299,10 @@ def _periods(results: Results) -> Iterator[str]:
 def _by_filter(task: str, results: Results) -> dict[str, list[dict[str, Any]]]:
     """Return filter → runs of SGD that recorded their signal, under the usual conditions."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, row in _usual_runs(task, results):
+    for name, row in runs_of_sgd(task, results):
         if SPECTRUM in row:
             found.setdefault(name, []).append(row)
     return found
-
-
-def _usual_runs(task: str, results: Results) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield filter and row of the runs of SGD under the usual conditions."""
-    usual = Line(task, SGD_LINES[0]).cell(None, clip_norm=1.0)
-    for row in results.rows(task):
-        method = METHODS[row["method"]]
-        if method.base == "sgd" and all(row[name] == getattr(usual, name) for name in _CONDITIONS):
-            yield method.low_pass_filter, row
 
 
 def _period(row: dict[str, Any]) -> str:

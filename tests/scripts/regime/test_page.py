@@ -70,7 +70,7 @@ def test_the_answer_says_what_an_interval_excludes(page):
     assert "- `tiny`, SGD: `first-order-v1` +0.00 [-0.25, +0.25]" in narrow
     assert "It covers only ε = 8, 50 epochs" in narrow
     assert "All 2 intervals contain 0. That does not show that there is no effect: the widest is ±0.2 points." in narrow
-    assert "nine filters only `first-order-v1` have test results." in narrow
+    assert "nine filters `first-order-v1` have test results." in narrow
     assert "- `tiny`: the average gains 0.0 to 0.0 points; 0 of 2 intervals are above 0." in narrow
     assert "How much is there to gain?" not in narrow
     noiseless = row_of("DPSGD", 0.8, 0.62, rho=-0.9, epsilon=None)
@@ -121,14 +121,14 @@ def test_the_answer_counts_every_filter_under_every_condition(page):
     assert "2 of 3 intervals exclude a gain of 3 points." in found
     assert "- `tiny`, SGD: `first-order-v1` +0.97 [+0.82, +1.11], `second-order` -1.03 [-1.18, -0.89]" in found
     assert "- `tiny`, SGD, ε = 2: `first-order-v1` +6.97 [+6.82, +7.11]" in found
-    assert "It covers only ε = 8 and 2, 50 epochs" in found
+    assert "It covers only ε = 8 and 2, 50 epochs, which are the paper's fewest, and batches of 1,000." in found
     assert "depends on the rate" not in found
     at_another = [
         row_of("DPSGD", 0.4, 0.6, seed=seed, tests_once=True) | {"test": 0.609, "test_of_average": 0.6} for seed in (0, 1)
     ]
     found = page(*usual, *terms, *reported, *at_another)
     assert "against DPSGD at a rate of 0.4 the change is +0.10 [+0.10, +0.10] (2 seeds)." in found
-    assert "nine filters only `first-order-v1` and `second-order` have test results." in found
+    assert "nine filters `first-order-v1` and `second-order` have test results." in found
 
 
 def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
@@ -140,6 +140,20 @@ def test_only_runs_that_differ_in_the_filter_alone_are_compared(page):
     assert "| tiny | 1, 0.4 | 0.90 (0.90) |" in found
     assert "50.0, 50.0 | – | – | – | – |" in found
     assert "was trained at" not in found
+
+
+def test_the_map_compares_runs_at_equal_rates_and_conditions(page):
+    found = page(
+        row_of("DPSGD", 0.4, 0.50, seed=100), row_of(LP, 0.4, 0.53, seed=100), row_of("DPSGD", 0.8, 0.60, seed=100),
+        row_of("DPSGD", 1.6, None, seed=100), row_of(LP, 1.6, 0.40, seed=100), row_of(LP, 0.8, 0.70, seed=0),
+        row_of("DPSGD", 0.8, 0.61, seed=100, batch_size=5000), row_of(LP, 0.8, 0.59, seed=100, batch_size=5000),
+        row_of(LP, 0.8, 0.50, seed=100, epsilon=2.0),
+        row_of("DPAdamBC, β₁ = 0", 0.8, 0.3, seed=100), row_of("LP-DPAdamBC, first-order-v1", 0.8, 0.9, seed=100),
+    )  # fmt: skip
+    table = "| task | conditions | filter | 0.4 | 0.8 | |---|---|---|---|---| "
+    table += "| tiny | usual | none | 50.0 | 60.0 | | tiny | usual | first-order-v1 | +3.0 | – | "
+    table += "| tiny | B = 5,000 | none | – | 61.0 | | tiny | B = 5,000 | first-order-v1 | – | -2.0 | ##"
+    assert table in found
 
 
 def test_the_table_of_further_means_has_what_was_run(page, monkeypatch):
