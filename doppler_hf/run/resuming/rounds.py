@@ -92,8 +92,9 @@ class Rounds:
             return
         raise Refusal(
             "another-number-of-processes",
-            f"{what}more ε than target_epsilon={target:g} allows. {again}, raise target_epsilon, or start a new run with an "
-            "untrained model and another output_dir.",
+            f"{what}more ε than target_epsilon={target:g} allows. {again}, which needs no higher target. Or raise "
+            "target_epsilon: the remaining steps then get a new plan, and a small raise leaves them little ε and so much "
+            "noise. Or start a new run with an untrained model and another output_dir; the ε of both runs then add up.",
         )
 
     def secret_of(self, ledger: PrivacyLedger) -> RoundSecret:
