@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from doppler_hf.trainer import DopplerTrainer
     from doppler_hf.training_args import DopplerTrainingArguments
 
-# Names that need an extra are left out, so that `import *` works without the extra.
+# The trainers for TRL are left out. `import *` reads every name in this list, so with them it would fail where TRL is not
+# installed, and elsewhere every such import would take the seconds that TRL needs to load. A list that depended on what is
+# installed would make one script work on one machine and not on another.
 __all__ = ["DopplerTrainer", "DopplerTrainingArguments", "GradientRecorder", "__version__"]
 __version__ = VERSION
 
