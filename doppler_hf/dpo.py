@@ -59,6 +59,7 @@ _OF_LOSSES: Final = {"label_smoothing": ("robust", "exo_pair"), "discopop_tau": 
 
 # TRL's class is the first base class, so that its defaults hold and its `super()` calls reach ours.
 @with_earlier_arguments
+@checks.with_known_arguments
 @dataclass
 class DopplerDPOConfig(DPOConfig, DopplerTrainingArguments):
     """Arguments of `DopplerDPOTrainer`: `DPOConfig` with its defaults, plus `DopplerTrainingArguments`."""

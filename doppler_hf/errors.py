@@ -55,7 +55,7 @@ class Refusal(CodedError, ValueError):
 
 
 class TypeRefusal(Refusal, TypeError):
-    """A class has a definition that a private run cannot use."""
+    """A class has a definition that a private run cannot use, or is called with an argument that it does not have."""
 
 
 class Failure(CodedError, RuntimeError):

@@ -20,7 +20,7 @@ from doppler_hf.deprecated import with_earlier_arguments
 from doppler_hf.errors import Refusal
 from doppler_hf.run.saving.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
-from doppler_hf.training_args import DopplerTrainingArguments
+from doppler_hf.training_args import DopplerTrainingArguments, checks
 
 _NOT_PRIVATE: Final = {
     "packing": "a row would hold several texts, and a text could span two rows, so ε would not protect one text",
@@ -33,6 +33,7 @@ _MASK: Final = "completion_mask"  # a column of TRL's in data sets that are toke
 
 # TRL's class is the first base class, so that its defaults hold and its `super()` calls reach ours.
 @with_earlier_arguments
+@checks.with_known_arguments
 @dataclass
 class DopplerSFTConfig(SFTConfig, DopplerTrainingArguments):
     """Arguments of `DopplerSFTTrainer`: `SFTConfig` with its defaults, plus `DopplerTrainingArguments`."""

@@ -61,6 +61,7 @@ class UnsetValue(float):
 
 
 @with_earlier_arguments
+@checks.with_known_arguments
 @dataclass
 class DopplerTrainingArguments(TrainingArguments):
     """Arguments of `DopplerTrainer`.

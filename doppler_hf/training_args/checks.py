@@ -4,13 +4,14 @@
 """
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -117,6 +118,15 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
+# Another library's name of an argument → ours, where the two are too different to be found by their letters.
+_ELSEWHERE: Final = {
+    "epsilon": "target_epsilon",
+    "eps": "target_epsilon",
+    "delta": "target_delta",
+    "sigma": "noise_multiplier",
+    "clip_norm": "per_sample_max_grad_norm",
+    "l2_norm_clip": "per_sample_max_grad_norm",
+}
 # Arguments of Transformers that are read before the first step.
 _PLANNED_FROM: Final = (
     "max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
@@ -125,6 +135,28 @@ _PLANNED_FROM: Final = (
 )  # fmt: skip
 # Schedules of Transformers that ignore a warmup.
 _WITHOUT_WARMUP: Final = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+
+C = TypeVar("C", bound=type)
+
+
+def with_known_arguments(cls: C) -> C:
+    """Make a class of training arguments refuse a name that it does not have, and propose the name that may be meant."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        for name in options.keys() - known.keys():
+            meant = f" (did you mean {_ELSEWHERE[name]!r}?)" if name in _ELSEWHERE else did_you_mean(name, known)
+            raise TypeRefusal(
+                "unknown-argument",
+                f"{cls.__name__} got an unexpected keyword argument {name!r}{meant}. Correct the name, or leave it out.",
+            )
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def added_fields(base: type[TrainingArguments]) -> list[Field[Any]]:

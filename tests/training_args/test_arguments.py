@@ -92,6 +92,21 @@ def test_refused(tmp_path, overrides, code, said):
         arguments(tmp_path, **overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("epsilon", "target_epsilon"), ("target_eps", "target_epsilon"), ("delta", "target_delta"),
+        ("sigma", "noise_multiplier"), ("noise_multipler", "noise_multiplier"), ("l2_norm_clip", "per_sample_max_grad_norm"),
+        ("per_example_max_grad_norm", "per_sample_max_grad_norm"), ("learning_rat", "learning_rate"),
+    ],
+)  # fmt: skip
+def test_an_argument_by_another_librarys_name_is_refused_with_the_name_here(tmp_path, name, meant):
+    other = {"target_epsilon": None} if meant == "noise_multiplier" else {}
+    with refused("unknown-argument", match=rf"unexpected keyword argument '{name}' \(did you mean '{meant}'\?\)"):
+        arguments(tmp_path, **other, **{name: 1e-3})
+    assert getattr(arguments(tmp_path, **other | {meant: 1e-3}), meant) == 1e-3  # as proposed
+
+
 # A value other than the default for every argument of our own that the stock Trainer does not have.
 PRIVATE = dict(
     target_epsilon=3.0, noise_multiplier=1.0, target_delta=1e-5, allow_large_delta=True,
