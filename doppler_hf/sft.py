@@ -13,7 +13,7 @@ from typing import Any, Final
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import has_length
 from trl import SFTConfig, SFTTrainer
-from trl.data_utils import is_conversational_from_value
+from trl.data_utils import is_conversational, is_conversational_from_value
 
 from doppler_hf import trl_checks
 from doppler_hf.deprecated import with_earlier_arguments
@@ -90,6 +90,7 @@ class DopplerSFTTrainer(SFTTrainer, DopplerTrainer):
             _refuse_completion_without_prompt(args, train_dataset)
             given = inspect.signature(SFTTrainer).bind_partial(model, args, data_collator, train_dataset, *others, **options)
             _refuse_without_texts(given.arguments)
+            _refuse_unused_formatting(given.arguments)
             _refuse_no_chat_template(given.arguments)
             super().__init__(model, args, data_collator, train_dataset, *others, **options)
         if not self.args.disable_dp:
@@ -137,6 +138,30 @@ def _refuse_without_texts(given: Mapping[str, Any]) -> None:
                 f"{name} has no column {args.dataset_text_field!r}; it has the columns {', '.join(columns)}. If one of them "
                 "has the texts, set dataset_text_field to its name. Otherwise name columns 'prompt' and 'completion', or "
                 "'messages' for conversations, or pass a formatting_func.",
+            )
+
+
+def _refuse_unused_formatting(given: Mapping[str, Any]) -> None:
+    """Refuse a `formatting_func` whose texts TRL would not read, because the rows have other columns that it prefers."""
+    args = given["args"]
+    if args.disable_dp or given.get("formatting_func") is None or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    field = args.dataset_text_field
+    for name, data_set, columns in trl_checks.columns_of(given):
+        row: dict[str, Any] = next(iter(data_set), {})
+        preferred = {
+            "the columns 'prompt' and 'completion'": {"prompt", "completion"}.issubset(columns),
+            "the column 'input_ids'": "input_ids" in columns,
+            "the conversations in its rows": is_conversational(row) or is_conversational_from_value(row),
+            # TRL writes the texts of the function to this column, whatever the name of the column that it reads.
+            f"the column {field!r}, which dataset_text_field names": field != "text",
+        }
+        if read := next((each for each, is_read in preferred.items() if is_read), None):
+            raise Refusal(
+                "no-effect",
+                f"The argument formatting_func has no effect on {name}, because TRL reads {read} in place of its texts. "
+                f"Call the function yourself: data = data.map(lambda row: {{{field!r}: formatting_func(row)}}, "
+                "remove_columns=data.column_names). Or leave formatting_func out, to train on what TRL reads.",
             )
 
 

@@ -88,6 +88,36 @@ def test_texts_of_another_column_are_told_how_to_be_named(tmp_path):
     trainer_of(tmp_path, "text", data=chat.questions().rename_columns({"question": "prompt", "answer": "completion"}))
 
 
+def spoken(row):
+    return {"messages": chat.by("user", row["question"]) + chat.by("assistant", row["answer"])}
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "read"),
+    [
+        (lambda row: {"prompt": row["question"], "completion": row["answer"]}, {}, "the columns 'prompt' and 'completion'"),
+        (
+            lambda row: {"prompt": row["question"], "completion": row["answer"]}, dict(completion_only_loss=False),
+            "the columns 'prompt' and 'completion'",
+        ),
+        (spoken, {}, "the conversations in its rows"),
+        (lambda row: {"input_ids": [1, 2, 3]}, {}, "the column 'input_ids'"),
+        (lambda row: {"story": row["answer"]}, dict(dataset_text_field="story"), "the column 'story', which"),
+    ],
+)  # fmt: skip
+def test_a_formatting_function_whose_texts_are_not_read_is_refused(tmp_path, columns, options, read):
+    data = chat.questions().map(columns)
+    with refused("no-effect", match=f"formatting_func has no effect on train_dataset, because TRL reads {read}"):
+        trainer_of(tmp_path, "formatted", data=data, **options)
+    # The mends.
+    field = options.get("dataset_text_field", "text")
+    texts = data.map(lambda row: {field: joined(row)}, remove_columns=data.column_names)
+    decode = chat_tokenizer().decode
+    for row, (q, a) in zip(trainer_of(tmp_path, "text", data=texts, **options).train_dataset, chat.exchanges(), strict=True):
+        assert decode(row["input_ids"]) == f"{q}: {a}<|end|>"
+    trainer_of(tmp_path, "text", data=data, **options)
+
+
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_images_beside_texts_are_refused_and_the_texts_train_without_them(tmp_path, column):
     data = chat.texts()
@@ -127,7 +157,7 @@ def test_half_of_a_prompt_and_completion_is_named_with_its_mend(tmp_path, evalua
     # The mends.
     made(whole)
     made(both.remove_columns("prompt"))
-    made(both.rename_column("prompt", "question"), **asked)
+    made(both.rename_column("prompt", "question").remove_columns("messages"), **asked)
     made(speeches)
     turns = [[{"from": each["role"], "value": each["content"]} for each in row["messages"]] for row in speeches]
     made(Dataset.from_list([{"conversations": each} for each in turns]))
