@@ -6,6 +6,7 @@ model's input, with one gradient that is clipped as a whole.
 """
 
 import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,6 +42,8 @@ from doppler_hf.run.saving.saving import with_privacy_section
 from doppler_hf.trainer import DopplerTrainer
 from doppler_hf.training_args import DopplerTrainingArguments, checks
 
+# Names of columns of prompts in public data sets of preferences, none of which TRL reads.
+_LIKE_PROMPTS: Final = ("question", "instruction", "input", "query", "problem", "prompts")
 _ANSWERS: Final = ("chosen_ids", "rejected_ids")  # TRL's columns
 _OF_ANOTHER: Final = "it belongs to an option that a private run cannot have"
 _NOT_PRIVATE: Final = {
@@ -155,7 +158,9 @@ class DopplerDPOTrainer(DPOTrainer, DopplerTrainer):
     ) -> None:
         evaluated = others[0] if others else options.get("eval_dataset")
         with trl_checks.private_init(self, args, DopplerDPOConfig, train_dataset=train_dataset, eval_dataset=evaluated):
-            _refuse_without_answers(args, {"train_dataset": train_dataset, "eval_dataset": evaluated})
+            given = {"train_dataset": train_dataset, "eval_dataset": evaluated}
+            _refuse_without_answers(args, given)
+            _warn_of_unread_prompts(args, given)
             super().__init__(model, ref_model, args, data_collator, train_dataset, *others, **options)
 
     # --- the data, and their log-probabilities under the reference model ----------------------------------------------
@@ -255,6 +260,27 @@ def _refuse_without_answers(args: Any, given: Mapping[str, Any]) -> None:
                 f"{', '.join(columns)}. Rename the column of the better answers to 'chosen', and that of the worse answers "
                 "to 'rejected'.",
             )
+
+
+def _warn_of_unread_prompts(args: Any, given: Mapping[str, Any]) -> None:
+    """Warn of columns that look like prompts where TRL takes the common beginning of both answers for the prompt."""
+    if args.disable_dp or args.process_index > 0:
+        return
+    for name, data_set, columns in trl_checks.columns_of(given):
+        unread = [column for column in columns if column in _LIKE_PROMPTS]
+        if "prompt" in columns or not unread:
+            continue
+        row: dict[str, Any] = next(iter(data_set), {})
+        first = row.get("chosen")
+        # A conversation that the user begins has its prompt in it.
+        if isinstance(first, list) and first and first[0].get("role") != "assistant":
+            continue
+        warnings.warn(
+            f"{name} has no column 'prompt', so TRL takes the words with which both answers begin for the prompt, and does "
+            f"not read {', '.join(map(repr, unread))}. If the prompts are there, make a column 'prompt' of them, as with "
+            f"rename_column({unread[0]!r}, 'prompt'). If the answers begin with their prompts, remove the unread column.",
+            stacklevel=4,
+        )
 
 
 def with_tokens(row: dict[str, Any], *, limits: tuple[int | None, ...]) -> dict[str, Any]:

@@ -91,6 +91,28 @@ def test_several_processes_need_pairs_in_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
+def test_prompts_that_are_not_read_are_named(tmp_path, evaluated):
+    def made(data):
+        train, held_out = (chat.implicit_preferences(), data) if evaluated else (data, None)
+        return DopplerDPOTrainer(
+            tiny_llama(), None, arguments(tmp_path), None, train, held_out, processing_class=chat_tokenizer()
+        )
+
+    name, whole = "eval_dataset" if evaluated else "train_dataset", chat.preferences().rename_column("prompt", "question")
+    with pytest.warns(UserWarning, match=rf"^{name} has no column 'prompt'.*rename_column\('question', 'prompt'\)"):
+        made(whole)
+    # The mends: no warning follows.
+    made(whole.rename_column("question", "prompt"))
+    made(whole.remove_columns("question"))
+    spoken = {column: f"spoken_{column}" for column in ("chosen", "rejected")}
+    whole = whole.map(
+        lambda row: {spoken[each]: chat.by("user", row["question"]) + chat.by("assistant", row[each]) for each in spoken},
+        remove_columns=[*spoken],
+    )
+    made(whole.rename_columns({new: old for old, new in spoken.items()}))
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
 def test_a_missing_column_of_answers_is_named_with_its_mend(tmp_path, evaluated):
     def made(data):
         train, held_out = (chat.implicit_preferences(), data) if evaluated else (data, None)
