@@ -19,17 +19,20 @@ from tests.support.trainers import checked_trainer_of as trainer_of
 
 def train(folder, world, case):
     """What every process does; the environment tells it which one it is."""
-    if case == "equal":  # every example in every draw, so that one process and two draw the same
+    if case in ("equal", "other pieces"):  # every example in every draw, so that one process and two draw the same
         own = dict(
             noise_multiplier=0.5, noise_seed=3, per_device_train_batch_size=24 // world, base_optimizer="sgd",
             low_pass_filter="first-order-v1", learning_rate=0.1,
         )  # fmt: skip
+        if case == "other pieces" and os.environ["RANK"] == "1":
+            own |= dict(per_device_train_batch_size=4, gradient_accumulation_steps=3)
     else:
         own = dict(cls=NoSignal, noise_multiplier=2.0, per_sample_max_grad_norm=0.5, per_device_train_batch_size=8 // world)
     trainer = trainer_of(
         Path(folder) / case, callbacks=[recorder := Recorder()], evaluated=text_data(8, seed=1), use_cpu=True, max_steps=5,
         per_device_eval_batch_size=4,
-        gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=5, grad_sample_self_check=case == "equal", **own,
+        eval_strategy="steps", eval_steps=5, grad_sample_self_check=case == "equal",
+        **{"gradient_accumulation_steps": 1} | own,
     )  # fmt: skip
     if trainer.args.process_index > 0:  # replicas must not rely on being built alike
         with torch.no_grad():
@@ -107,7 +110,7 @@ def stopped(folder, world):
 CASES = {
     "resumed": resumed,
     "stopped": stopped,
-    **{case: functools.partial(train, case=case) for case in ("equal", "noise")},
+    **{case: functools.partial(train, case=case) for case in ("equal", "other pieces", "noise")},
     "shuffled": shuffled,
     "other_terms": other_terms,
     "drifted": drifted,
@@ -139,6 +142,18 @@ def test_two_processes_equal_one(two_processes, tmp_path):
     rounding = (24 + 50) * torch.finfo(torch.float32).eps
     torch.testing.assert_close(two[0]["gradients"], one["gradients"], atol=rounding, rtol=0)
     torch.testing.assert_close(two[0]["weights"], one["weights"], atol=5 * 0.1 * rounding, rtol=0)
+
+
+def test_processes_may_cut_their_shares_into_different_numbers_of_pieces(two_processes):
+    """A small device next to a large one: the sums, the steps and the batch are the same."""
+    for alike, cut in zip(two_processes["equal"], two_processes["other pieces"], strict=True):
+        assert (cut["batch"], cut["steps"]) == (alike["batch"], alike["steps"]) == (24, 5)
+        # Sums of 24 gradients of norm 1, each after some 50 operations in a row, in another order.
+        rounding = (24 + 50) * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(cut["gradients"], alike["gradients"], atol=rounding, rtol=0)
+        torch.testing.assert_close(cut["weights"], alike["weights"], atol=5 * 0.1 * rounding, rtol=0)
+        assert cut["eval_loss"] == pytest.approx(alike["eval_loss"], rel=1e-5)
+    assert torch.equal(*(run["weights"] for run in two_processes["other pieces"]))
 
 
 def assert_noise_is_added_once(runs):
