@@ -110,6 +110,7 @@ _WITHOUT_EFFECT: Final = {
     "dataloader_in_order": "because each batch is drawn at its own step",
     "length_column_name": f"because batches are sorted by the lengths of {LENGTH_COLUMN!r}",
     "average_tokens_across_devices": "because no loss is scaled by a number of tokens",
+    "sortish_sampler": "because texts are sorted by length within each random batch",
     "torch_empty_cache_steps": "because the private step leaves the cache to torch",
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
@@ -343,8 +344,10 @@ def _without_effect(args: TrainingArguments) -> Iterator[Refusal]:
         "adam_epsilon": no_adam if args.adam_bc_floor is None else (False, f"with adam_bc_floor={args.adam_bc_floor}", ""),
     }  # fmt: skip
     for name, (has_effect, reason, fix) in effects.items():
-        owner = args if name in type(args).__dataclass_fields__ else args.accelerator_config
-        if not isinstance(owner, TrainingArguments | AcceleratorConfig):  # Transformers has not made an object of it yet.
+        # Transformers may not have made an object of `accelerator_config` yet. Only some arguments have `sortish_sampler`.
+        owners = (args, args.accelerator_config) if isinstance(args.accelerator_config, AcceleratorConfig) else (args,)
+        owner = next((each for each in owners if name in type(each).__dataclass_fields__), None)
+        if owner is None:
             continue
         value = getattr(owner, name)
         if value != default_of(owner, name) and not has_effect:

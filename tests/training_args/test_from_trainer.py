@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from doppler_hf import DopplerTrainer, DopplerTrainingArguments
 from doppler_hf.training_args import checks
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments
+from tests.support.trainers import ON_CPU, arguments
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "from-trainer.md").read_text()
 FIELDS = {field.name: field for field in dataclasses.fields(DopplerTrainingArguments)}
@@ -51,6 +51,7 @@ ARGUMENTS = {
     "ddp_bucket_cap_mb": (25, "no-effect"),
     "ddp_broadcast_buffers": (False, "no-effect"),
     "ddp_static_graph": (True, "no-effect"),
+    "sortish_sampler": (True, "no-effect"),
 }
 REASONS = checks._BREAKS_PRIVACY | checks._WITHOUT_EFFECT
 
@@ -58,6 +59,11 @@ REASONS = checks._BREAKS_PRIVACY | checks._WITHOUT_EFFECT
 def with_optimizer(scheduled):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     return dict(optimizers=(None, torch.optim.lr_scheduler.StepLR(optimizer, 1)) if scheduled else (optimizer, None))
+
+
+@dataclasses.dataclass
+class Seq2SeqArguments(DopplerTrainingArguments, Seq2SeqTrainingArguments):
+    """As docs/guides/your-trainer.md makes them."""
 
 
 class OwnLoss(DopplerTrainer):
@@ -138,6 +144,8 @@ def test_every_name_on_the_page_is_there():
         "torchrun",
         "split_batches",
         "use_seedable_sampler",
+        "sortish_sampler",
+        "Seq2SeqTrainingArguments",
     }
     names = re.findall(r"`([a-zA-Z_]\w*)(?:=\w+)?`", PAGE)
     assert len(names) > 60
@@ -148,8 +156,9 @@ def test_every_name_on_the_page_is_there():
 def test_every_argument_that_the_page_refuses_is_refused_for_its_reason(tmp_path, name):
     value, code = ARGUMENTS[name]
     given = {"accelerator_config": {name: value}} if name in ("split_batches", "use_seedable_sampler") else {name: value}
+    cls = DopplerTrainingArguments if name in {*FIELDS, *given.get("accelerator_config", ())} else Seq2SeqArguments
     with refused(code, match=f"^{name}") as refusal:
-        arguments(tmp_path, **given)
+        cls(output_dir=str(tmp_path), noise_multiplier=1.0, use_cpu=ON_CPU, **given)
     if name in REASONS:
         assert REASONS[name] in str(refusal.value)
 
