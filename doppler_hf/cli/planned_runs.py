@@ -138,6 +138,12 @@ class PlanRequest:
                 f"--epsilon must be from {LEAST_EPSILON:g} to {LARGEST_EPSILON:g}; got {self.epsilon:g}. Start with "
                 f"{FIRST_EPSILON}.",
             )
+        if self.epsilon is not None and self.epsilon * self.num_examples < 1.0:
+            raise Refusal(
+                "epsilon-too-small",
+                f"--epsilon must be at least 1/N = {1 / self.num_examples:.3g}; got {self.epsilon:g}. With a smaller ε, "
+                f"even all records together may hardly change the model, so it cannot learn. Start with {FIRST_EPSILON}.",
+            )
         if self.delta is not None and not 0 < self.delta * self.num_examples < 1:
             # A mechanism that publishes one of the N records at random satisfies DP with a larger δ.
             raise Refusal(

@@ -57,6 +57,7 @@ from doppler_hf.run.planning.plan import (
     mechanisms_of,
     planned_batch_size,
     planned_statement,
+    refuse_hopeless_target,
 )  # fmt: skip
 from doppler_hf.run.precision import computes_in_bf16
 from doppler_hf.run.processes.processes import broadcast_weights, compare_terms, on_process_0
@@ -182,6 +183,7 @@ class PrivateRun:
             first_step=self._first_step if args.noise_seed is None else 0,
             seed=args.noise_seed,
         )
+        refuse_hopeless_target(args, self.sampler)
         resumed = None if previous.checkpoint is None or previous.ledger is None else previous.ledger.statement
         shape = chosen_noise_shape(args, sampler=self.sampler, num_trained=num_trained, resumed=resumed, trial=trial)
         # Shaped noise protects a unit that takes part at most once in `bands` steps.

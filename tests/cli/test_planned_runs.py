@@ -55,6 +55,7 @@ def test_epsilon_and_noise_multiplier_follow_from_each_other():
         ({"epochs": 1e308}, "out-of-range", "more than 10,000,000 steps"),
         ({"epochs": None, "max_steps": 10**14}, "out-of-range", "more than 10,000,000 steps"),
         ({"epsilon": 1e-300}, "out-of-range", "--epsilon must be from 1e-06 to 1e.12; got 1e-300"),
+        ({"epsilon": 9e-4}, "epsilon-too-small", "--epsilon must be at least 1/N = 0.001; got 0.0009.* Start with 8"),
         ({"epsilon": 1e300}, "out-of-range", "--epsilon must be from 1e-06 to 1e.12; got 1e.300"),
         ({"batch_size": 1001}, "batch-too-large", "1000.* 1001"),
         ({"epochs": math.nan}, "out-of-range", "--epochs .*nan"),

@@ -111,6 +111,19 @@ def planned_delta(args: DopplerTrainingArguments, sampler: AllocationSampler) ->
     return delta
 
 
+def refuse_hopeless_target(args: DopplerTrainingArguments, sampler: AllocationSampler) -> None:
+    """Refuse a target so small that no run can learn; its calibration would take many times as long as that of others."""
+    # All N units together may change the distribution of the weights by a factor of about e^(Nε), which is then below e.
+    if args.target_epsilon is not None and args.target_epsilon * sampler.num_units < 1.0:
+        raise Refusal(
+            "epsilon-too-small",
+            f"target_epsilon must be at least 1/N, with N = {sampler.num_units:,} {sampler.noun}s; got "
+            f"{args.target_epsilon:g}. With a smaller ε, even all {sampler.noun}s together may hardly change the model, so "
+            "it cannot learn. Raise target_epsilon; a usual value is 8. For a study of such noise, set noise_multiplier in "
+            "its place.",
+        )
+
+
 def planned_statement(
     args: DopplerTrainingArguments,
     *,

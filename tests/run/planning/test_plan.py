@@ -7,6 +7,7 @@ import pytest
 from doppler_hf.filters import NoiseShape
 from doppler_hf.filters.noise_shape import WHITE
 from doppler_hf.privacy import AllocationSampler, PrivacyLedger
+from doppler_hf.privacy.accounting import calibration
 from doppler_hf.privacy.accounting.accounting import get_total_epsilon
 from doppler_hf.run.planning import plan
 from doppler_hf.run.planning.plan import planned_statement
@@ -91,6 +92,17 @@ def test_a_delta_that_permits_publishing_an_example_is_refused(tmp_path, delta):
     for less in (0.999e-3, 1e-10, None):
         assert plan_of(tmp_path, target_delta=less).why_not_private is None
     assert plan_of(tmp_path, target_delta=delta, allow_large_delta=True).why_not_private.startswith("δ ≥ 1/N")
+
+
+def test_a_target_with_which_nothing_can_be_learnt_is_refused_before_its_long_calibration(tmp_path, monkeypatch):
+    below = dict(noise_multiplier=None, target_epsilon=0.99 / 24)
+    with monkeypatch.context() as patched:
+        patched.setattr(calibration, "bound", lambda *args, **options: pytest.fail("it is calibrated"))
+        with refused("epsilon-too-small", match="N = 24 records; got 0.04125. .* a usual value is 8"):
+            trainer_of(tmp_path, **below).train()
+    # The mends, and the smallest target.
+    for mend in (dict(target_epsilon=8.0), dict(target_epsilon=None, noise_multiplier=100.0), dict(target_epsilon=1 / 24)):
+        assert trainer_of(tmp_path, **below | mend).privacy.statement.private
 
 
 def test_one_example_is_refused_by_what_it_is(tmp_path):
