@@ -25,6 +25,7 @@ from doppler_hf.run.reporting.logged_loss import BoundWatch, forget_losses
 from doppler_hf.run.reporting.other_runs import remember_run
 from doppler_hf.run.reporting.summary import print_end, print_interruption, print_start
 from doppler_hf.run.weights.lineage import adapters_trained_by_others
+from doppler_hf.run.weights.merges import is_base_partial
 from doppler_hf.training_args import DopplerTrainingArguments
 
 # The methods that a step calls on the trainer, and the attributes that it reads there.
@@ -92,6 +93,8 @@ class PrivacyCallback(TrainerCallback):
                 f"This run continues the ledger of the model's earlier run, so the {counted} steps of that run count, too. "
                 "If you train on different data, make a new trainer with another output_dir.": step == 0 and counted,
                 earlier_in_words(ledger): ledger.earlier,
+                "The base of the adapter is quantized or sharded. If you merge the adapter into the whole base and train on "
+                "with the same data, that run will not know of this one: add up their ε.": is_base_partial(model),
                 "The earlier run was complete, and this run may depend on its results, so it counts as a plan of its own "
                 "and its ε is added.": ledger.is_repeated and remaining > 0,
                 f"All {step} steps of this run were already done, so nothing was trained. To continue, set a larger "
@@ -142,7 +145,14 @@ class PrivacyCallback(TrainerCallback):
         """Undo changes of arguments, as after every event."""
         self._run.terms.keep(args)
 
-    on_optimizer_step = on_evaluate = on_save = on_epoch_end = on_substep_end
+    on_optimizer_step = on_save = on_substep_end
+
+    def on_evaluate(self, args: DopplerTrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Note the weights, since other callbacks keep the best ones so far, or those of an epoch, at these events."""
+        self._run.terms.keep(args)
+        self._run.remember_between_saves(kwargs["model"], writes=state.is_world_process_zero)
+
+    on_epoch_end = on_evaluate
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Tell the sampler the step of its next batch."""

@@ -626,6 +626,11 @@ class PrivateRun:
             return self.trained_model.only_trained_parts_changed(model)
         return is_known(model, self.ledger.models)
 
+    def remember_between_saves(self, model: nn.Module, *, writes: bool) -> None:
+        """Let later runs recognise the weights that the model has now, which a callback of the user may keep."""
+        if self.ledger is not None and self.trained_model is not None:
+            self.trained_model.remember_between_saves(model, self.ledger, writes=writes)
+
     def leave(self, model: nn.Module, *, speaks: bool, writes: bool, together: bool = True) -> bool:
         """Record the model as the run leaves it; see `TrainedModel.leave`."""
         if self.ledger is None or self.trained_model is None:

@@ -57,3 +57,28 @@ def test_a_mixture_trains_and_is_read_again(tmp_path, build, experts):
     with torch.no_grad():
         ours, again = (model.eval()(input_ids=ids).logits for model in (trainer.model, saved))
     assert torch.equal(again, ours)
+
+
+@pytest.mark.parametrize("experts", EXPERTS[:2], ids=["nested", "one"])
+def test_adapters_of_experts_are_recognised_when_they_are_merged(tmp_path, monkeypatch, experts):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def trained(name, model, **config):
+        trainer = DopplerSFTTrainer(
+            model=model,
+            args=arguments_of(
+                tmp_path / name, cls=DopplerSFTConfig, bf16=False, learning_rate=1e-2, router_aux_loss_coef=0.0
+            ),
+            train_dataset=chat.prompts(),
+            processing_class=chat_tokenizer(),
+            peft_config=LoraConfig(r=2, **config),
+        )
+        trainer.train()
+        trainer.save_model()
+        return trainer.privacy.ledger
+
+    first = trained("first/out", made(mixtral), target_modules=[], target_parameters=experts)
+    for precision in (torch.float32, torch.bfloat16):
+        merged = PeftModel.from_pretrained(made(mixtral), tmp_path / "first/out").merge_and_unload()
+        second = trained(f"{precision}/out", merged.to(precision).float(), target_modules=["q_proj"])
+        assert first.name in second.earlier_trainings

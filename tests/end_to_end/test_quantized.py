@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from tests.support import chat
 from tests.support.chat import END, PAD, VOCABULARY, arguments_of, chat_tokenizer
+from tests.support.printed import flat
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 
@@ -92,10 +93,11 @@ def test_a_quantized_base_trains_and_keeps_its_bytes(tmp_path, base, bits):
     assert torch.equal(logits(again), logits(trainer.model))
 
 
-def test_adapters_are_merged_into_the_whole_base(tmp_path, base):
+def test_adapters_are_merged_into_the_whole_base(tmp_path, base, capsys):
     trainer = trainer_of(tmp_path, prepare_model_for_kbit_training(loaded(base, IN_4)))
     trainer.train()
     trainer.save_model()
+    assert "The base of the adapter is quantized or sharded. If you merge the adapter" in flat(capsys.readouterr().out)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
     expected = logits(adapted)
     merged = adapted.merge_and_unload()

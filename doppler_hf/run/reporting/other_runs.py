@@ -51,6 +51,6 @@ def other_runs_note(data: DataDigest, *, ledger: PrivacyLedger | None = None, ep
     which = "the latest with " if len(found) > _MOST_NAMED else "with "
     return [
         f"this process has already made {len(found)} private run{'s' * (len(found) > 1)} on the same data, {which}{latest}. "
-        f"If you publish more than one of these models, or choose among them by their results, their ε add up (to "
-        f"{total:.4g} with this one)"
+        f"If you publish more than one of these models, choose among them by their results, or began this run with weights "
+        f"of one of them, their ε add up (to {total:.4g} with this one)"
     ]

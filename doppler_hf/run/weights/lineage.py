@@ -17,6 +17,7 @@ docs/trust/ledger.md says so. The register holds only digests of weights that a 
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple, final
@@ -51,6 +52,8 @@ _MOST_VALUES: Final = 2**16
 # In half precision, a run with a small learning rate leaves most values of a vector as they are, perhaps all. So vectors,
 # and matrices with fewer values than this, have no mark of their values in half precision.
 _FEWEST_HALVES: Final = 2**8
+# So many weights have marks at an evaluation, where recognising the whole model is enough.
+_FEW: Final = 8
 # The settings of PEFT's configurations that say whether a new adapter leaves the model's output as it is.
 _STARTS: Final = ("init_lora_weights", "init_ia3_weights", "init_weights")
 # The most runs in the register. A further run removes the oldest.
@@ -103,7 +106,7 @@ class Lineage:
             name: spent for name, spent in self._at_start.items() if not any(is_continued_by(name, plan) for plan in own)
         }
 
-    def marks_of_trained(self, model: nn.Module, *, together: bool = True) -> frozenset[str]:
+    def marks_of_trained(self, model: nn.Module, *, together: bool = True, most: int | None = None) -> frozenset[str]:
         """Return the marks of the weights that this run has trained so far.
 
         Weights that still have the value with which the run began are left out, since another model may have the same value.
@@ -112,14 +115,17 @@ class Lineage:
             model: The trained model.
             together: Whether every process calls this at the same moment. If not, sharded weights are left out, since no
                 process can read a whole weight alone.
+            most: The most weights whose marks are returned, evenly spread over the model; None for all.
         """
-        found: set[str] = set()
-        for name, parameter in model.named_parameters():
-            if not together and isinstance(parameter, DTensor):
-                continue
-            if parameter.requires_grad and _is_distinctive(parameter):
-                found |= _marks(parameter, both_halves=True).all - self._begun.get(name, Marks("", frozenset())).all
-        return frozenset(found)
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and _is_distinctive(parameter) and (together or not isinstance(parameter, DTensor))
+        }
+        names = [*trained][:: 1 if most is None else max(1, math.ceil(len(trained) / most))]
+        return frozenset().union(
+            *(_marks(trained[name], both_halves=True).all - self._begun.get(name, _NO_MARKS).all for name in names)
+        )
 
     def remember(self, model: nn.Module, ledger: PrivacyLedger, *, marks: frozenset[str], writes: bool) -> None:
         """Record the cost of the model's weights for later runs.
@@ -132,24 +138,21 @@ class Lineage:
         """
         if ledger.steps_run == 0:
             return
-        trainings = ledger.trainings
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 past = _BY_OBJECT.get(parameter, Past({}, {}))
                 begun = {} if name not in self._begun else {self._begun[name].exact: self._at_start}
-                _BY_OBJECT[parameter] = Past(trainings, past.begun | begun)
-        # Checkpoints of this run may be loaded again, so their marks are kept, also the marks of another process.
-        before = [_OF_PROCESS.get(ledger.run_id), _read_one(_register() / f"{ledger.run_id}.json")]
+                _BY_OBJECT[parameter] = Past(ledger.trainings, past.begun | begun)
         merges, of_merged = self._merge(model)
-        known = [record for record in before if record is not None]
-        record = Record(
-            trainings,
-            frozenset().union(marks, of_merged, *(each.marks for each in known)),
-            tuple(dict.fromkeys([*(each for record in known for each in record.merges), *merges]))[-MOST_MERGES:],
-        )
-        _OF_PROCESS[ledger.run_id] = record
-        if writes:
-            _write(ledger.run_id, record)
+        _add_to_record(ledger, marks | of_merged, merges, writes=writes)
+
+    def remember_between_saves(self, model: nn.Module, ledger: PrivacyLedger, *, writes: bool) -> None:
+        """Record marks of a few weights, by which the whole model is recognised if a callback of the user keeps it now.
+
+        Every process must call this at the same moment.
+        """
+        if ledger.steps_run:
+            _add_to_record(ledger, self.marks_of_trained(model, most=_FEW), [], writes=writes)
 
     def _merge(self, model: nn.Module) -> tuple[list[Merge], set[str]]:
         """Merge some adapted layers, and return sketches of these merges, and marks of the resulting weights."""
@@ -160,6 +163,20 @@ class Lineage:
                 marks |= _marks(each.after, both_halves=True).all - _marks(each.before, both_halves=True).all
             merges += [sketched(layers)] if is_sketched else []
         return [merge for merge in merges if merge], marks
+
+
+def _add_to_record(ledger: PrivacyLedger, marks: frozenset[str], merges: list[Merge], *, writes: bool) -> None:
+    # Earlier weights of this run may be loaded again, so their marks are kept, also the marks of another process.
+    before = [_OF_PROCESS.get(ledger.run_id), _read_one(_register() / f"{ledger.run_id}.json")]
+    known = [record for record in before if record is not None]
+    record = Record(
+        ledger.trainings,
+        marks.union(*(each.marks for each in known)),
+        tuple(dict.fromkeys([*(each for record in known for each in record.merges), *merges]))[-MOST_MERGES:],
+    )
+    _OF_PROCESS[ledger.run_id] = record
+    if writes:
+        _write(ledger.run_id, record)
 
 
 def adapters_trained_by_others(model: nn.Module) -> list[str]:
@@ -191,10 +208,13 @@ class Marks(NamedTuple):
         return self.halves | {self.exact} if self.exact else frozenset()
 
 
+_NO_MARKS: Final = Marks("", frozenset())
+
+
 def _marks(value: Tensor, *, both_halves: bool = False) -> Marks:
     """Return the marks of a tensor; with `both_halves`, also the mark that it would have after a conversion to float16."""
     if not value.is_floating_point() or value.is_meta:
-        return Marks("", frozenset())
+        return _NO_MARKS
     whole = value.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
     values = whole.reshape(-1)[:: max(1, whole.numel() // _MOST_VALUES)]

@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor
 _LAYERS: Final = 8
 # The layers of a merge together have about _LAYERS times this many sketched numbers, however few layers there are.
 _FEWEST_ROWS: Final = 16
+# More columns are left out, since the signs of all columns of stacked experts would need more memory than the experts.
+_MOST_COLUMNS: Final = 2**18
 # The number of latest merges that are kept for one run, since users may merge checkpoints, too.
 MOST_MERGES: Final = 16
 _PRECISIONS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -118,12 +120,23 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _base_weight(layer: Any) -> Any:
-    return getattr(layer.get_base_layer(), "weight", None)
+    # PEFT's wrapper of a single parameter, such as the experts of a layer, has a name for it.
+    return layer.get_param() if hasattr(layer, "get_param") else getattr(layer.get_base_layer(), "weight", None)
+
+
+def is_base_partial(model: nn.Module) -> bool:
+    """Return whether all adapted weights are quantized or sharded, so that no later run will recognise their merge."""
+    weights = [_base_weight(layer) for _, layer in adapted_layers(model)]
+    return bool(weights) and not any(map(_is_whole, weights))
 
 
 def _can_be_merged(weight: Any) -> bool:
+    return _is_whole(weight) and weight.ndim > 1
+
+
+def _is_whole(weight: Any) -> bool:
     # A quantized weight is merged into another format, and a sharded weight has parts on other processes.
-    return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point() and weight.ndim > 1
+    return isinstance(weight, Tensor) and not isinstance(weight, DTensor) and weight.is_floating_point()
 
 
 def _values_of_adapters(layer: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +157,7 @@ def _merged(
         made.get_parameter(name).copy_(value)
     (made if is_converted else made.get_base_layer()).to(precision)
     made.merge(adapter_names=adapters)
-    weight: Tensor = made.get_base_layer().weight
+    weight: Tensor = _base_weight(made)
     return weight
 
 
@@ -175,8 +188,8 @@ def sketched(layers: Sequence[WeightsOfLayer]) -> Merge:
 
 
 def sketch(weight: Tensor, rows: int) -> Float64[np.ndarray, " rows"]:
-    """Return xᵢᵀ W yᵢ for random signs that depend only on the shape. Dimensions after the first are joined."""
-    matrix = weight.detach().reshape(len(weight), -1)
+    """Return xᵢᵀ W yᵢ for random signs that depend only on the shape. Dimensions after the first are joined, and cut."""
+    matrix = weight.detach().reshape(len(weight), -1)[:, :_MOST_COLUMNS]
     left, right = (_signs(size, rows).to(matrix.device) for size in matrix.shape)
     found = ((left @ matrix.float()) * right).sum(dim=1, dtype=torch.float64)
     return found.cpu().numpy()

@@ -51,6 +51,10 @@ class TrainedModel:
         """Record the cost of these weights for later runs."""
         self._lineage.remember(model, ledger, marks=marks, writes=writes)
 
+    def remember_between_saves(self, model: nn.Module, ledger: PrivacyLedger, *, writes: bool) -> None:
+        """Record a few weights of the model as it is now; see `Lineage.remember_between_saves`."""
+        self._lineage.remember_between_saves(model, ledger, writes=writes)
+
     def leave(self, model: nn.Module, ledger: PrivacyLedger, *, speaks: bool, writes: bool, together: bool = True) -> bool:
         """Record the model as the run leaves it, and return whether this process has to save the ledger for it.
 

@@ -192,6 +192,21 @@ def test_each_training_of_a_chain_counts_once(tmp_path):
         assert_carries(done[-1], *done[:-1])
 
 
+@pytest.mark.parametrize("event", ["evaluate", "epoch_end"])
+@pytest.mark.parametrize("part", ["", "bert.encoder."], ids=["all", "encoder"])
+def test_weights_that_a_callback_keeps_at_an_evaluation_or_an_epoch_are_known(tmp_path, event, part):
+    kept = []
+    keep = On(**{event: lambda model, **of: kept.append(copy.deepcopy(model.state_dict()))})
+    of_evaluations = dict(eval_strategy="steps", eval_steps=1)
+    first = trained(trainer_of(tmp_path / "first", max_steps=12, callbacks=[keep], **of_evaluations))
+    forget_this_process()
+    (tmp_path / "first/out" / LEDGER_NAME).unlink()
+    model = tiny_bert()
+    model.load_state_dict({name: value for name, value in kept[0].items() if name.startswith(part)}, strict=False)
+    second = trained(trainer_of(tmp_path / "second", model=model))
+    assert_carries(second, first)
+
+
 def test_what_an_interrupted_training_left_is_known(tmp_path):
     first = trainer_of(tmp_path / "first", callbacks=[On(step_end=at(2, interrupt))])
     with pytest.raises(KeyboardInterrupt):
