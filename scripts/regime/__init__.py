@@ -7,7 +7,7 @@
 - search: which rate is tried next, and in which order lines are filled
 - curvature: the largest eigenvalue at the weights of a run
 - theory: what theory says of the runs
-- equal_rates: what filters change at the same rate
+- equal_rates: the accuracy with each filter at the same rates
 - explanations: what could explain the gains that the paper reports
 - page: the tables
 - command: the command line

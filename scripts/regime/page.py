@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from scripts.regime.cells import METHODS, Cell
-from scripts.regime.equal_rates import changes_at_equal_rates
+from scripts.regime.equal_rates import accuracies_at_equal_rates
 from scripts.regime.explanations import LEAST_GAIN, what_could_explain_the_papers_gains
 from scripts.regime.results import Results
 from scripts.regime.search import (
@@ -191,7 +191,7 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
         *what_a_quadratic_says(results, curvatures),
         *whether_it_is_low_pass(results),
         *whether_the_best_was_predicted(results),
-        *changes_at_equal_rates(results),
+        *accuracies_at_equal_rates(results),
         *what_could_explain_the_papers_gains(results),
         *_what_else(results),
     ]
