@@ -38,6 +38,7 @@ from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, get_tot
 from doppler_hf.privacy.accounting.selection import epsilon_with
 from doppler_hf.privacy.ledger.file import package_versions
 from doppler_hf.privacy.ledger.ledger import SEARCH_NOTE_NAME, entries_in, ledger_files, ledgers_in
+from doppler_hf.privacy.ledger.statement import noun_of
 from doppler_hf.privacy.ledger.terms import (
     HOW_COMPUTED,
     attacks_in_words,
@@ -211,14 +212,22 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "verdict": checked.verdict,
         "epsilon": _finite(total.epsilon),
         "delta": total.delta,
-        "unit": ledger.statement.noun,
+        "unit": noun_of(total.unit),
+        "unit_of_run": ledger.statement.noun,
         "steps": ledger.steps_run,
         "epsilon_of_run": _finite(ledger.epsilon()),
         "delta_of_run": ledger.statement.target_delta,
         "target_epsilon": ledger.statement.target_epsilon,
         "ledger": ledger.name,
         "head": ledger.head,
-        "earlier": {name: {"epsilon": _finite(spent.epsilon), "delta": spent.delta} for name, spent in earlier.items()},
+        "earlier": {
+            name: {
+                "epsilon": _finite(spent.epsilon),
+                "delta": spent.delta,
+                "unit": noun_of(spent.unit) if spent.unit else None,
+            }
+            for name, spent in earlier.items()
+        },
         "weights": checked.files.weights,
         "step_of_weights": checked.files.step,
         "unchecked": checked.files.unchecked,

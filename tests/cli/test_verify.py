@@ -408,7 +408,9 @@ def test_earlier_runs_are_named_by_their_ledgers(tmp_path, capsys):
     assert "they have the names 0123456789abcdef (ε = 2)." in output
     assert f"ledger {ledger.name}" in output
     assert check(tmp_path, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["earlier"] == {"0123456789abcdef": {"epsilon": 2.0, "delta": 1e-5}}
+    assert json.loads(capsys.readouterr().out)["earlier"] == {
+        "0123456789abcdef": {"epsilon": 2.0, "delta": 1e-5, "unit": None}
+    }
 
 
 def test_terms_are_those_of_the_steps_that_a_target_allows(tmp_path, capsys):

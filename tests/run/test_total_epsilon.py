@@ -1,9 +1,11 @@
 """What the weights have cost in all runs that trained them comes first, wherever a run states its ε."""
 
+import json
 import math
 import re
 
 import pytest
+from datasets import Dataset
 from transformers import BertForSequenceClassification
 
 from doppler_hf.cli import main
@@ -13,6 +15,7 @@ from doppler_hf.privacy.ledger.terms import attacks_in_words
 from doppler_hf.run.saving.card_sections import privacy_section
 from tests.support.ledgers import after, statement
 from tests.support.printed import flat
+from tests.support.tiny import text_data
 from tests.support.trainers import On, at, interrupt, trained, trainer_of
 
 TERMS = dict(noise_multiplier=None, target_epsilon=2.0)
@@ -95,7 +98,8 @@ def test_a_sum_above_what_protects_is_warned_of(tmp_path, capsys):
     [({}, "record"), (dict(unit_of_privacy="all examples with the same 'author'"), "user")],
 )
 def test_the_sum_is_of_records_or_users(terms, who):
-    ledger = after(PrivacyLedger.open(statement(**terms), earlier={"0" * 16: Spent(1.5, 1e-6)}), 2)
+    earlier = {"0" * 16: Spent(1.5, 1e-6, statement(**terms).unit_of_privacy)}
+    ledger = after(PrivacyLedger.open(statement(**terms), earlier=earlier), 2)
     section = privacy_section(ledger)
     assert (
         f"Trained with ({ledger.epsilon() + 1.5:.4g}, {ledger.spent.delta:.3g})-differential privacy for one {who}"
@@ -104,11 +108,49 @@ def test_the_sum_is_of_records_or_users(terms, who):
     assert f"For a {who} whose data only this run used, ε = {ledger.epsilon():.4g}" in section
 
 
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("one example", "ε = 1.5 for one record"),
+        ("all examples with the same 'patient'", "ε = 1.5 for one user (all records with the same 'patient')"),
+        ("", "ε = 1.5 for what an earlier version did not note"),
+    ],
+)
+def test_the_sum_of_runs_that_protect_different_units_is_for_one_record(tmp_path, capsys, before, words):
+    """What holds for all records of a user holds for each of them, and not the other way round."""
+    of_user = statement(unit_of_privacy="all examples with the same 'author'")
+    ledger = after(PrivacyLedger.open(of_user, earlier={"0" * 16: Spent(1.5, 1e-6, before)}), 2)
+    ledger.save(tmp_path)
+    own = f"this run (ε = {ledger.epsilon():.4g} for one user (all records with the same 'author'))"
+    said = f"differential privacy for one record, the sum of {own} and an earlier run on the same weights ({words})"
+    assert main(["verify", str(tmp_path)]) == 0
+    assert said in flat(capsys.readouterr().out)
+    section = privacy_section(PrivacyLedger.load(tmp_path))
+    assert "differential privacy for one record (adding or removing it)" in section
+    assert "training record" in section
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["unit"], found["unit_of_run"]) == ("record", "user")
+
+
+def test_a_run_for_users_on_weights_of_a_run_for_records_states_its_sum_for_records(tmp_path, capsys):
+    first = trained(trainer_of(tmp_path / "first", **TERMS))
+    rows = Dataset.from_list([{**row, "author": place // 2} for place, row in enumerate(text_data())])
+    second = trainer_of(tmp_path / "second", model=first.model, data=rows, privacy_unit_column="author", **TERMS)
+    capsys.readouterr()
+    second.train()
+    start = re.findall("^privacy +(.*)$", capsys.readouterr().out, re.M)[-1]
+    assert "for one record, the sum of this run" in start
+    assert "and an earlier run on the same weights (ε = " in start
+    assert start.endswith("for one record)")
+    assert second.privacy.ledger.spent.unit == "one example"
+
+
 def test_the_bound_on_attacks_is_of_all_runs():
     """It is at most what follows from ε and δ of the sum, and at least the one of this run alone."""
     alone = after(PrivacyLedger.open(statement()), 2)
     chain = after(PrivacyLedger.open(statement(), earlier={"0" * 16: Spent(1.5, 1e-6)}), 2)
-    epsilon, delta = chain.spent
+    epsilon, delta, _ = chain.spent
     of_pair = min(math.exp(epsilon) * 0.01 + delta, 1.0)
     found = re.fullmatch(r"at most (.+) % true positives \(in this run alone (.+ %)\)", attacks_in_words(chain)[0][1])
     assert attacks_in_words(alone)[0][1] == f"at most {found[2]} true positives"

@@ -190,11 +190,16 @@ def bound(history: tuple[Releases, ...], *, delta: float, is_rough: bool = False
     return larger if smaller <= larger else max(larger, simulated(is_removal=not is_removal, known=smaller))
 
 
+# The unit of privacy that every larger one contains.
+ONE_EXAMPLE: Final = "one example"
+
+
 class Spent(NamedTuple):
-    """The ε and δ that training runs have spent on some weights."""
+    """The ε and δ that training runs have spent on some weights, and the unit of privacy that they hold for."""
 
     epsilon: float
     delta: float
+    unit: str = ""  # as `PrivacyStatement.unit_of_privacy`; older ledgers do not say it of earlier runs
 
 
 # Name of a plan (see `name_of_plan`) → what it has spent.
@@ -244,7 +249,14 @@ def merged_runs(found: Iterable[Trainings]) -> dict[str, Spent]:
 
 def _larger(first: Spent, second: Spent) -> Spent:
     # Privacy: the plan satisfies one of two guarantees, and so the weaker guarantee that both imply.
-    return Spent(max(first.epsilon, second.epsilon), max(first.delta, second.delta))
+    return Spent(max(first.epsilon, second.epsilon), max(first.delta, second.delta), _common_unit([first, second]))
+
+
+def _common_unit(spent: Iterable[Spent]) -> str:
+    # Privacy: what holds for all examples of a user holds for one of them, but not the other way round. So does what holds
+    # for an unknown unit, as every unit consists of examples.
+    units = {each.unit for each in spent}
+    return units.pop() if len(units) == 1 else ONE_EXAMPLE
 
 
 def by_ledger(trainings: Trainings) -> dict[str, Spent]:
@@ -256,8 +268,12 @@ def by_ledger(trainings: Trainings) -> dict[str, Spent]:
 
 
 def total_of_runs(trainings: Trainings) -> Spent:
-    """Return what training runs have spent together if all used the same data: ε and δ add up."""
-    return Spent(sum(each.epsilon for each in trainings.values()), sum(each.delta for each in trainings.values()))
+    """Return what training runs have spent together if all used the same data: ε and δ add up.
+
+    If the runs differ in the unit of privacy, the sum holds for one example.
+    """
+    spent = trainings.values()
+    return Spent(sum(each.epsilon for each in spent), sum(each.delta for each in spent), _common_unit(spent))
 
 
 def get_epsilon_of_plans(plans: Sequence[Plan], *, delta: float) -> float:

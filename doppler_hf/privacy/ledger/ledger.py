@@ -287,17 +287,17 @@ class PrivacyLedger:
     @property
     def spent_by_own_plans(self) -> Trainings:
         """What each plan of this ledger has spent. Together they cost `epsilon` at δ, and each has an equal share of δ."""
-        epsilon, delta = self.epsilon(), self.statement.target_delta
+        epsilon, delta, unit = self.epsilon(), self.statement.target_delta, self.statement.unit_of_privacy
         plans = self._record.plans_made(self.steps_run)
         if len(plans) < 2:
-            return {next(iter(plans), self.names_of_plans[-1]): Spent(epsilon, delta)}
+            return {next(iter(plans), self.names_of_plans[-1]): Spent(epsilon, delta, unit)}
         share = delta / len(plans)
         if not self.private:
-            return dict.fromkeys(plans, Spent(epsilon, share))
+            return dict.fromkeys(plans, Spent(epsilon, share, unit))
         *before, last = plans
-        spent = {name: Spent(get_total_epsilon(plans[name], delta=share), share) for name in before}
+        spent = {name: Spent(get_total_epsilon(plans[name], delta=share), share, unit) for name in before}
         # The budget check may end the last plan within its target.
-        return {**spent, last: Spent(epsilon - sum(each.epsilon for each in spent.values()), share)}
+        return {**spent, last: Spent(epsilon - sum(each.epsilon for each in spent.values()), share, unit)}
 
     def when(self, marks: frozenset[str]) -> "PrivacyLedger | None":
         """Return the ledger as it was at the end of the last run in which one of these marks was new; None if none is.
@@ -519,7 +519,9 @@ def set_aside(folder: str | Path, *, unless: Callable[[PrivacyLedger], bool]) ->
 
 def _entries_of(trainings: Trainings) -> list[dict[str, Any]]:
     return [
-        {"ledger": name, "epsilon": _json_number(spent.epsilon), "delta": spent.delta} for name, spent in trainings.items()
+        {"ledger": name, "epsilon": _json_number(spent.epsilon), "delta": spent.delta}
+        | ({"unit_of_privacy": spent.unit} if spent.unit else {})
+        for name, spent in trainings.items()
     ]
 
 

@@ -335,7 +335,10 @@ def _earlier(entry: Entry) -> Trainings:
     if isinstance(earlier, dict):  # Before format 11, entries had only the sum.
         earlier = [{"ledger": f"before {entry['run_id']}", **earlier}]
     return {
-        each["ledger"]: Spent(math.inf if each["epsilon"] is None else each["epsilon"], each["delta"]) for each in earlier
+        each["ledger"]: Spent(
+            math.inf if each["epsilon"] is None else each["epsilon"], each["delta"], each.get("unit_of_privacy", "")
+        )
+        for each in earlier
     }
 
 

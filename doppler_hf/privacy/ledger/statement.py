@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from doppler_hf.filters.noise_shape import NoiseShape
-from doppler_hf.privacy.accounting.accounting import Accountant, Releases, Sampling, joint_noise_multiplier
+from doppler_hf.privacy.accounting.accounting import (
+    ONE_EXAMPLE,
+    Accountant,
+    Releases,
+    Sampling,
+    joint_noise_multiplier,
+)
 from doppler_hf.privacy.accounting.selection import Guarantee, NumberOfTrials, Selection
 
 NEIGHBOURING_RELATION: Final = "add or remove one unit"
@@ -96,8 +102,7 @@ class PrivacyStatement:
     @property
     def noun(self) -> str:
         """What N counts: "record" or "user"."""
-        # A ledger that covers single rows says "one example" in its file, whose format is fixed.
-        return "record" if self.unit_of_privacy == "one example" else "user"
+        return noun_of(self.unit_of_privacy)
 
     @property
     def mechanism(self) -> str:
@@ -162,3 +167,9 @@ class PrivacyStatement:
         """Return what `steps` steps release, in the accountant's terms."""
         strategy = NoiseShape.parse(self.noise_shape).c
         return Releases(self.effective_noise_multiplier, self.sample_rate, steps, strategy, self.sampling)
+
+
+def noun_of(unit_of_privacy: str) -> str:
+    """Return what a unit of privacy is called: "record" or "user"."""
+    # A ledger that covers single rows says "one example" in its file, whose format is fixed.
+    return "record" if unit_of_privacy == ONE_EXAMPLE else "user"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, Spent
+from doppler_hf.privacy.accounting.accounting import INTERRUPTED_SEARCH, ONE_EXAMPLE, Spent
 from doppler_hf.privacy.accounting.attack import TradeOff, attack_in_words, percent
 from doppler_hf.privacy.ledger.ledger import PrivacyLedger
 
@@ -61,9 +61,7 @@ def plan_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
     if len(own) < 2 or not ledger.private:
         return []
     delta = next(iter(own.values())).delta
-    return [
-        ("ε of its plans", f"{_added([*own.values()])}, each at δ = {delta:.3g}; results of one may have led to the next")
-    ]
+    return [("ε of its plans", f"{_sum([*own.values()])}, each at δ = {delta:.3g}; results of one may have led to the next")]
 
 
 def search_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
@@ -104,7 +102,7 @@ def why_not_private(ledger: PrivacyLedger) -> str | None:
 def total_of(ledger: PrivacyLedger, *, epsilon: float) -> Spent:
     """Return what the weights have cost in all runs that trained them, if `epsilon` is the cost of this ledger's run."""
     earlier = 0.0 if ledger.earlier is None else ledger.earlier.epsilon
-    return Spent(earlier + epsilon, ledger.spent.delta)
+    return ledger.spent._replace(epsilon=earlier + epsilon)
 
 
 def guarantee_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
@@ -126,13 +124,14 @@ def parts_in_words(ledger: PrivacyLedger, *, epsilon: float) -> str:
     runs, searches = _earlier_kinds(ledger)
     if not runs and not searches:
         return ""
-    parts = [f"this run (ε = {_number(epsilon)})"]
+    differ = len({each.unit for each in ledger.trainings.values()}) > 1
+    parts = [f"this run ({_added([Spent(epsilon, 0.0, ledger.statement.unit_of_privacy)], of_units=differ)})"]
     if runs:
         others = "an earlier run" if len(runs) == 1 else f"{len(runs)} earlier runs"
-        parts.append(f"{others} on the same weights (ε = {_added(runs)})")
+        parts.append(f"{others} on the same weights ({_added(runs, of_units=differ)})")
     if searches:
         others = "an interrupted search" if len(searches) == 1 else f"{len(searches)} interrupted searches"
-        parts.append(f"{others} (ε = {_added(searches)})")
+        parts.append(f"{others} ({_added(searches, of_units=differ)})")
     return f"the sum of {', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -167,7 +166,7 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
     if len(own) > 1:
         return (
             f"The run has {len(own)} plans, and results of one may have led to the next. So each gets a part of δ, and "
-            f"their ε add up: {_added(own)}. {which} would be {fixed:.4g} if all {ledger.steps_run:,} steps and their terms "
+            f"their ε add up: {_sum(own)}. {which} would be {fixed:.4g} if all {ledger.steps_run:,} steps and their terms "
             "had been fixed beforehand."
         )
     return (
@@ -223,8 +222,14 @@ def _earlier_kinds(ledger: PrivacyLedger) -> tuple[list[Spent], list[Spent]]:
     return runs, searches
 
 
-def _added(spent: list[Spent]) -> str:
+def _sum(spent: list[Spent]) -> str:
     return " + ".join(_number(each.epsilon) for each in spent)
+
+
+def _added(spent: list[Spent], *, of_units: bool) -> str:
+    if not of_units:
+        return f"ε = {_sum(spent)}"
+    return " + ".join(f"ε = {_number(each.epsilon)} for {_unit_in_words(each.unit)}" for each in spent)
 
 
 def total_rows(ledger: PrivacyLedger) -> list[tuple[str, str]]:
@@ -265,13 +270,18 @@ def _number(epsilon: float) -> str:
 
 def record_in_words(ledger: PrivacyLedger) -> str:
     """Return "training record" or "user": what an attacker tries to recognise."""
-    return "training record" if ledger.statement.noun == "record" else "user"
+    return "training record" if ledger.spent.unit == ONE_EXAMPLE else "user"
 
 
 def unit_in_words(ledger: PrivacyLedger) -> str:
-    """Return what ε covers: one record, or one user and how users are told apart."""
-    unit = ledger.statement.unit_of_privacy
-    return "one record" if ledger.statement.noun == "record" else f"one user ({unit.replace('all examples', 'all records')})"
+    """Return what the ε of the weights covers: one record, or one user and how users are told apart."""
+    return _unit_in_words(ledger.spent.unit)
+
+
+def _unit_in_words(unit: str) -> str:
+    if unit == ONE_EXAMPLE:
+        return "one record"
+    return f"one user ({unit.replace('all examples', 'all records')})" if unit else "what an earlier version did not note"
 
 
 def not_covered_in_words(ledger: PrivacyLedger) -> list[str]:

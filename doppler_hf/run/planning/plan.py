@@ -23,6 +23,7 @@ from doppler_hf.privacy import (
     get_noise_multiplier,
 )
 from doppler_hf.privacy.accounting.accounting import (
+    ONE_EXAMPLE,
     Trainings,
     get_epsilon_of_plans,
     get_total_epsilon,
@@ -153,7 +154,7 @@ def planned_statement(
     def under(noise_multiplier: float) -> PrivacyStatement:
         return PrivacyStatement(
             num_units=sampler.num_units,
-            unit_of_privacy="one example" if column is None else f"all examples with the same {column!r}",
+            unit_of_privacy=ONE_EXAMPLE if column is None else f"all examples with the same {column!r}",
             max_examples_per_unit=args.max_examples_per_unit,
             expected_batch_size=sampler.expected_batch_size,
             sample_rate=sampler.sample_rate,

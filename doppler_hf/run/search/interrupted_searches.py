@@ -154,16 +154,13 @@ class RunningSearch:
 
 
 @contextmanager
-def noted_search(
-    folder: Path, call: SearchCall, *, epsilon: float, delta: float, resume: bool | None
-) -> Iterator[RunningSearch]:
+def noted_search(folder: Path, call: SearchCall, *, spent: Spent, resume: bool | None) -> Iterator[RunningSearch]:
     """Note in a folder that a search is running, and remove the note at its end, or if nothing was spent.
 
     Args:
         folder: The output folder of the search.
         call: With what it was called.
-        epsilon: Of the whole search.
-        delta: Of the whole search.
+        spent: By the whole search.
         resume: Whether an interrupted search in this folder continues; None if it does wherever there is one.
 
     Raises:
@@ -177,7 +174,8 @@ def noted_search(
         search = RunningSearch(secrets.token_hex(8), _new_folder(), SearchState(call))
     else:
         search, before = found, [each for each in before if each["name"] != found.name]
-    own = {"name": search.name, "epsilon": epsilon, "delta": delta, "trials": str(search.folder)}
+    own = {"name": search.name, **spent._asdict(), "trials": str(search.folder)}
+    cost = f"ε = {spent.epsilon:g} at δ = {spent.delta:.3g}"
 
     def write_note() -> None:
         _write_notes(folder, [*before, own if search.run is None else {**own, "run": search.run}])
@@ -202,7 +200,7 @@ def noted_search(
                 write_note()
                 print(
                     f"{folder} has no ledger of this search, because the best model was saved elsewhere or not at all. So "
-                    f"later private runs in {folder} add the ε = {epsilon:g} at δ = {delta:.3g} of the search to theirs."
+                    f"later private runs in {folder} add the {cost} of the search to theirs."
                 )
             shutil.rmtree(search.folder, ignore_errors=True)
         except BaseException:
@@ -210,7 +208,7 @@ def noted_search(
                 _write_notes(folder, before)
                 shutil.rmtree(search.folder, ignore_errors=True)
             else:
-                _say_how_it_goes_on(folder, search, cost=f"ε = {epsilon:g} at δ = {delta:.3g}")
+                _say_how_it_goes_on(folder, search, cost=cost)
             raise
 
 
@@ -317,7 +315,7 @@ def remove_leftovers(folder: str | Path) -> None:
 def interrupted_in(folder: str | Path, *, but: str = "") -> Trainings:
     """Return what searches in this folder, except one, had spent when they were interrupted."""
     return {
-        f"{INTERRUPTED_SEARCH}{each['name']}": Spent(each["epsilon"], each["delta"])
+        f"{INTERRUPTED_SEARCH}{each['name']}": Spent(each["epsilon"], each["delta"], each["unit"])
         for each in _notes(Path(folder))
         # The user may have saved the best model since, after an error: it has a ledger of its own.
         if each["name"] != but and not _is_saved(Path(folder), each.get("run"))
@@ -336,6 +334,7 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
     try:
         notes: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["searches"]
         return [{"name": str(each["name"]), "epsilon": float(each["epsilon"]), "delta": float(each["delta"]),
+                 "unit": str(each.get("unit", "")),
                  "trials": str(each["trials"]), **({"run": str(each["run"])} if each.get("run") else {})}
                 for each in notes]  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -42,6 +42,7 @@ from transformers.utils import CONFIG_NAME
 
 from doppler_hf.errors import Failure, Refusal, page
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger, PrivacyStatement
+from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, Selection, divide_budget
 from doppler_hf.privacy.batching.data_digest import DataDigest, digests_of_fields
 from doppler_hf.privacy.ledger.file import synchronize_files
@@ -136,7 +137,8 @@ def search(
     with ExitStack() as after, trainer._lock_of(folder):
         # Privacy: files are dated back after everything else was written there, also if saving fails halfway.
         after.callback(lambda: _date_back(folder, to=began))
-        noted = noted_search(folder, call, epsilon=args.target_epsilon, delta=selection.delta, resume=resume)
+        spent = Spent(args.target_epsilon, selection.delta, plan.statement.unit_of_privacy)
+        noted = noted_search(folder, call, spent=spent, resume=resume)
         with noted as running:
             _say_what_begins(trainer, folder, selection, plan)
             began = running.state.began

@@ -299,7 +299,7 @@ def _register() -> Path:
 
 def _write(run: str, record: Record) -> None:
     """Write a record into the register, if its folder can be written, and remove the oldest of too many records."""
-    trainings = {name: {"epsilon": spent.epsilon, "delta": spent.delta} for name, spent in record.trainings.items()}
+    trainings = {name: spent._asdict() for name, spent in record.trainings.items()}
     said = {"trainings": trainings, "marks": "".join(sorted(record.marks)), "merges": record.merges}
     with contextlib.suppress(OSError):
         register = _register()
@@ -318,7 +318,7 @@ def _read() -> list[Record]:
 def _read_one(path: Path) -> Record | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the file may be missing, old or cut off
         said = json.loads(path.read_text("utf-8"))
-        trainings = {name: Spent(each["epsilon"], each["delta"]) for name, each in said["trainings"].items()}
+        trainings = {name: Spent(**each) for name, each in said["trainings"].items()}
         merges = tuple(
             tuple(MergedWeight(*map(tuple, weight)) for weight in merge if len(weight) == len(MergedWeight._fields))
             for merge in said.get("merges", [])

@@ -30,6 +30,7 @@ from doppler_hf.cli import main
 from doppler_hf.errors import Failure
 from doppler_hf.filters import NoiseShape
 from doppler_hf.privacy import PrivacyLedger
+from doppler_hf.privacy.accounting.accounting import Spent
 from doppler_hf.privacy.accounting.composition import gaussian_delta, gaussian_epsilon
 from doppler_hf.privacy.accounting.selection import NumberOfTrials, selection_of
 from doppler_hf.privacy.ledger.file import WriterLock
@@ -468,7 +469,7 @@ def test_what_a_kill_has_left_is_counted_by_an_ordinary_run_and_removed_by_anoth
     assert trainer.privacy.ledger.earlier.epsilon == pytest.approx(4.0)
     with (
         pytest.raises(ZeroDivisionError),
-        interrupted_searches.noted_search(out, NO_CALL, epsilon=1.0, delta=1e-3, resume=False),
+        interrupted_searches.noted_search(out, NO_CALL, spent=Spent(1.0, 1e-3), resume=False),
     ):
         raise ZeroDivisionError
     assert not left.exists()
