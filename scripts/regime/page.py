@@ -12,6 +12,7 @@ from scripts.regime.explanations import LEAST_GAIN, what_could_explain_the_paper
 from scripts.regime.results import Results
 from scripts.regime.search import (
     ADAM_LINES,
+    BEST_FILTER,
     GALORE_LINES,
     SGD_LINES,
     USUAL,
@@ -62,6 +63,12 @@ CHANGES: Final = (
 OTHER_BASE: Final = (
     "**The gain of `{filter}` on `{task}` depends on the rate:** one run chose the rate of {base}, and against {base} at "
     "a rate of {rate} the change is {change} ({seeds} seeds)."
+)
+# Shown for each task that has tests in large batches.
+LARGE_BATCHES: Final = (
+    "**In batches of {batch:,}** on `{task}`, momentum changes the test accuracy by {momentum}, and `{filter}` by {change}, "
+    "which is {apart} more than momentum. Both [allow larger rates](#at-which-rate-and-batch-does-a-filter-gain), and a run "
+    "with large batches has few steps. {compared}"
 )
 AFTER_CHANGES: Final = (
     "At a constant rate, [averaging the weights](#what-averaging-gains) gains about as much as the best filter, with every "
@@ -229,6 +236,7 @@ def _answer(results: Results) -> Iterator[str]:
         number = len(intervals)
         yield CHANGES.format(number=number, share=1 - 0.95**number) + "\n\n" + "\n".join(changes)
         yield from map(OTHER_BASE.format_map, _gains_against_other_rates(results))
+        yield from _in_large_batches(results)
         yield AFTER_CHANGES
         if rooms := [room for task in TASKS if (room := _room(task, results))]:
             yield "\n\n".join([ROOMS, "\n".join(rooms)])
@@ -256,6 +264,37 @@ def _gains_against_other_rates(results: Results) -> Iterator[dict[str, str]]:
                         "change": difference(paired),
                         "seeds": str(len(paired)),
                     }
+
+
+def _in_large_batches(results: Results) -> Iterator[str]:
+    """Yield what the best filter and momentum change in large batches, and what small ones reach without a filter."""
+    terms = (("batch_size", 5000),)
+    for task in TASKS:
+        base, _, momentum = SGD_LINES
+        tests = {
+            name: tests_of(search_of(Line(task, name, terms, is_reported=True), results), results, of="test")
+            for name in (base, momentum, BEST_FILTER)
+        }
+        pairs = ((BEST_FILTER, base), (momentum, base), (BEST_FILTER, momentum))
+        changes = [paired_changes(tests, name, other) for name, other in pairs]
+        usual = tests_of(search_of(_reported(task, base), results), results, of="test")
+        if any(change is None for change in changes) or not usual:
+            continue
+        of_filter, of_momentum, apart = (difference(change) for change in changes if change is not None)
+        best = max(np.mean([*tests[name].values()]) for name in (BEST_FILTER, momentum))
+        compared = (
+            f"But SGD without any filter reaches {np.mean([*usual.values()]):.1f} % in batches of 1,000, and the better of "
+            f"the two {best:.1f} % in batches of {dict(terms)['batch_size']:,}."
+        )
+        yield LARGE_BATCHES.format(
+            batch=dict(terms)["batch_size"],
+            task=task,
+            filter=METHODS[BEST_FILTER].low_pass_filter,
+            change=of_filter,
+            momentum=of_momentum,
+            apart=apart,
+            compared=compared,
+        )
 
 
 def _found(intervals: Mapping[str, tuple[float, float]]) -> str:
