@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,6 +12,8 @@ from doppler_hf.preflight.limits import Limit
 from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table
 from doppler_hf.privacy.losses import WITHOUT_TOKENS, task_of, without_adapters
+
+_FEW: Final = 1000  # so many rows are read to see if texts are written numbers
 
 
 def refuse_text_as_label(
@@ -66,9 +68,20 @@ def _refusal(base: Any, examples: Any, value: Any, *, column: str, name: str) ->
     # The message shows no label, since messages end up in logs.
     return Refusal(
         "values-out-of-range",
-        f"Column {column!r} of {name}: expected class numbers; got text in some rows. Convert the texts to numbers: "
+        f"Column {column!r} of {name}: expected numbers; got text in some rows. Convert the texts to numbers: "
         f"{_mend(base, examples, value, column=column, name=name)}.",
     )
+
+
+def _kind_of_numbers(base: Any, examples: Any, value: Any, *, column: str) -> str | None:
+    """Return "int" or "float" if texts are written numbers, which need no numbers of their own; None if they are not."""
+    texts = examples[:_FEW][column] if is_stored(examples) else [value]
+    try:
+        numbers = [float(text) for text in texts]
+    except (TypeError, ValueError):
+        return None
+    is_regression = getattr(getattr(base, "config", None), "num_labels", None) == 1
+    return "float" if is_regression or not all(number.is_integer() for number in numbers) else "int"
 
 
 def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> str:
@@ -77,6 +90,9 @@ def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> st
     has_names = any(label != f"LABEL_{number}" for label, number in known.items())
     number = "model.config.label2id[{}]" if has_names else "names.index({})"
     where = "" if has_names else ", where names is the list of your classes"
+    kind = _kind_of_numbers(base, examples, value, column=column)
+    if kind is not None:
+        number, where = f"{kind}({{}})", ""
     is_list, is_of_tokens = (
         isinstance(value, list | tuple),
         task_of(base) is not None if isinstance(base, nn.Module) else False,
@@ -89,6 +105,9 @@ def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> st
         of_row = f"[{number.format('each')} for each in row[{column!r}]]"
     else:
         of_row = number.format(f"row[{column!r}]")
+    if is_stored(examples) and kind is not None:
+        of_column = "int64" if kind == "int" else "float32"
+        return f"{name}.cast_column({column!r}, Value({of_column!r})), with Value from datasets"
     if is_stored(examples) and not is_list and not has_names:
         return (
             f"{name}.class_encode_column({column!r}). Do that before the data are split, because each split is numbered by "

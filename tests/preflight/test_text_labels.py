@@ -89,7 +89,14 @@ CASES = {
         texts, dict(collator=PADDING, cls=OfLogits, model=OwnModel, label_names=["labels"]), "class_encode_column",
     ),
     "large texts": (lambda: texts().cast_column("labels", Value("large_string")), dict(collator=PADDING), "class_encode"),
-    "numbers as texts": (lambda: texts(label=str), dict(collator=PADDING), "class_encode_column"),
+    "numbers as texts": (lambda: texts(label=str), dict(collator=PADDING), r"cast_column\('labels', Value\('int64'\)\)"),
+    "whole numbers for a regression": (
+        lambda: texts(label=str), dict(collator=PADDING, model=lambda: tiny_bert(num_labels=1)), r"Value\('float32'\)",
+    ),
+    "a list of numbers as texts": (
+        lambda: [*texts(label=lambda number: f"{number / 2}")], dict(collator=PADDING, model=lambda: tiny_bert(num_labels=1)),
+        r"float\(row\['labels'\]\)",
+    ),
     "a model that names its classes": (
         texts, dict(collator=PADDING, model=with_names), r"map\(lambda row: \{'labels': model\.config\.label2id\[row\['lab",
     ),
@@ -106,12 +113,22 @@ CASES = {
         r"\{'labels': \[model\.config\.label2id\[each\] for each in row\['labels'\]\]\}",
     ),
 }  # fmt: skip
-FEW = ["a tokenizer's collator", "a loss of one's own", "a name of one's own", "a list", "several for a row"]
+FEW = [
+    "a tokenizer's collator",
+    "numbers as texts",
+    "whole numbers for a regression",
+    "a loss of one's own",
+    "a name of one's own",
+    "a list",
+    "several for a row",
+]
 
 
 def mended(message, data, model):
     """Return the data set as the message makes it."""
-    line = re.search(r"Convert the texts to numbers: (.*?)(?:\. Do that before|, where names is|\.$)", message)[1]
+    line = re.search(r"Convert the texts to numbers: (.*?)(?:\. Do that before|, where names is|, with Value|\.$)", message)[
+        1
+    ]
     if line.startswith("return row"):
         change = eval(
             "lambda row: " + line.removeprefix("return ").removesuffix(" from its __getitem__"), globals() | {"model": model}
@@ -146,6 +163,13 @@ def test_text_is_named_as_the_reason_and_the_mend_trains(tmp_path, case):
     if case == "which leaves it out":
         numbers = numbers.rename_column("labels", "label")
     trained(trainer_of(tmp_path / "mended", data=numbers, **options | {"model": model}, max_steps=1))
+
+
+def test_scores_that_are_texts_stay_the_scores_that_they_are(tmp_path):
+    scores = texts(label=lambda number: f"{0.25 + number / 2}")
+    options = dict(collator=PADDING, model=tiny_bert(num_labels=1))
+    message = refused_training(tmp_path, "values-out-of-range", data=scores, match="got text in some rows", **options)
+    assert {*mended(message, scores, None)["labels"]} == {0.25, 0.75}
 
 
 def test_behind_a_transform_it_says_where_to_change_it(tmp_path):
