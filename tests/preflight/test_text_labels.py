@@ -94,7 +94,8 @@ CASES = {
         lambda: texts(label=str), dict(collator=PADDING, model=lambda: tiny_bert(num_labels=1)), r"Value\('float32'\)",
     ),
     "a list of numbers as texts": (
-        lambda: [*texts(label=lambda number: f"{number / 2}")], dict(collator=PADDING, model=lambda: tiny_bert(num_labels=1)),
+        lambda: [*texts(label=lambda number: f"{number / 2}")],
+        dict(collator=PADDING, model=lambda: tiny_bert(num_labels=1)),
         r"float\(row\['labels'\]\)",
     ),
     "a model that names its classes": (
