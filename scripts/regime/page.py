@@ -66,9 +66,9 @@ OTHER_BASE: Final = (
 )
 # Shown for each task that has tests in large batches.
 LARGE_BATCHES: Final = (
-    "**In batches of {batch:,}** on `{task}`, momentum changes the test accuracy by {momentum}, and `{filter}` by {change}, "
-    "which is {apart} more than momentum. Both [allow larger rates](#at-which-rate-and-batch-does-a-filter-gain), and a run "
-    "with large batches has few steps. {compared}"
+    "**In batches of {batch:,}** on `{task}`, momentum changes the test accuracy by {momentum}, and `{filter}` by {change}. "
+    "From momentum to this filter it changes by {apart}. Both [allow larger rates](#at-which-rate-and-batch-does-a-filter-"
+    "gain) than no filter, and a run in large batches has few steps. {compared}"
 )
 AFTER_CHANGES: Final = (
     "At a constant rate, [averaging the weights](#what-averaging-gains) gains about as much as the best filter, with every "
@@ -283,8 +283,8 @@ def _in_large_batches(results: Results) -> Iterator[str]:
         of_filter, of_momentum, apart = (difference(change) for change in changes if change is not None)
         best = max(np.mean([*tests[name].values()]) for name in (BEST_FILTER, momentum))
         compared = (
-            f"But SGD without any filter reaches {np.mean([*usual.values()]):.1f} % in batches of 1,000, and the better of "
-            f"the two {best:.1f} % in batches of {dict(terms)['batch_size']:,}."
+            f"But SGD without a filter reaches {np.mean([*usual.values()]):.1f} % in batches of 1,000, which is as private, "
+            f"and the better of the two here {best:.1f} %."
         )
         yield LARGE_BATCHES.format(
             batch=dict(terms)["batch_size"],

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from doppler_hf.filters import PAPER_FILTERS, ClosedLoop, noise_gain, stability_limit
 from scripts.regime.cells import METHODS
@@ -61,11 +62,15 @@ a higher accuracy, before rounding.
 AFTER_PREDICTED: Final = """
 The theorem names the best of the compared filters in {theorem} settings, and the quadratic in {quadratic}. A guess would be
 right in {guessed:.1f} of {settings}. The best one is ahead of the next one by {least:.1f} to {most:.1f} points, and where it
-is less than a point the order may be chance. {orders}
+is less than a point the order may be chance. {orders} {correlations}
 """.strip()
 ORDERED: Final = (
     "For {rows} the whole order of the accuracies is that of the quadratic. This may be chance, too: there, no filter and "
     "`first-order-v1` train beyond the rates at which a quadratic is stable."
+)
+CORRELATED: Final = (
+    "Where more than five are compared, the order of the accuracies and that of the quadratic have a rank correlation "
+    "(Spearman's) of {values}."
 )
 QUADRATIC: Final = """
 ## What a quadratic says
@@ -149,7 +154,7 @@ def whether_it_is_low_pass(results: Results) -> Iterator[str]:
 
 def whether_the_best_was_predicted(results: Results) -> Iterator[str]:
     """Yield which filter was best at its own best rate, and which one each theory predicts."""
-    rows, leads, compared, ordered_alike = [], [], [], []
+    rows, leads, compared, ordered_alike, correlated = [], [], [], [], []
     right: dict[str, list[bool]] = {"theorem": [], "quadratic": []}
     for task in TASKS:
         for unfiltered in (SGD_LINES[0], ADAM_LINES[0], GALORE_LINES[0]):
@@ -175,6 +180,10 @@ def whether_the_best_was_predicted(results: Results) -> Iterator[str]:
             rising = [losses[name] for name in ordered]
             if len(scores) > 3 and all(one <= other * (1 + _EQUAL) for one, other in itertools.pairwise(rising)):
                 ordered_alike.append(f"`{task}` with {unfiltered.split(',')[0]}")
+            if len(scores) > 5:
+                # Losses that differ by the error of `ClosedLoop` alone are equal.
+                rank = spearmanr([round(losses[name], 3) for name in scores], [-scores[name] for name in scores]).statistic
+                correlated.append(f"{rank:.2f} (`{task}` with {unfiltered.split(',')[0]}, {len(scores)} filters)")
             found = ", ".join(f"{name} {scores[name]:.1f}" for name in ordered)
             written = (" or ".join(names) if len(names) < len(scores) else "all alike" for names in predicted.values())
             rows.append(f"| {task} | {unfiltered.split(',')[0]} | {found} | {images} | {' | '.join(written)} |")
@@ -188,6 +197,7 @@ def whether_the_best_was_predicted(results: Results) -> Iterator[str]:
             least=min(leads),
             most=max(leads),
             orders=ORDERED.format(rows=" and ".join(ordered_alike)) if ordered_alike else "",
+            correlations=CORRELATED.format(values=" and ".join(correlated)) if correlated else "",
         ).rstrip()
 
 
