@@ -166,8 +166,8 @@ CASES = {
     ),
     "words": (
         lambda: text_data(300).cast_column("labels", datasets.Value("string")),
-        r"'labels' .*train_dataset\.class_encode_column\('labels'\)",
-        lambda model, data: (model, data.class_encode_column("labels")),
+        r"'labels' .*train_dataset\.cast_column\('labels', Value\('int64'\)\)",
+        lambda model, data: (model, data.cast_column("labels", datasets.Value("int64"))),
     ),
     "an id of torch's data set": (
         lambda: Rows(with_one(BEYOND)), "'input_ids' .* 49; ",
@@ -317,7 +317,7 @@ def test_labels_in_words_are_taken_where_the_collator_makes_numbers_of_them():
     )
     # The default collator leaves them out, or fails.
     for named in (words, words.rename_column("labels", "label")):
-        with refused("values-out-of-range", match=r"class_encode_column\('label"):
+        with refused("values-out-of-range", match=r"cast_column\('label"):
             refuse_out_of_range(tiny_bert(), named, collate=default_data_collator, has_own_loss=False)
     assert not is_beyond(tiny_bert(), words.class_encode_column("labels"))
 

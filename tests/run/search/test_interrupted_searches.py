@@ -305,7 +305,7 @@ def test_only_the_user_can_read_what_is_kept(tmp_path, monkeypatch, states):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not [*(tmp_path / "out").glob("trial*")]
     assert json.loads((tmp_path / "out" / SEARCH_NOTE_NAME).read_text("utf-8"))["searches"][0].keys() == {
-        "name", "epsilon", "delta", "trials",
+        "name", "epsilon", "delta", "unit", "trials",
     }  # fmt: skip
 
 
