@@ -203,6 +203,44 @@ def test_labels_of_unequal_lengths_are_told_their_collator(tmp_path, processor):
     assert "DataCollatorWithPadding" in str(error)
 
 
+def test_a_second_text_of_unequal_lengths_is_told_the_collator_that_pads_it(tmp_path):
+    """Neither a tokenizer nor the collator that uses it pads columns of other names."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 4), nn.Linear(8, 2)
+
+        def forward(self, input_ids_a, attention_mask_a, input_ids_b, attention_mask_b, labels=None):
+            found = [
+                (self.table(ids) * mask[..., None]).sum(dim=1)
+                for ids, mask in ((input_ids_a, attention_mask_a), (input_ids_b, attention_mask_b))
+            ]
+            return {"logits": self.head(torch.cat(found, dim=1))}
+
+    class OfPairs(DopplerTrainer):
+        def compute_per_sample_loss(self, model, inputs):
+            labels = inputs.pop("labels")
+            return F.cross_entropy(model(**inputs)["logits"], labels, reduction="none")
+
+    def rows_of(*ends):
+        one, other = text_data(), text_data(seed=1)
+        kept = {"labels": one["labels"]} | {f"{name}{ends[0]}": one[name] for name in ("input_ids", "attention_mask")}
+        return Dataset.from_dict(kept | {f"{name}{ends[1]}": other[name] for name in ("input_ids", "attention_mask")})
+
+    options = dict(model=Pairs(), cls=OfPairs, processing_class=TOKENIZER)
+    padding = hf.DataCollatorWithPadding(TOKENIZER)
+    match = "columns 'input_ids_a', 'attention_mask_a', 'input_ids_b', 'attention_mask_b'.*own-loss.*#rows-with-two-texts"
+    for collator in (default_collate, padding):
+        told("not-padded", tmp_path, rows_of("_a", "_b"), match=match, collator=collator, **options)
+    match = "pad the columns 'input_ids_b', 'attention_mask_b'"
+    told("not-padded", tmp_path, rows_of("", "_b"), match=match, collator=padding, **options | dict(remove_unused_columns=False))
+    guide = (Path(__file__).parents[2] / "docs/guides/own-loss.md").read_text()
+    snippet = re.search(r"### Rows with two texts\n.*?```python\n(.*?)```", guide, re.DOTALL)[1]
+    exec(snippet, names := {"tokenizer": TOKENIZER})
+    assert trains(made(tmp_path / "1", rows_of("_a", "_b"), collator=names["pad_both"], **options))
+
+
 def test_the_label_of_a_choice_is_told_to_be_its_number(tmp_path):
     options = dict(model=hf.BertForMultipleChoice(tiny_bert().config), collator=hf.DataCollatorForMultipleChoice(TOKENIZER))
     for data in (choices(right=2), choices(right=2).with_transform(lambda rows: rows), [*choices(right=2)]):

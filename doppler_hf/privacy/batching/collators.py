@@ -3,16 +3,19 @@
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from doppler_hf.errors import Refusal
+from doppler_hf.errors import Refusal, page
 from doppler_hf.privacy.batching.columns import LABELS, LENGTH_COLUMN, choices_of
 from doppler_hf.privacy.randomness import filled_generators
 
 Collator = Callable[[Sequence[Any]], dict[str, Any]]
+# What the `pad` of Transformers' tokenizers makes equally long. It leaves all other columns as they are.
+_PADDED_BY_TOKENIZERS: Final = (LENGTH_COLUMN, "token_type_ids", "attention_mask", "special_tokens_mask")
 
 
 def tried(collate: Callable[[list[Any]], Any], rows: Sequence[Any], *, seed: int = 0) -> Any:
@@ -95,7 +98,9 @@ def collate_uniform_columns(examples: Sequence[Any], *, collator: Collator) -> d
     try:
         return collator(examples)
     except (RuntimeError, ValueError) as error:
-        if not re.match(r"stack expects each|each element in list|Unable to create tensor", str(error)):
+        # A tokenizer's pad also fails if no column is called input_ids.
+        is_other = re.match("You should supply an encoding", str(error)) and _not_padded_by_tokenizers(rows)
+        if not is_other and not re.match(r"stack expects each|each element in list|Unable to create tensor", str(error)):
             raise
         raise _text_columns(rows) or _unequal(rows) from None
 
@@ -161,6 +166,15 @@ def _length(value: Any) -> int | None:
         return None
 
 
+def _not_padded_by_tokenizers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of lists of different lengths that are neither labels nor made by a tokenizer."""
+    return [
+        repr(name)
+        for name, value in (rows[0].items() if rows else ())
+        if name not in (*_PADDED_BY_TOKENIZERS, *LABELS) and np.ndim(value) == 1 and _lengths_differ(rows, name)
+    ]
+
+
 def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
     first: Mapping[str, Any] = rows[0] if rows else {}
     tokens = first.get(LENGTH_COLUMN)
@@ -175,6 +189,11 @@ def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
         mend = (
             "Give images one size in a transform or by an image_processor. For texts set processing_class=tokenizer, or "
             "data_collator=DataCollatorWithPadding(tokenizer)"
+        )
+    if others := _not_padded_by_tokenizers(rows):
+        mend = (
+            f"A tokenizer does not pad the column{'s' * (len(others) > 1)} {', '.join(others)}. Pass a data_collator of your "
+            f"own that does, such as the one in {page('guides/own-loss', 'rows-with-two-texts')}"
         )
     # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(
