@@ -64,6 +64,7 @@ def check_before_training(private_trainer: Any) -> None:
     trainer.refuse_own_loss_of_batches(private_trainer)
     trainer.refuse_attributes_without_effect(private_trainer)
     trainer.refuse_methods_without_effect(private_trainer)
+    trainer.refuse_checkpointing_without_method(private_trainer)
     trainer.refuse_missing_callbacks(private_trainer)
     trainer.refuse_early_stopping_without_evaluations(private_trainer)
     trainer.refuse_generation_without_effect(private_trainer)

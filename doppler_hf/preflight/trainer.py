@@ -35,6 +35,8 @@ _NOT_CALLED: Final = {
 _EVALUATING: Final = ("prediction_step", "evaluation_loop", "evaluate", "predict")
 # Methods that `DopplerTrainer` replaces without calling the next class's method in a private run.
 _REPLACED: Final = ("training_step", "get_train_dataloader", "get_batch_samples", "create_optimizer")
+# The method that Transformers calls to recompute activations, and its name before 5.20; the argument has the same two names.
+_CHECKPOINTING: Final = ("activation_checkpointing", "gradient_checkpointing")
 # A trainer of TRL → the replacement for it.
 _OF_TRL: Final = {
     "SFTTrainer": "Use DopplerSFTTrainer",
@@ -139,6 +141,25 @@ def refuse_methods_without_effect(trainer: Any) -> None:
                 f"{own.place} has no effect in a private run, because DopplerTrainer.{name} is called in its place. Remove "
                 f"your method, or move it to a subclass of DopplerTrainer, where it calls super().{name}.",
             )
+
+
+def refuse_checkpointing_without_method(trainer: Any) -> None:
+    """Refuse gradient checkpointing of a module of the user's own that has no method to switch it on."""
+    asked = [name for name in _CHECKPOINTING if getattr(trainer.args, name, None)]
+    if not asked or _switch_of_checkpointing(trainer.model) is not None:
+        return
+    inside = [(name, _switch_of_checkpointing(each)) for name, each in trainer.model.named_modules() if name]
+    inside = [(name, method) for name, method in inside if method is not None]
+    mend = f" and call model.{inside[0][0]}.{inside[0][1]}() before you make the trainer" if inside else ""
+    raise Refusal(
+        "checkpointing-without-method",
+        f"{asked[-1]}=True needs a method {asked[-1]}_enable of the model; {type(trainer.model).__name__} has none. Leave the "
+        f"argument out{mend}.",
+    )
+
+
+def _switch_of_checkpointing(module: nn.Module) -> str | None:
+    return next((f"{name}_enable" for name in _CHECKPOINTING if hasattr(module, f"{name}_enable")), None)
 
 
 def refuse_generation_without_effect(trainer: Any) -> None:

@@ -1,6 +1,8 @@
 """Methods and attributes that were set on a trainer, or on Transformers' class, and would have no effect."""
 
+import re
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from doppler_hf import DopplerTrainer
 from doppler_hf.errors import page
 from tests.support.refusals import refused
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import arguments, trained, trainer_of
+from tests.support.trainers import OfLogits, arguments, checked_trainer_of, trained, trainer_of
 from tests.support.unspent import assert_unspent, refusal_unspent
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/own-loss.md"
@@ -165,3 +167,39 @@ def test_a_compiled_model_is_refused_before_its_columns_are_read(tmp_path):
     with refused("compiled-module", match="^The model is compiled and trained"):
         trainer_of(tmp_path, model=model)
     trained(trainer_of(tmp_path, model=model._orig_mod, max_steps=1))
+
+
+class Around(torch.nn.Module):
+    """A module of one's own around a model of Transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = tiny_bert().bert, torch.nn.Linear(16, 2)
+        self.encoder.pooler = None
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.head(hidden[:, 0])
+
+
+class Forwarding(Around):
+    def gradient_checkpointing_enable(self, **options):
+        self.encoder.gradient_checkpointing_enable(**options)
+
+
+def test_checkpointing_of_a_module_without_the_method_is_refused_with_where_it_is(tmp_path):
+    model = Around()
+    with refused("checkpointing-without-method", match="Around has none") as refusal:
+        trainer_of(tmp_path, model=model, cls=OfLogits, gradient_checkpointing=True).train()
+    exec(re.search(r"call (model\..*\(\)) before", str(refusal.value))[1], {"model": model})
+    assert model.encoder.is_gradient_checkpointing
+    trained(checked_trainer_of(tmp_path / "mended", model=model, cls=OfLogits, max_steps=1))
+
+
+def test_checkpointing_of_a_module_that_passes_it_on_trains(tmp_path):
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Transformers prefers the name that comes with v6
+        trainer = trained(trainer_of(tmp_path, model=Forwarding(), cls=OfLogits, gradient_checkpointing=True, max_steps=1))
+    assert trainer.model.encoder.is_gradient_checkpointing
+    alone = torch.nn.Sequential()
+    with refused("checkpointing-without-method", match=r"Leave the argument out\."):
+        trainer_of(tmp_path, model=alone, cls=OfLogits, gradient_checkpointing=True).train()
