@@ -9,6 +9,7 @@
 - records: copies of rows, rows of one text or person, and users in both sets
 - values, limits: numbers of the data that the model cannot take
 - text_labels: labels that are texts
+- rows_without_numbers: rows of NaN or without tokens, for which a loss of the user's own has no value
 - answers: positions of answers outside of their rows
 - model: models that are refused by their settings
 - examples: losses and the engine's gradients of a few examples, against plain autograd

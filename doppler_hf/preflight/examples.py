@@ -43,6 +43,7 @@ from doppler_hf.preflight.autograd_check.without_randomness import (
     is_random,
     without_dropout,
 )
+from doppler_hf.preflight.rows_without_numbers import refuse_rows_without_numbers
 from doppler_hf.privacy.batching.probe import SHORT, Inputs, Probe
 from doppler_hf.privacy.clipping.layers import listed
 from doppler_hf.privacy.known_numbers import refuse_known_numbers_in_passes
@@ -101,6 +102,7 @@ class _Comparison:
     """The comparison of a trainer's losses and gradients on a few examples."""
 
     def __init__(self, run: PrivateRun, trainer: Any) -> None:
+        self.refuse_rows_without_numbers = functools.partial(refuse_rows_without_numbers, run, trainer)
         self.clipped, self.model, self.probe, self.losses_of = run.engine, trainer.model, run.probe, run.losses_of
         self.weights_of = run.weights_of
         self.most_rows = run.most_rows
@@ -127,6 +129,8 @@ class _Comparison:
         try:
             return self._names_reached()
         except Exception as error:
+            # A row without numbers may also look like a fault of the loss or of the engine.
+            self.refuse_rows_without_numbers()
             if self.has_own_loss and getattr(error, "code", "other-number-of-losses") == "other-number-of-losses":
                 self._refuse_failure_on_one_row(error)
             raise

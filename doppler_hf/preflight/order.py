@@ -19,6 +19,7 @@ from doppler_hf.preflight import (
     own_step,
     records,
     rehearsal,
+    rows_without_numbers,
     saved_weights,
     search,
     signatures,
@@ -175,6 +176,7 @@ def check_before_engine(run: PrivateRun, private_trainer: Any) -> None:
 def check_with_engine(run: PrivateRun, private_trainer: Any) -> None:
     """Check the loss and the engine's gradients of a few examples."""
     examples.check_examples(run, private_trainer)
+    rows_without_numbers.refuse_rows_without_numbers(run, private_trainer)
     loss.refuse_failing_rows(run, private_trainer)
     loss.refuse_another_loss(run, private_trainer)
     loss.note_factors_without_effect(run, private_trainer)

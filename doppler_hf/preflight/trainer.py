@@ -153,8 +153,8 @@ def refuse_checkpointing_without_method(trainer: Any) -> None:
     mend = f" and call model.{inside[0][0]}.{inside[0][1]}() before you make the trainer" if inside else ""
     raise Refusal(
         "checkpointing-without-method",
-        f"{asked[-1]}=True needs a method {asked[-1]}_enable of the model; {type(trainer.model).__name__} has none. Leave the "
-        f"argument out{mend}.",
+        f"{asked[-1]}=True needs a method {asked[-1]}_enable of the model; {type(trainer.model).__name__} has none. Leave "
+        f"the argument out{mend}.",
     )
 
 

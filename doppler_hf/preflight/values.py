@@ -20,6 +20,7 @@ from transformers.trainer_utils import has_length
 from doppler_hf.errors import Refusal
 from doppler_hf.preflight.answers import refuse_positions_outside
 from doppler_hf.preflight.limits import Limit, limits_of, limits_of_text
+from doppler_hf.preflight.rows_without_numbers import missing_labels, oddity_of
 from doppler_hf.preflight.text_labels import refuse_text_as_label
 from doppler_hf.privacy.batching.collators import is_dense, tried
 from doppler_hf.privacy.batching.columns import (
@@ -122,22 +123,13 @@ def _refuse_missing_labels(examples: Any, name: str, hint: str, *, is_read_by_mo
         # pandas writes NaN for a missing number, and the loss of the row would be NaN. A user's own loss may leave it out.
         if column in examples.column_names and has_not_finite(examples, column=column):
             is_there = f"numpy.isfinite(row[{column!r}]).all()"
-            raise _missing_labels(name, column, is_there, hint, but=" that is a finite number")
+            raise missing_labels(examples, name, column, is_there, hint, but=" that is a finite number")
     for column, row in rows_with_gaps(examples, names=LABELS, may_be_empty=name != "train_dataset"):
         # A transform may add the label. Rows of a stored table are not fetched, since a number format would replace None.
         example = {column: None} if is_stored(examples) else fetch_one(examples, row)
         if any(example[key] is None for key in LABELS if key in example):
             # The loss of such rows would end the run after ε was spent.
-            raise _missing_labels(name, column, f"row[{column!r}] is not None", hint)
-
-
-def _missing_labels(name: str, column: str, is_there: str, hint: str, *, but: str = "") -> Refusal:
-    # The message says neither which rows nor how many, since messages end up in logs.
-    return Refusal(
-        "missing-labels",
-        f"Some rows of {name} have no label{but} in the column {column!r}. Remove them: "
-        f"{name}.filter(lambda row: {is_there})." + hint,
-    )
+            raise missing_labels(examples, name, column, f"row[{column!r}] is not None", hint)
 
 
 def _refuse_gaps(examples: Any, collate: Callable[[list[Any]], Any], name: str) -> None:
@@ -354,7 +346,10 @@ def _beyond_in_rows(
             raise _none_row(name)
         for column in LABELS if model is not None and name == "train_dataset" else ():
             if column in row and row[column] is None:
-                raise _missing_labels(name, column, f"row[{column!r}] is not None", hint)
+                raise missing_labels(examples, name, column, f"row[{column!r}] is not None", hint)
+            if column in row and oddity_of(row[column]) in ("some", "all"):
+                is_there = f"numpy.isfinite(row[{column!r}]).all()"
+                raise missing_labels(examples, name, column, is_there, hint, but=" that is a finite number")
         if token is not None and LENGTH_COLUMN in row:
             counts.add(int((np.asarray(row[LENGTH_COLUMN]) == token).sum()))
             if len(counts) > 1:

@@ -197,7 +197,7 @@ def test_checkpointing_of_a_module_without_the_method_is_refused_with_where_it_i
 
 
 def test_checkpointing_of_a_module_that_passes_it_on_trains(tmp_path):
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Transformers prefers the name that comes with v6
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Transformers prefers the new name
         trainer = trained(trainer_of(tmp_path, model=Forwarding(), cls=OfLogits, gradient_checkpointing=True, max_steps=1))
     assert trainer.model.encoder.is_gradient_checkpointing
     alone = torch.nn.Sequential()

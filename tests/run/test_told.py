@@ -234,7 +234,8 @@ def test_a_second_text_of_unequal_lengths_is_told_the_collator_that_pads_it(tmp_
     for collator in (default_collate, padding):
         told("not-padded", tmp_path, rows_of("_a", "_b"), match=match, collator=collator, **options)
     match = "pad the columns 'input_ids_b', 'attention_mask_b'"
-    told("not-padded", tmp_path, rows_of("", "_b"), match=match, collator=padding, **options | dict(remove_unused_columns=False))
+    plain = options | dict(remove_unused_columns=False)
+    told("not-padded", tmp_path, rows_of("", "_b"), match=match, collator=padding, **plain)
     guide = (Path(__file__).parents[2] / "docs/guides/own-loss.md").read_text()
     snippet = re.search(r"### Rows with two texts\n.*?```python\n(.*?)```", guide, re.DOTALL)[1]
     exec(snippet, names := {"tokenizer": TOKENIZER})

@@ -192,8 +192,8 @@ def _unequal(rows: Sequence[Mapping[str, Any]]) -> Refusal:
         )
     if others := _not_padded_by_tokenizers(rows):
         mend = (
-            f"A tokenizer does not pad the column{'s' * (len(others) > 1)} {', '.join(others)}. Pass a data_collator of your "
-            f"own that does, such as the one in {page('guides/own-loss', 'rows-with-two-texts')}"
+            f"A tokenizer does not pad the column{'s' * (len(others) > 1)} {', '.join(others)}. Pass a data_collator of "
+            f"your own that does, such as the one in {page('guides/own-loss', 'rows-with-two-texts')}"
         )
     # The message names no record and no size, as torch's own error does, because messages end up in logs.
     return Refusal(

@@ -15,6 +15,7 @@ from doppler_hf.errors import Refusal
 LENGTH_COLUMN: Final = "input_ids"
 LABELS: Final = ("labels", "label", "label_ids")  # The names of labels in Transformers' collators.
 _ROWS_AT_ONCE: Final = 1 << 16
+_MOST_BYTES: Final = 1 << 26
 
 
 def is_table(examples: Any) -> bool:
@@ -201,6 +202,47 @@ def has_not_finite(dataset: Any, *, column: str) -> bool:
         return types.is_floating(values.type) and compute.all(compute.is_finite(values)).as_py() is False
 
     return any(map(has, dataset.data.column(column).chunks)) and any(map(has, _parts(dataset, column)))
+
+
+def rows_not_finite(dataset: Any, *, column: str) -> list[int]:
+    """Return the first stored row of which some decimal numbers are NaN or infinite, and the first of which all are.
+
+    Large columns, such as images, are not read.
+    """
+    from pyarrow import compute
+
+    if dataset.data.column(column).nbytes > _MOST_BYTES or not has_not_finite(dataset, column=column):
+        return []
+    found, start = dict[bool, int](), 0
+    for part in _parts(dataset, column):
+        rows, values = np.arange(len(part)), part
+        while is_list(values.type):
+            rows = np.repeat(rows, compute.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False))
+            values = values.flatten()
+        is_wrong = ~np.isfinite(values.to_numpy(zero_copy_only=False))
+        wrong, all_of = np.bincount(rows[is_wrong], minlength=len(part)), np.bincount(rows, minlength=len(part))
+        for is_whole, of_kind in ((False, wrong < all_of), (True, wrong == all_of)):
+            if len(places := np.flatnonzero((wrong > 0) & of_kind)):
+                found.setdefault(is_whole, start + int(places[0]))
+        start += len(part)
+    return [*found.values()]
+
+
+def first_empty(dataset: Any, *, column: str) -> int | None:
+    """Return the first stored row of which a column of lists has an empty list, or None."""
+    from pyarrow import compute
+
+    # The whole column is checked first, because looking up each row of a shuffled table takes seconds.
+    data = dataset.data.column(column)
+    if not is_list(data.type) or compute.min(compute.list_value_length(data)).as_py() != 0:
+        return None
+    start = 0
+    for part in _parts(dataset, column):
+        lengths = compute.list_value_length(part).fill_null(1).to_numpy(zero_copy_only=False)
+        if len(places := np.flatnonzero(lengths == 0)):
+            return start + int(places[0])
+        start += len(part)
+    return None
 
 
 def has_gaps_in_lists(dataset: Any, *, column: str) -> bool | None:

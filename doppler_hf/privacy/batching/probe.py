@@ -101,6 +101,11 @@ class Probe:
         if self._is_random or self._draws():
             self._refuse_mixing()
 
+    @property
+    def examples(self) -> Any:
+        """Return the data set as the loader has it, with the columns that the collator gets."""
+        return self._loader.examples
+
     def collated(self, rows: Sequence[Any], *, seed: int = 0) -> Inputs:
         """Return a batch of rows; the collator's random numbers depend on the seed only."""
         batch = tried(self._collator, rows, seed=seed)
