@@ -9,6 +9,7 @@
 - theory: what theory says of the runs
 - equal_rates: the accuracy with each filter at the same rates
 - explanations: what could explain the gains that the paper reports
-- page: the tables
+- page: what was found
+- runs_page: the tables of all runs
 - command: the command line
 """

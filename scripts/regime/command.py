@@ -24,6 +24,7 @@ from scripts.regime.cells import train_cell
 from scripts.regime.curvature import cells_to_measure, measured
 from scripts.regime.page import write_page
 from scripts.regime.results import Results
+from scripts.regime.runs_page import write_runs_page
 from scripts.regime.search import lines_of, next_cell
 from scripts.regime.tasks import TASKS, Loaded, load
 from scripts.studies.data import digest_of
@@ -133,9 +134,10 @@ def curvatures_of(results: Path) -> Results:
 
 
 def rewrite_page(args: argparse.Namespace, results: Results) -> None:
-    """Write the page beside the results."""
+    """Write the pages beside the results."""
     measured_rows = [row for name in TASKS for row in curvatures_of(args.results).rows(name)]
     write_page(results, args.results.with_suffix(".md"), curvatures=measured_rows)
+    write_runs_page(results, args.results.with_name(f"{args.results.stem}-runs.md"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The page of the results: tables of what there is, what the theory says of it, and what is missing."""
+"""The page of the results: what was found, and what the theory says of it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,22 +21,23 @@ from scripts.regime.search import (
     enlarged_cells,
     family_of,
     further_cells,
-    lines_of,
     noiseless_cell,
     paired_changes,
     repeated_cells,
     reported_cells,
     reported_rows,
     search_of,
+    searches_by_terms,
     tests_at,
     tests_of,
+    written_change,
+    written_mean,
     written_terms,
 )
 from scripts.regime.tasks import TASKS
 from scripts.regime.theory import (
     percent,
     what_a_quadratic_says,
-    what_the_gradient_says,
     whether_it_is_low_pass,
     whether_the_best_was_predicted,
 )
@@ -48,17 +49,20 @@ A *low-pass filter* averages the noisy gradients of several steps before the opt
 paper of DOPPLER](https://arxiv.org/abs/2408.13460), below *the paper*, proposes nine such filters, and reports that they
 gain 3 to 10 points when networks are trained from scratch. Momentum is the simplest low-pass filter. It is compared, too.
 
+Here, small networks are trained from scratch for 50 epochs, the paper's fewest: `mnist-perceptron`, a perceptron for MNIST,
+and `cifar10-half`, a CNN of five layers for images of CIFAR-10 with 16 × 16 pixels. *SGD* is DP-SGD without momentum. Where
+nothing else is said, ε is 8, a batch has B = 1,000 records on average, and the learning rate is constant.
+
 **{found} Leave `low_pass_filter` at `"auto"`,** which takes momentum that suits the run, or no filter
 ([which](../../docs/method/filters.md#what-auto-chooses)).
 
-The study is far from complete. It covers only ε = {epsilons}, 50 epochs, which are the paper's fewest, and batches of
-{batches}. Of the paper's nine filters {filters} have test results. In [short runs at ε = 3](paper.md) a filter gained
-1.05 ± 0.15 points on the perceptron, but the rates there were chosen on the test records.
+The study covers ε = {epsilons} and batches of {batches}. Of the paper's nine filters, {filters}. In [short runs at
+ε = 3](paper.md) a filter gained 1.05 ± 0.15 points on the perceptron, but the rates there were chosen on the test records.
 """.strip()
 CHANGES: Final = (
     "This is the change of the test accuracy by each filter in points, with the learning rate tuned for each method. The "
-    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Of {number}, "
-    "one or more lie beyond their interval by chance in {share:.0%} of such studies:"
+    "95 % intervals cover the choice of the seed alone, and are not corrected for the number of comparisons. Even if no "
+    "filter changed anything, at least one of {number} independent intervals would exclude 0 in {share:.0%} of such studies:"
 )
 OTHER_BASE: Final = (
     "**The gain of `{filter}` on `{task}` depends on the rate:** one run chose the rate of {base}, and against {base} at "
@@ -67,34 +71,36 @@ OTHER_BASE: Final = (
 # Shown for each task that has tests in large batches.
 LARGE_BATCHES: Final = (
     "**In batches of {batch:,}** on `{task}`, momentum changes the test accuracy by {momentum}, and `{filter}` by {change}. "
-    "From momentum to this filter it changes by {apart}. Both [allow larger rates](#at-which-rate-and-batch-does-a-filter-"
-    "gain) than no filter, and a run in large batches has few steps. {compared}"
+    "From momentum to this filter it changes by {apart}. The number of epochs is the same, so these runs have few steps, "
+    "and a larger learning rate helps. Both filters [allow one](#at-which-rate-and-batch-does-a-filter-gain). {compared}"
 )
 AFTER_CHANGES: Final = (
     "At a constant rate, [averaging the weights](#what-averaging-gains) gains about as much as the best filter, with every "
-    "filter and without one. The package's defaults reach the accuracy of the best filter [without any search]"
-    "(#what-else-raises-accuracy)."
+    "filter and without one. At a constant rate the package's other defaults reach the accuracy of the best filter [without "
+    "any search](#what-else-raises-accuracy)."
 )
 ROOMS: Final = (
-    "How much is there to gain? Without any noise a filter has nothing to remove. The lines bound the gain at one rate: a "
-    "filter that allows a larger rate can gain more. The difference of two single runs has an error of about a point on "
-    "CIFAR-10."
+    "**How much is there to gain?** At an unchanged learning rate, a filter can gain at most what all of the noise costs. A "
+    "filter that allows a larger rate can gain more. These are single runs, whose difference has an error of about a point "
+    "on CIFAR-10:"
 )
 # Shown for each task whose best run was made without noise, too.
 ROOM: Final = (
-    "`{task}`: a run of DPSGD without noise, but with clipping and the same rate, reaches {noiseless:.1f} % on held-out "
-    "images, and the same run with noise {noisy:.1f} % (one seed). {so}"
+    "`{task}`: all of the noise costs {cost:.1f} points. At its best rate, DPSGD reaches {noisy:.1f} % on held-out images, "
+    "and {noiseless:.1f} % if the run is the same, with clipping, but without noise."
 )
 ALGORITHMS: Final = {"SGD": SGD_LINES, "AdamBC": ADAM_LINES, "GaLore": GALORE_LINES}
 FIRST_PART: Final = """
 - **Command:** `python -m scripts.reproduce paper-regime --data-dir DATA`; this page is written from
   [paper-regime.jsonl](paper-regime.jsonl), which has a line for each training. With `--curvature` the command measures the
-  curvatures
-- **Seeds, hardware, date:** seed 100 chooses the rates, seeds 0 to 2 (`cifar10-half`: 0 to 4) are reported, and further ones
-  of what was repeated. In this study a seed fixes initial weights, batches and noise, so that methods can be paired; the
-  data are public. One thread of a busy CPU; {date}
+  curvatures. [All runs](paper-regime-runs.md) are on a page of their own
+- **Seeds, hardware, date:** seed 100 chooses the learning rates. Three to five other seeds are reported, as the tables say,
+  and further ones of what was repeated. In this study a seed fixes initial weights, batches and noise, so that methods can
+  be paired; the data are public. One thread of a busy CPU; {date}
 """.strip()
 SETTING: Final = """
+## The runs
+
 The tasks are
 
 - `cifar10`: the CNN of five layers of [De et al. 2022](https://arxiv.org/abs/2204.13650) with a quarter of its channels, on
@@ -132,15 +138,15 @@ same rates. *All* are these seeds and the earlier ones:
 |---|---|---|---|---|
 """.strip()
 OTHER_RATES: Final = """
-Rates are chosen by one seed, so another rate may be as good. Some were tested, too: one of the two methods of a row has
-another rate than the chosen one, marked by a star. Beside a rate is the held-out accuracy in % by which it was compared.
+Rates are chosen by one seed, so another rate may be as good. Some were tested, too. A star marks a rate that is not the
+chosen one. Beside a rate is the held-out accuracy in % by which it was compared.
 
 | task | difference | rate of the first | rate of the second | seeds | of the last weights |
 |---|---|---|---|---|---|
 """.strip()
 LARGER: Final = """
-The same with larger images, at the rates above, since a search there would take days. *Minus* are paired differences in
-points from the method and rate that head the column.
+The same with larger images, at the rates above, since a search there would take days. The last columns have the difference
+from DPSGD at the rate in their head, in points, paired by the seed.
 """.strip()
 AVERAGED: Final = """
 ## What averaging gains
@@ -165,29 +171,7 @@ differ in several things at once, and have few seeds: they do not show what made
 3 points worse than at a constant rate. *Average* is that of the weights. Test accuracy is in %, ± the standard error over
 seeds.
 """.strip()
-MISSING: Final = """
-## How much there is
-
-A search finds the best rate of one method under one set of conditions. Hours are of a CPU that was busy with other programs:
-a run takes 2 to 4 minutes on the perceptron when nothing else runs, 7 to 15 on `mnist` and `cifar10-half`, and 40 to 75 on
-`cifar10`.
-""".strip()
 AVERAGE: Final = "test_of_average"
-SIGNAL: Final = """
-## How to read the further tables
-
-The first table of a task compares methods. *Average* is the held-out accuracy of the averaged weights at the rate that is
-best for them, and *test* the mean over seeds, ± the standard error. *Minus* are paired differences in points with 95 %
-intervals.
-
-*What the gradient says* describes the runs of DPSGD. The *signal* is the mean clipped gradient before noise is added. Its
-power, and that of the *draws*, which is the noise of the random choice of a batch, are in units of the power of the noise
-that is added. For ε = ∞, without such noise, the unit is the mean square of the gradients. ρ₁ and ρ₁₀ are the signal's
-correlation with itself 1 and 10 steps before: 1 means the same direction, −1 the opposite one. *Released* is what the noisy
-gradients alone let one estimate: the power of signal and draws, and the covariance at lag 1. Where the noise is much larger
-than the signal the estimate is mostly error, and may be negative. The last columns have the ratio of each filter. The last
-table of a task has the signal of the runs with each filter, which changes the path of the weights and with it the signal.
-""".strip()
 
 
 def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, Any]] = ()) -> None:
@@ -195,16 +179,13 @@ def write_page(results: Results, path: Path, *, curvatures: Sequence[dict[str, A
     parts = [TITLE, FIRST_PART.format(date=results.date), *_answer(results), SETTING, *_answers(results)]
     parts += [
         *_averages(results),
-        *what_a_quadratic_says(results, curvatures),
-        *whether_it_is_low_pass(results),
-        *whether_the_best_was_predicted(results),
+        *_what_else(results),
         *accuracies_at_equal_rates(results),
         *what_could_explain_the_papers_gains(results),
-        *_what_else(results),
+        *whether_the_best_was_predicted(results),
+        *what_a_quadratic_says(results, curvatures),
+        *whether_it_is_low_pass(results),
     ]
-    parts += [*_missing(results), SIGNAL]
-    for task in TASKS:
-        parts += [*_tables(task, results), *what_the_gradient_says(task, results)]
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -212,9 +193,9 @@ def _answer(results: Results) -> Iterator[str]:
     """Yield whether the paper's filters gain with each of the paper's algorithms, as far as it is known."""
     changes: list[str] = []
     intervals: dict[str, tuple[float, float]] = {}
-    filters, epsilons, batches = dict[str, None](), dict[str, None](), dict[str, None]()
+    filters, epsilons, batches = dict[str, set[str]](), dict[str, None](), dict[str, None]()
     for task in TASKS:
-        for terms, searches in _searches_by_terms(task, results).items():
+        for terms, searches in searches_by_terms(task, results).items():
             reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
             for algorithm, (base, *_) in ALGORITHMS.items():
                 found = []
@@ -223,16 +204,20 @@ def _answer(results: Results) -> Iterator[str]:
                     if family_of(name)[0] != base or paired is None:
                         continue
                     used = f"`{METHODS[name].low_pass_filter}`"
-                    filters[used] = epsilons[f"{dict(terms).get('epsilon', 8):g}"] = None
+                    filters.setdefault(task, set()).add(used)
+                    epsilons[f"{dict(terms).get('epsilon', 8):g}"] = None
                     batches[f"{dict(terms).get('batch_size', 1000):,}"] = None
                     of = f"{used} with {algorithm} on `{task}`"
-                    intervals[of + (f", {written_terms(terms)}" if terms else "")] = interval(paired)
+                    intervals[of + (f" ({written_terms(terms)})" if terms else "")] = interval(paired)
                     found.append(f"{used} {difference(paired)}")
                 if found:
                     under = f", {written_terms(terms)}" if terms else ""
                     changes.append(f"- `{task}`, {algorithm}{under}: {', '.join(found)}")
     if changes:
-        yield ANSWER.format(found=_found(intervals), filters=_and(filters), epsilons=_and(epsilons), batches=_and(batches))
+        tested = _and(
+            f"{len(names)} {'has' if len(names) == 1 else 'have'} results on `{task}`" for task, names in filters.items()
+        )
+        yield ANSWER.format(found=_found(intervals), filters=tested, epsilons=_and(epsilons), batches=_and(batches))
         number = len(intervals)
         yield CHANGES.format(number=number, share=1 - 0.95**number) + "\n\n" + "\n".join(changes)
         yield from map(OTHER_BASE.format_map, _gains_against_other_rates(results))
@@ -245,7 +230,7 @@ def _answer(results: Results) -> Iterator[str]:
 def _gains_against_other_rates(results: Results) -> Iterator[dict[str, str]]:
     """Yield what is left of each gain where the method without a filter was tested at another rate, too."""
     for task in TASKS:
-        searches = {search.line.method: search for search in _searches_by_terms(task, results).get((), [])}
+        searches = {search.line.method: search for search in searches_by_terms(task, results).get((), [])}
         for name in searches:
             base = family_of(name)[0]
             tests = {each: tests_of(searches[each], results, of="test") for each in (name, base) if each in searches}
@@ -283,8 +268,8 @@ def _in_large_batches(results: Results) -> Iterator[str]:
         of_filter, of_momentum, apart = (difference(change) for change in changes if change is not None)
         best = max(np.mean([*tests[name].values()]) for name in (BEST_FILTER, momentum))
         compared = (
-            f"But SGD without a filter reaches {np.mean([*usual.values()]):.1f} % in batches of 1,000, which is as private, "
-            f"and the better of the two here {best:.1f} %."
+            f"But such batches gain little: in batches of 1,000 and at the same ε, SGD without a filter reaches "
+            f"{np.mean([*usual.values()]):.1f} %. Here momentum or this filter, the better of them, reaches {best:.1f} %."
         )
         yield LARGE_BATCHES.format(
             batch=dict(terms)["batch_size"],
@@ -302,11 +287,12 @@ def _found(intervals: Mapping[str, tuple[float, float]]) -> str:
     gains = [name for name, (low, _) in intervals.items() if low > 0]
     losses = sum(high < 0 for _, high in intervals.values())
     excluded, number = sum(high < LEAST_GAIN for _, high in intervals.values()), len(intervals)
-    found = f"A filter gains in {len(gains)} of {number} comparisons: {_and(gains)}." if gains else ""
-    found = found or "No gain is shown so far."
-    found += f" In {losses} of {number} comparisons a filter loses at its chosen rate." if losses else ""
-    how_many = f"All {number}" if excluded == number else f"{excluded} of {number}"
-    return f"{found} {how_many} intervals exclude a gain of {LEAST_GAIN:g} points."
+    if gains:
+        found = f"In {len(gains)} of {number} comparisons with no filter, a filter of the paper gains: {_and(gains)}."
+    else:
+        found = f"In {number} comparisons with no filter, no gain of the paper's filters is shown."
+    found += f" In {losses} a filter loses, at the learning rate that was chosen for it." if losses else ""
+    return f"{found} In {excluded} a gain of {LEAST_GAIN:g} points is excluded."
 
 
 def _and(names: Iterable[str]) -> str:
@@ -322,12 +308,7 @@ def _room(task: str, results: Results) -> str:
     if noiseless is None or search.best is None:
         return ""
     with_noise, without = (100 * row["held_out"] for row in (search.rows[search.best], noiseless))
-    so = (
-        f"So at this rate a gain of {LEAST_GAIN:g} points was hardly possible."
-        if without - with_noise < LEAST_GAIN
-        else f"So at this rate a gain of {LEAST_GAIN:g} points was possible."
-    )
-    return f"- {ROOM.format(task=task, noiseless=without, noisy=with_noise, so=so)}"
+    return f"- {ROOM.format(task=task, noiseless=without, noisy=with_noise, cost=without - with_noise)}"
 
 
 def _answers(results: Results) -> Iterator[str]:
@@ -335,7 +316,7 @@ def _answers(results: Results) -> Iterator[str]:
     rows: list[str] = []
     beyond, widest = 0, 0.0
     for task in TASKS:
-        for terms, searches in _searches_by_terms(task, results).items():
+        for terms, searches in searches_by_terms(task, results).items():
             last, average = (
                 {search.line.method: tests_of(search, results, of=of) for search in searches} for of in ("test", AVERAGE)
             )
@@ -389,7 +370,7 @@ def _at_other_rates(results: Results) -> Iterator[str]:
     """Yield what the filters change where one of two methods has a rate that was not chosen, and was tested, too."""
     rows = []
     for task in TASKS:
-        searches = {search.line.method: search for search in _searches_by_terms(task, results).get((), [])}
+        searches = {search.line.method: search for search in searches_by_terms(task, results).get((), [])}
         tests = {
             name: {place: tests_at(search, place, results) for place in search.rows}
             for name, search in searches.items()
@@ -420,15 +401,17 @@ def _with_larger_images(results: Results) -> Iterator[str]:
             for (name, rate), rows in found.items()
             if rows
         }
-        bases = [each for each in tests if each.startswith(f"{SGD_LINES[0]},")]
-        if not bases or len(tests) < 2:
+        unfiltered = [each for each in tests if each.startswith(f"{SGD_LINES[0]},")]
+        bases = [base for base in unfiltered if any(written_change(tests, name, base) != "–" for name in tests)]
+        if not bases:
             continue
         lines = [
             f"| task | method | seeds | last weights | {' | '.join(f'minus {base}' for base in bases)} |",
             "|" + "---|" * (4 + len(bases)),
         ]
         lines += [
-            f"| {task} | {name} | {len(test)} | {_mean(test)} | {' | '.join(_minus(tests, name, base) for base in bases)} |"
+            f"| {task} | {name} | {len(test)} | {written_mean(test)} | "
+            f"{' | '.join(written_change(tests, name, base) for base in bases)} |"
             for name, test in tests.items()
         ]
         yield LARGER
@@ -450,12 +433,14 @@ def _averages(results: Results) -> Iterator[str]:
     found = []
     for task in TASKS:
         gains = []
-        for search in _searches_by_terms(task, results).get((), []):
+        for search in searches_by_terms(task, results).get((), []):
             last, average = (tests_of(search, results, of=of) for of in ("test", AVERAGE))
             if len(last) > 1:
                 gains.append(np.array([average[seed] - last[seed] for seed in last]))
                 method = search.line.method
-                rows.append(f"| {task} | {method} | {_mean(last)} | {_mean(average)} | {difference(gains[-1])} |")
+                rows.append(
+                    f"| {task} | {method} | {written_mean(last)} | {written_mean(average)} | {difference(gains[-1])} |"
+                )
         if gains:
             sure = sum(interval(gain)[0] > 0 for gain in gains)
             means = [gain.mean() for gain in gains]
@@ -488,78 +473,6 @@ def _what_else(results: Results) -> Iterator[str]:
         for name, found in (rows | ours).items():
             if found:
                 last, average = ({row["seed"]: 100 * row[of] for row in found} for of in ("test", AVERAGE))
-                lines.append(f"| {name} | {len(found)} | {_mean(last)} | {_mean(average)} |")
+                lines.append(f"| {name} | {len(found)} | {written_mean(last)} | {written_mean(average)} |")
         yield FURTHER
         yield f"**{task}**\n\n" + "\n".join(lines)
-
-
-def _missing(results: Results) -> Iterator[str]:
-    """Yield a table of how much of the study there is."""
-    rows = [
-        "| task | trainings | hours | finished searches | finished on the test set |",
-        "|---|---|---|---|---|",
-    ]
-    for task in TASKS:
-        searches = [search_of(line, results) for lines in lines_of(task) for line in lines]
-        reported = [search for search in searches if search.line.is_reported]
-        whole = [search for search in reported if (cells := reported_cells(search)) and all(map(results.get, cells))]
-        found = sum(search.best is not None for search in searches)
-        number = sum(cell.task == task for cell in results)
-        rows.append(
-            f"| {task} | {number} | {results.seconds(task) / 3600:.1f} | {found} of {len(searches)} | "
-            f"{len(whole)} of {len(reported)} |"
-        )
-    yield MISSING
-    yield "\n".join(rows)
-
-
-def _searches_by_terms(task: str, results: Results) -> dict[tuple[tuple[str, Any], ...], list[Search]]:
-    """Return the searches of a task that were begun, by what they differ in from the usual conditions."""
-    by_terms: dict[tuple[tuple[str, Any], ...], list[Search]] = {}
-    for lines in lines_of(task):
-        for line in lines:
-            if (search := search_of(line, results)).rows:
-                by_terms.setdefault(line.terms, []).append(search)
-    return by_terms
-
-
-def _tables(task: str, results: Results) -> Iterator[str]:
-    for terms, searches in _searches_by_terms(task, results).items():
-        yield f"## {task}: {written_terms(terms)}, C = {searches[0].clip_norm:g}"
-        yield _table(searches, results)
-
-
-def _table(searches: Sequence[Search], results: Results) -> str:
-    rows = [
-        "| method | rates tried: held-out accuracy, % | best rate | average | test, % | minus no filter | minus momentum |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    reported = {search.line.method: tests_of(search, results, of="test") for search in searches}
-    for search in searches:
-        name, found = search.line.method, search.rows
-        tried = "; ".join(f"{row['learning_rate']:g}: {percent(row)}" for _, row in sorted(found.items()))
-        best = found.get(search.best) if search.best is not None else None
-        averages = [row["held_out_of_average"] for row in found.values() if row["held_out"] is not None]
-        base, _, momentum = family_of(name)
-        rows.append(
-            f"| {name} | {tried} | {'still searched' if best is None else format(best['learning_rate'], 'g')} | "
-            f"{100 * max(averages):.1f} | {_mean(reported[name])} | {_minus(reported, name, base)} | "
-            f"{_minus(reported, name, momentum)} |"
-            if averages
-            else f"| {name} | {tried} | still searched | – | – | – | – |"
-        )
-    return "\n".join(rows)
-
-
-def _mean(tests: dict[int, float]) -> str:
-    if not tests:
-        return "–"
-    values = np.array([*tests.values()])
-    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
-    return f"{values.mean():.2f}{error}"
-
-
-def _minus(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
-    """Write the paired difference from another method."""
-    paired = paired_changes(reported, name, other)
-    return "–" if paired is None else difference(paired)

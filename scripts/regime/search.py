@@ -16,6 +16,7 @@ import numpy as np
 from scripts.regime.cells import METHODS, POINTS, Cell, HopelessRun
 from scripts.regime.results import Results
 from scripts.regime.tasks import TASKS
+from scripts.studies.tuning import difference
 
 SGD, ADAM = "sgd", "adam"
 # The largest rate of the paper's grid for SGD and the one between for Adam, and the grids' factors.
@@ -374,3 +375,28 @@ def _group(task: str, methods: Sequence[str], terms: tuple[tuple[str, Any], ...]
         base = family_of(method)[0]
         lines.append(Line(task, method, terms, None if method == base else base, is_reported))
     return lines
+
+
+def searches_by_terms(task: str, results: Results) -> dict[tuple[tuple[str, Any], ...], list[Search]]:
+    """Return the searches of a task that were begun, by what they differ in from the usual conditions."""
+    by_terms: dict[tuple[tuple[str, Any], ...], list[Search]] = {}
+    for lines in lines_of(task):
+        for line in lines:
+            if (search := search_of(line, results)).rows:
+                by_terms.setdefault(line.terms, []).append(search)
+    return by_terms
+
+
+def written_mean(tests: dict[int, float]) -> str:
+    """Write the mean over seeds, ± its standard error."""
+    if not tests:
+        return "–"
+    values = np.array([*tests.values()])
+    error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return f"{values.mean():.2f}{error}"
+
+
+def written_change(reported: dict[str, dict[int, float]], name: str, other: str) -> str:
+    """Write the paired difference from another method."""
+    paired = paired_changes(reported, name, other)
+    return "–" if paired is None else difference(paired)

@@ -25,12 +25,13 @@ _EQUAL: Final = 2e-3  # The error of `ClosedLoop`, relative.
 LOW_PASS: Final = """
 ## Does the gradient change slowly?
 
-The paper's theorem needs a small learning rate (ηλ ≤ 1 for the largest curvature λ, without a filter), and gradients that
-change slowly. Its bound for a filter, at the best rate, then depends on (Σ κ_τ ρ_τ)²/Σ κ_τ², where κ_τ is the filter's
-coefficient for the gradient of τ steps ago. ρ_τ is the correlation of the *signal*, which is the gradient before noise is
-added, with itself τ steps before: 1 means the same direction, −1 the opposite one. This *ratio* is 1 without a filter, and
-the larger the better. On a quadratic, ρ₁ is 1 − ηλ. So a negative ρ₁ can mean that the learning rate is larger than the
-theorem allows, which then says nothing.
+**Mostly not at the best learning rate, and how slowly it changes did not say whether a filter helps.** The paper's theorem
+needs a small learning rate (ηλ ≤ 1 for the largest curvature λ, without a filter), and gradients that change slowly. Its
+bound for a filter, at the best rate, then depends on (Σ κ_τ ρ_τ)²/Σ κ_τ², where κ_τ is the filter's coefficient for the
+gradient of τ steps ago. ρ_τ is the correlation of the *signal*, which is the gradient before noise is added, with itself τ
+steps before: 1 means the same direction, −1 the opposite one. This *ratio* is 1 without a filter, and the larger the better.
+On a quadratic, ρ₁ is 1 − ηλ. So a negative ρ₁ can mean that the learning rate is larger than the theorem allows, which then
+says nothing.
 
 At the best rate of DPSGD, successive gradients tend to point in opposite directions (ρ₁ < 0) in {turning} of the {tasks}
 tasks whose best rate is known. The table has the runs of DPSGD whose signal was recorded, with ρ₁ over the whole run and in
@@ -90,9 +91,9 @@ AFTER_QUADRATIC: Final = """
 - In flat directions, where ηλ is near 0, all filters are almost alike. The weights add up the steps, and a filter spreads
   the noise of one step over the next ones without changing its sum.
 
-Ranked by this loss, the best filter is `first-order-v2`, then come `momentum`, `first-order-v1` together with none, and last
-`second-order` ([was it so?](#is-the-predicted-filter-the-best-one)). The paper's proof treats earlier noise as independent
-of the present weights. But earlier noise has moved them.
+Ranked by this loss, the order is `first-order-v2`, `momentum`, f1, then none together with `first-order-v1`, f3 and f4, and
+then f2, f5, `second-order` and f6 ([was it so?](#is-the-predicted-filter-the-best-one)). The paper's proof treats earlier
+noise as independent of the present weights. But earlier noise has moved them.
 """.strip()
 PERIODS: Final = """
 ## At which period does training oscillate?

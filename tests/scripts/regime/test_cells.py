@@ -232,10 +232,10 @@ def test_the_command_fills_the_file_goes_on_and_writes_the_page(tiny, short, tmp
     assert again[:2] == lines
     assert len(again) == 5 == len(short) == len(set(short))
     assert not [*(tmp_path / "out" / "unfinished").iterdir()]
-    page = (tmp_path / "found.md").read_text()
-    assert "| tiny | 5 |" in page
-    assert "| DPSGD |" in page
-    assert page.count("### tiny: what the gradient says") == 1
+    page, runs = ((tmp_path / name).read_text() for name in ("found.md", "found-runs.md"))
+    assert "| tiny | 5 |" in runs
+    assert "| DPSGD |" in runs
+    assert runs.count("### tiny: what the gradient says") == 1
     assert "| tiny | 1, 0.8 | " in page
     (tmp_path / "found.md").unlink()
     assert run(tmp_path, "--page") == 0
