@@ -43,14 +43,15 @@ from doppler_hf.privacy.ledger.terms import (
     HOW_COMPUTED,
     attacks_in_words,
     earlier_in_words,
-    earlier_rule_in_words,
     early_stop_in_words,
     meaning_in_words,
     not_covered_in_words,
     parts_in_words,
+    stated_in_words,
     terms_in_words,
     total_of,
     total_rows,
+    unbegun_in_words,
     unit_in_words,
     why_not_private,
 )
@@ -176,7 +177,7 @@ def check(ledger: PrivacyLedger, folder: Path, args: argparse.Namespace) -> Chec
             )
 
             mismatches += merge_mismatches(args.path, base=args.base, adapter=folder)
-    of_terms = (earlier_rule_in_words, early_stop_in_words, earlier_in_words, earlier_ledgers)
+    of_terms = (stated_in_words, unbegun_in_words, early_stop_in_words, earlier_in_words, earlier_ledgers)
     notes = [said for in_words in of_terms if (said := in_words(ledger))]
     return Checked(files, mismatches, [*notes, *files.notes, *other_runs(ledger, folder)])
 
@@ -216,6 +217,7 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "unit_of_run": ledger.statement.noun,
         "steps": ledger.steps_run,
         "epsilon_of_run": _finite(ledger.epsilon()),
+        "planned_epsilon_of_run": _finite(ledger.planned_epsilon),
         "delta_of_run": ledger.statement.target_delta,
         "target_epsilon": ledger.statement.target_epsilon,
         "ledger": ledger.name,
@@ -389,7 +391,7 @@ def terms_rows(ledger: PrivacyLedger, meaning: Iterable[tuple[str, str]]) -> lis
         *total_rows(ledger),
         (
             "ε of the whole plan" if ledger.earlier is None else "ε of this run's whole plan",
-            f"{ledger.epsilon():.6g}, {HOW_COMPUTED}",
+            f"{ledger.planned_epsilon:.6g}, {HOW_COMPUTED}",
         ),
         *meaning,
         ("opened", f"{opened}by doppler_hf {first['versions']['doppler_hf']}"),

@@ -18,7 +18,17 @@ from doppler_hf.privacy.ledger.record import LedgerRecord
 from doppler_hf.privacy.ledger.terms import HOW_COMPUTED
 from doppler_hf.privacy.ledger.weights import hashes
 from doppler_hf.run.saving.card_part import marked
-from tests.support.ledgers import MODEL, after, all_events, rehashed, said, statement, write
+from tests.support.ledgers import (
+    MODEL,
+    after,
+    all_events,
+    document_in,
+    rehashed,
+    said,
+    statement,
+    without_epsilon_of_begun_runs,
+    write,
+)
 from tests.support.tiers import further
 
 
@@ -99,6 +109,43 @@ def test_a_run_that_did_not_end_is_verified_as_far_as_it_was_counted(tmp_path, c
     whole, beginning = (get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=steps, delta=1e-5) for steps in (1000, 4))
     assert output.startswith(f"LEDGER ONLY: ({whole:.4g}, 1e-05)")
     assert f"ε would be {beginning:.4g} if the length of 4 steps had been fixed beforehand." in output
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_states_the_epsilon_of_its_plan(tmp_path, capsys):
+    ledger = PrivacyLedger.open(statement(steps_planned=20))
+    planned = get_epsilon(noise_multiplier=1.0, sample_rate=0.05, steps=20, delta=1e-5)
+    for steps, epsilon in ((0, 0.0), (3, planned)):
+        after(ledger, steps).save(tmp_path)
+        assert ledger.stated_epsilon == planned, "whoever reads the file needs no accountant"
+        assert check(tmp_path) == 0
+        output = said(capsys)
+        assert f"ε of the whole plan {planned:.6g}, " in output
+        told = f"From the first step on, the run costs ε = {planned:.4g} at δ = 1e-05. Verify the ledger that the run has"
+        assert (told in output) == (steps == 0)
+        assert check(tmp_path, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["epsilon_of_run"], found["planned_epsilon_of_run"]) == (epsilon, planned)
+
+
+def test_a_run_that_was_killed_after_its_target_was_raised_gets_no_false_explanation(tmp_path, capsys):
+    terms = dict(steps_planned=20, target_epsilon=2.0)
+    ledger = after(PrivacyLedger.open(statement(**terms)), 10)
+    ledger.checkpoint(10)
+    ledger = after(ledger.resume(statement(**terms | dict(target_epsilon=8.0)), from_step=10), 2)
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    assert "The ledger itself states" not in said(capsys)
+    # Before format 12, an entry states the ε of the new plan at its first checkpoint only.
+    write(tmp_path / "before", rehashed(without_epsilon_of_begun_runs(ledger.entries)))
+    document = document_in(tmp_path / "before") | {"$schema": "urn:doppler-hf:privacy-ledger:11", "format_version": 11}
+    (tmp_path / "before" / LEDGER_NAME).write_text(json.dumps(document))
+    assert check(tmp_path / "before") == 0
+    told = (
+        f"The ledger itself states ε = {ledger.entries[-4]['planned_epsilon']:.4g}. Then the run was resumed, and before "
+        "its next checkpoint the version that wrote the ledger did not state the ε of what the resumed run had planned. "
+        f"With it, ε is {ledger.epsilon():.4g}."
+    )
+    assert told in said(capsys)
 
 
 def test_checkpoints_are_earlier_states(tmp_path, capsys):
@@ -182,7 +229,7 @@ def test_every_edit_of_a_value_is_found(written, tmp_path, capsys):
     edits = 0
     for (*path, key), value in leaves(json.loads(written[1])):
         for replacement in replacements(value):
-            if (key, replacement) == ("format_version", 11.0):
+            if (key, replacement) == ("format_version", 12.0):
                 continue  # The same number to JSON, and no hash is over it.
             document = json.loads(written[1])
             functools.reduce(operator.getitem, path, document)[key] = replacement

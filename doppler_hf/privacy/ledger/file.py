@@ -1,6 +1,6 @@
 """The file of a privacy ledger: a chain of entries as JSON, written whole or not at all by one run at a time.
 
-    {"$schema": "urn:doppler-hf:privacy-ledger:11", "format_version": 11, "entries": […]}
+    {"$schema": "urn:doppler-hf:privacy-ledger:12", "format_version": 12, "entries": […]}
     hash_i = SHA-256(canonical JSON of entry i without its hash),    previous_hash_i = hash_{i−1}
 
 Reading refuses content outside the schema. The chain reveals an edited,
@@ -41,9 +41,9 @@ else:
 
 Entry = dict[str, Any]
 
-# Formats 10 and 9 are read too. Format 10 does not say whether a run continues the plan, and has no marks of trained
-# weights. Format 9 has the ε of the steps so far.
-FORMAT: Final = 11
+# Formats 9 to 11 are read too. Format 11 has no ε in the first entry of a run. Format 10 does not say whether a run
+# continues the plan, and has no marks of trained weights. Format 9 has the ε of the steps so far.
+FORMAT: Final = 12
 SCHEMA: Final = f"urn:doppler-hf:privacy-ledger:{FORMAT}"
 
 LOCK_NAME: Final = "_privacy_ledger.lock"  # Transformers does not upload files with names that begin with "_".

@@ -2,7 +2,7 @@
 
 It is the file `privacy_ledger.json` next to the model and in every checkpoint, an append-only chain of entries:
 
-    opened | resumed    the whole statement of a run, before its first step
+    opened | resumed    the whole statement of a run, before its first step, and ε as planned
     steps               at most this many steps may have been released; written before they are computed
     checkpoint          steps released, and ε as planned
     closed              steps released, exactly, and ε as planned; reserved steps that were not run do not count
@@ -42,6 +42,7 @@ from doppler_hf.privacy.accounting.calibration import most_steps
 from doppler_hf.privacy.ledger.file import (
     Entry,
     is_earlier_state,
+    next_entry,
     package_versions,
     read_entries,
     synchronize_names,
@@ -363,6 +364,10 @@ class PrivacyLedger:
         claim = self.claims[-1] if self.claims else None
         return claim.epsilon if claim is not None and "planned_epsilon" in self.entries[claim.entry] else None
 
+    def as_last_stated(self) -> "PrivacyLedger":
+        """Return the ledger as it was when an entry last stated ε."""
+        return type(self)(LedgerRecord(self.entries[: self.claims[-1].entry + 1]))
+
     def epsilon_of_fixed_length(self) -> float:
         """Return the ε that would hold if the number of steps and all terms had been fixed before the first result."""
         if self.statement.search is not None:
@@ -447,7 +452,10 @@ class PrivacyLedger:
             "not_covered": list(statement.not_covered),
             "versions": package_versions(),
         }
-        self._record.add(event, payload | terms)
+        # The plan, and so its ε, follows from the entry and those before it.
+        begun = LedgerRecord([*self.entries, next_entry(self.entries, event, payload | terms)])
+        planned = _json_number(type(self)(begun).planned_epsilon)
+        self._record.add(event, payload | terms | {"planned_epsilon": planned})
         self._is_training = True
 
 

@@ -246,6 +246,7 @@ class LedgerRecord:
             self.runs.append(Run(entry["run_id"], statement, versions, None, 0, 0, 0, statement.steps_planned))
             self.plans.append([self.runs[-1]])
             self._plans_before.append([self.runs[-1]])
+            self._claim(entry, steps_run=0)
             return
         if entry["event"] == "opened":
             _refuse(entry, "the ledger is open")
@@ -290,6 +291,7 @@ class LedgerRecord:
             if not is_same:
                 plans.append([])
             plans[-1].append(run)
+        self._claim(entry, steps_run=counted)
 
     def _saved_at(self) -> int:
         """Return the step of the latest checkpoint of the last plan; 0 if none is known."""
@@ -316,15 +318,22 @@ class LedgerRecord:
         step = run.being_saved_at if is_end else entry["step"]
         if is_end or step != run.being_saved_at:
             run.saved_at, run.being_saved_at = run.being_saved_at, step
+        self._claim(entry, steps_run=steps_run)
+
+    def _claim(self, entry: Entry, *, steps_run: int) -> None:
+        """Note the ε that an entry states; before format 12, the first entry of a run stated none."""
+        run = self.runs[-1]
         account: Account | SearchAccount
         if "planned_epsilon" in entry:
             stated, account = entry["planned_epsilon"], self.account(steps_run)
             if run.is_by_the_rule_before:
                 account = _account(self._plans_before, steps_run, to_its_end=_all_planned_steps)
-        else:  # Format 9 stated the ε of the steps so far.
+        elif "epsilon" in entry:  # Format 9 stated the ε of the steps so far.
             history = self.history(steps_run)
             stated, account = entry["epsilon"], Account([history], [history], target=None)
-            stated = stated[run.statement.accountant] if is_end else stated
+            stated = stated[run.statement.accountant] if entry["event"] == "closed" else stated
+        else:
+            return
         epsilon, is_private = math.inf if stated is None else stated, all(each.statement.private for each in self.runs)
         self.claims.append(Claim(entry["index"], epsilon, account, is_private, run.versions))
 

@@ -175,15 +175,34 @@ def early_stop_in_words(ledger: PrivacyLedger) -> str:
     )
 
 
-def earlier_rule_in_words(ledger: PrivacyLedger) -> str:
-    """Return why ε is larger than a ledger of version 0.3.0 states, or an empty text if it is not."""
-    stated = ledger.stated_epsilon
-    if stated is None or not stated < (1.0 - _NEARLY) * ledger.epsilon():
+def stated_in_words(ledger: PrivacyLedger) -> str:
+    """Return why ε is larger than a ledger of an earlier format states, or an empty text if it is not."""
+    stated, epsilon = ledger.stated_epsilon, ledger.epsilon()
+    if stated is None or not stated < (1.0 - _NEARLY) * epsilon:
+        return ""
+    said = [f"The ledger itself states ε = {stated:.4g}."]
+    last = ledger.as_last_stated()
+    if last.runs[-1].is_by_the_rule_before and stated < (1.0 - _NEARLY) * (then := last.epsilon()):
+        said.append(
+            "The version that wrote it counted a finished run and its repetition from a checkpoint as one plan. Results may "
+            f"have led to the repetition, so each now counts as a plan of its own, which gives ε = {then:.4g}."
+        )
+    if last.epsilon() < (1.0 - _NEARLY) * epsilon:
+        said.append(
+            "Then the run was resumed, and before its next checkpoint the version that wrote the ledger did not state the ε "
+            f"of what the resumed run had planned. With it, ε is {epsilon:.4g}."
+        )
+    return " ".join(said)
+
+
+def unbegun_in_words(ledger: PrivacyLedger) -> str:
+    """Return that a run has spent nothing yet, and what its plan will cost; empty if a step was reserved."""
+    if ledger.steps_run or not ledger.private:
         return ""
     return (
-        f"The ledger itself states ε = {stated:.4g}. The version that wrote it counted a finished run and its repetition "
-        "from a checkpoint as one plan. Results may have led to the repetition, so each now counts as a plan of its own, "
-        f"and ε is {ledger.epsilon():.4g}."
+        "This ledger was written before the first step, when nothing was released. From the first step on, the run costs "
+        f"ε = {ledger.planned_epsilon:.4g} at δ = {ledger.statement.target_delta:.3g}. Verify the ledger that the run has "
+        "written last, if there is another."
     )
 
 

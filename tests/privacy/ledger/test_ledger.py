@@ -45,8 +45,32 @@ def test_what_is_not_private_has_no_epsilon(tmp_path):
     ledger.close()
     ledger.save(tmp_path)
     assert ledger.epsilon() == math.inf
-    assert [entry["planned_epsilon"] for entry in ledger.entries[-2:]] == [None, None]
-    assert [claim.epsilon for claim in PrivacyLedger.load(tmp_path).claims] == [math.inf] * 2
+    stating = [entry for entry in ledger.entries if "planned_epsilon" in entry]
+    assert [(entry["event"], entry["planned_epsilon"]) for entry in stating] == [
+        ("opened", None), ("checkpoint", None), ("closed", None)
+    ]  # fmt: skip
+    assert [claim.epsilon for claim in PrivacyLedger.load(tmp_path).claims] == [math.inf] * 3
+
+
+@pytest.mark.parametrize("terms", [{}, dict(target_epsilon=2.0)])
+def test_entries_always_state_the_epsilon_of_all_that_is_planned(tmp_path, terms):
+    """Wherever a run is killed, also before its first checkpoint, or after it was resumed for more than before."""
+
+    def stated():
+        ledger.save(tmp_path)
+        read = PrivacyLedger.load(tmp_path)
+        assert epsilon_mismatches(read) == []
+        assert read.stated_epsilon == pytest.approx(read.planned_epsilon, rel=1e-12)
+        return read.stated_epsilon
+
+    ledger = PrivacyLedger.open(statement(steps_planned=20, **terms))
+    first = stated()
+    assert after(ledger, 8).stated_epsilon == stated() == first
+    ledger.checkpoint(8)
+    assert after(ledger, 2).stated_epsilon == stated() == first
+    more = {"target_epsilon": 4.0} if terms else {"steps_planned": 40}
+    ledger = ledger.resume(statement(**{"steps_planned": 20, **terms, **more}), from_step=8)
+    assert stated() == after(ledger, 1).stated_epsilon == stated() > 1.2 * first
 
 
 def test_what_was_not_private_once_stays_so():
@@ -55,7 +79,7 @@ def test_what_was_not_private_once_stays_so():
     assert ledger.statement.private
     assert not ledger.private
     assert ledger.epsilon() == math.inf
-    assert [claim.private for claim in ledger.claims] == [False]
+    assert [claim.private for claim in ledger.claims] == [False] * 3
 
 
 def test_affordable_steps_end_before_the_budget():
@@ -349,8 +373,8 @@ def test_the_schema_knows_the_statement():
     [
         ("{", "column 2"),
         ("[]", r"\$, \[\]"),
-        ('{"$schema": "urn:doppler-hf:privacy-ledger:11", "format_version": 11, "entries": []}', r"\$.entries"),
-        ('{"format_version": 1, "num_examples": 24, "history": []}', "11"),
+        ('{"$schema": "urn:doppler-hf:privacy-ledger:12", "format_version": 12, "entries": []}', r"\$.entries"),
+        ('{"format_version": 1, "num_examples": 24, "history": []}', "12"),
         (b"\xff", "0xff"),
     ],
 )
@@ -389,10 +413,11 @@ def test_fields_that_are_missing_or_unknown_are_refused_whatever_the_hashes(tmp_
                 "earlier",
                 "continues_rounds",
                 "continues_plan",
+                "planned_epsilon",
                 "sampling",
                 "trained",
-            ):  # which older ledgers do not have
-                continue
+            ) and not (name == "planned_epsilon" and target["event"] in ("checkpoint", "closed")):
+                continue  # which older ledgers do not have
             assert not validator.is_valid(document), (path, name)
             checked += 1
     assert checked > 150

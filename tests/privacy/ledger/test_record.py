@@ -9,7 +9,7 @@ from doppler_hf.cli.verify import epsilon_mismatches
 from doppler_hf.privacy import PrivacyLedger
 from doppler_hf.privacy.accounting.accounting import Releases, get_total_epsilon
 from doppler_hf.privacy.ledger.record import LedgerRecord
-from tests.support.ledgers import after, rehashed, statement
+from tests.support.ledgers import after, rehashed, statement, without_epsilon_of_begun_runs
 from tests.support.refusals import refused
 
 # A round of 20 steps, of which 30 are planned.
@@ -237,8 +237,9 @@ def found_by_choice(once, again, epsilons, *, margin=0.1):
 
 
 def as_written_before(ledger):
-    """The entries of format 10, which do not say whether a run goes on with a plan."""
-    entries = [{name: value for name, value in entry.items() if name != "continues_plan"} for entry in ledger.entries]
+    """The entries of format 10, which do not say whether a run goes on with a plan, nor what a run that begins costs."""
+    entries = without_epsilon_of_begun_runs(ledger.entries)
+    entries = [{name: value for name, value in entry.items() if name != "continues_plan"} for entry in entries]
     return PrivacyLedger(LedgerRecord(rehashed(entries)))
 
 
