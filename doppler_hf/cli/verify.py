@@ -151,11 +151,13 @@ class Checked(NamedTuple):
         files: What was found of the files beside the ledger.
         mismatches: A line for each check that failed.
         notes: What else is to be known, a line each.
+        others: The ledgers of other training runs in the folder; None for one that cannot be read.
     """
 
     files: CheckedFiles
     mismatches: list[str]
     notes: list[str]
+    others: Mapping[Path, PrivacyLedger | None]
 
     @property
     def verdict(self) -> str:
@@ -179,7 +181,8 @@ def check(ledger: PrivacyLedger, folder: Path, args: argparse.Namespace) -> Chec
             mismatches += merge_mismatches(args.path, base=args.base, adapter=folder)
     of_terms = (stated_in_words, unbegun_in_words, early_stop_in_words, earlier_in_words, earlier_ledgers)
     notes = [said for in_words in of_terms if (said := in_words(ledger))]
-    return Checked(files, mismatches, [*notes, *files.notes, *other_runs(ledger, folder)])
+    others = other_ledgers(ledger, folder)
+    return Checked(files, mismatches, [*notes, *files.notes, *others_in_words(others)], others)
 
 
 def mismatches_in(folder: Path, *, ledger: PrivacyLedger) -> list[str]:
@@ -230,6 +233,7 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
             }
             for name, spent in earlier.items()
         },
+        "other_ledgers": [_other_as_json(path, other) for path, other in checked.others.items()],
         "weights": checked.files.weights,
         "step_of_weights": checked.files.step,
         "unchecked": checked.files.unchecked,
@@ -237,6 +241,22 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "notes": checked.notes,
         "terms": dict(terms_rows(ledger, [])),
         "not_covered": not_covered_in_words(ledger),
+    }
+
+
+def _other_as_json(path: Path, other: PrivacyLedger | None) -> dict[str, Any]:
+    """Return what a program must know to add the ε of another run in the folder."""
+    if other is None:
+        return {"file": path.name, "ledger": None}
+    return {
+        "file": path.name,
+        "ledger": other.name,
+        "epsilon_of_run": _finite(other.epsilon()),
+        "planned_epsilon_of_run": _finite(other.planned_epsilon),
+        "delta_of_run": other.statement.target_delta,
+        "unit_of_run": other.statement.noun,
+        "steps": other.steps_run,
+        "head": other.head,
     }
 
 
@@ -349,16 +369,31 @@ def budget_mismatches(ledger: PrivacyLedger) -> list[str]:
     return []
 
 
-def other_runs(ledger: PrivacyLedger, folder: Path) -> list[str]:
-    """Return a line for every ledger in `folder` of a different training run, and what these mean for the total ε."""
+def other_ledgers(ledger: PrivacyLedger, folder: Path) -> dict[Path, PrivacyLedger | None]:
+    """Return every ledger in `folder` of a different training run; None if it cannot be read."""
+    readable = ledgers_in(folder)
+    there = {path: readable.get(path) for path in ledger_files(folder)}
+    return {
+        path: other
+        for path, other in there.items()
+        if other is None or not (other.is_prefix_of(ledger) or ledger.is_prefix_of(other))
+    }
+
+
+def others_in_words(others: Mapping[Path, PrivacyLedger | None]) -> list[str]:
+    """Return a line for every ledger of another training run, and what these mean for the total ε."""
     lines = []
-    for path, other in ledgers_in(folder).items():
-        if other.is_prefix_of(ledger) or ledger.is_prefix_of(other):
-            continue
-        lines.append(
-            f"{path.name} is the ledger of another training run: ε = {other.epsilon():.4g} at "
-            f"δ = {other.statement.target_delta:.3g}, {HOW_COMPUTED}."
-        )
+    for path, other in others.items():
+        if other is None:
+            lines.append(
+                f"{path.name} cannot be read, so the ε of its training run is unknown. To see why, run doppler-hf verify "
+                f"{path}."
+            )
+        else:
+            lines.append(
+                f"{path.name} is the ledger of another training run: ε = {other.epsilon():.4g} at "
+                f"δ = {other.statement.target_delta:.3g}, {HOW_COMPUTED}."
+            )
     return [*lines, "If the runs used the same data, their ε add up, and so do their δ."] if lines else []
 
 

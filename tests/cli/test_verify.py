@@ -205,6 +205,31 @@ def test_ledgers_that_were_set_aside_are_named(tmp_path, capsys):
     assert "If the runs used the same data, their ε add up, and so do their δ." in output
 
 
+def test_programs_get_the_ledgers_that_were_set_aside_as_a_list(tmp_path, capsys):
+    """With what they need to add up ε; a ledger that cannot be read is no reason to leave it out."""
+    first = after(PrivacyLedger.open(statement(target_delta=1e-6)), 3)
+    first.save(tmp_path)
+    aside = set_aside(tmp_path, unless=lambda there: False)
+    PrivacyLedger.open(statement()).save(tmp_path)
+    assert check(tmp_path, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["other_ledgers"]
+    assert found == {
+        "file": aside.name, "ledger": first.name, "epsilon_of_run": first.epsilon(), "delta_of_run": 1e-6,
+        "planned_epsilon_of_run": first.epsilon(), "unit_of_run": "record", "steps": 3, "head": first.head,
+    }  # fmt: skip
+    assert check(aside, "--json") == 0, "what was set aside has the other one as its neighbour"
+    assert [each["file"] for each in json.loads(capsys.readouterr().out)["other_ledgers"]] == [LEDGER_NAME]
+    aside.write_text("{")
+    assert check(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["other_ledgers"] == [{"file": aside.name, "ledger": None}]
+    assert f"{aside.name} cannot be read, so the ε of its training run is unknown. To see why, run doppler-hf verify " in (
+        " ".join(found["notes"])
+    )
+    assert main(["verify", str(aside)]) == 1  # the mend
+    assert "not valid JSON" in said(capsys)
+
+
 def leaves(value, path=()):
     """Yield the way to each value that is no list or object, and the value."""
     if not isinstance(value, dict | list):
