@@ -1,11 +1,13 @@
 """What a ledger says of the files in its folder: which weights it covers, what is wrong, and what nobody has checked."""
 
 import contextlib
+import json
+import re
 import textwrap
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import ledgers_in
@@ -20,6 +22,8 @@ from doppler_hf.privacy.ledger.weights import (
 )
 from doppler_hf.run.saving.card_part import CARD_NAME, PART, read_part
 
+_STATE: Final = "trainer_state.json"
+
 
 class CheckedFiles(NamedTuple):
     """What was found in a folder.
@@ -28,8 +32,9 @@ class CheckedFiles(NamedTuple):
         weights: The files with weights in the folder itself, whether the ledger covers them or not.
         mismatches: A line for each contradiction, empty if there is none.
         notes: A line for what was not checked, or says something else without being wrong.
-        unchecked: Files that seem to hold weights, of which the ledger says nothing.
+        unchecked: Files that seem to hold weights, of which the ledger says nothing; those of incomplete checkpoints too.
         step: The step of the checkpoint whose weights these are, if the ledger tells it.
+        incomplete: Checkpoints whose writing was interrupted, and whose weights no ledger covers.
     """
 
     weights: list[str]
@@ -37,6 +42,7 @@ class CheckedFiles(NamedTuple):
     notes: list[str]
     unchecked: list[str]
     step: int | None
+    incomplete: list[str]
 
 
 def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
@@ -44,23 +50,56 @@ def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
     checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.is_dir())
     family = [ledger, *ledgers_in(folder).values()]
     unchecked, found = other_weights(folder), hashes(folder)
+    wrong = {checkpoint: _weight_mismatches(checkpoint, hashes(checkpoint), family) for checkpoint in checkpoints}
+    incomplete = [each for each, lines in wrong.items() if lines and _is_incomplete(each, ledger=ledger)]
     notes = [*_card_notes(folder, ledger)]
     if unchecked:
         notes.append(
             f"Not checked: {', '.join(unchecked)}. The ledger says nothing of weights in other folders and formats. Verify "
             "them with the ledger of their run, or do not publish them with this one."
         )
+    if incomplete:
+        notes.append(
+            f"Incomplete, ignored: {', '.join(each.name for each in incomplete)}. The run was probably stopped while it "
+            "wrote there. What is there is not verified, and no run resumes from it. It changes nothing in ε, which the "
+            "ledger states for all steps. Remove it before you publish this folder."
+        )
     return CheckedFiles(
         weights=[name for name in weight_files(folder) if not is_index(name)],
         mismatches=[
             *_checkpoint_mismatches(checkpoints, family),
             *_weight_mismatches(folder, found, [ledger]),
-            *(line for checkpoint in checkpoints for line in _weight_mismatches(checkpoint, hashes(checkpoint), family)),
+            *(line for checkpoint, lines in wrong.items() if checkpoint not in incomplete for line in lines),
         ],
         notes=notes,
-        unchecked=unchecked,
+        unchecked=[*unchecked, *(f"{each.name}/{name}" for each in incomplete for name in weight_files(each))],
         step=step_of_weights(ledger, found) if found else None,
+        incomplete=[each.name for each in incomplete],
     )
+
+
+def _is_incomplete(checkpoint: Path, *, ledger: PrivacyLedger) -> bool:
+    """Return whether the writing of a checkpoint was interrupted before the ledger noted its weights.
+
+    Transformers writes the trainer's state last. Its absence alone would let somebody exchange the weights of a checkpoint
+    that the run has noted.
+    """
+    try:
+        json.loads((checkpoint / _STATE).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return re.fullmatch(r"checkpoint-\d+", checkpoint.name) is not None and checkpoint.name not in _noted(ledger)
+    return False
+
+
+def _noted(ledger: PrivacyLedger) -> set[str]:
+    """Return the names of the checkpoints that a ledger has noted and that no later run of it replaces."""
+    steps: set[int] = set()
+    for entry in ledger.entries:
+        if entry["event"] == "resumed":  # the run writes the checkpoints after its first step again
+            steps = {step for step in steps if step <= entry["from_step"]}
+        elif entry["event"] == "checkpoint":
+            steps.add(entry["step"])
+    return {f"checkpoint-{step}" for step in steps}
 
 
 def step_of_weights(ledger: PrivacyLedger, found: Mapping[str, str]) -> int | None:
@@ -116,8 +155,8 @@ def _weight_mismatches(folder: Path, found: Mapping[str, str], family: list[Priv
         return [what] if missing else []
     line = (
         f"The run of this ledger did not save these weights: {', '.join(unknown)} in {folder}. They were changed or "
-        "converted, or come from another run. Put back the weights that were saved with the ledger, and move other weights "
-        "away."
+        "converted, come from another run, or were not written to the end. Put back the weights that were saved with the "
+        "ledger, and move other weights away."
     )
     if any(name.startswith("adapter_model.") for files in saved for name in files):
         line += (

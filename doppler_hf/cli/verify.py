@@ -237,6 +237,7 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "weights": checked.files.weights,
         "step_of_weights": checked.files.step,
         "unchecked": checked.files.unchecked,
+        "incomplete_checkpoints": checked.files.incomplete,
         "failures": checked.mismatches,
         "notes": checked.notes,
         "terms": dict(terms_rows(ledger, [])),

@@ -412,11 +412,62 @@ def test_weights_of_checkpoints_are_checked_too(tmp_path, capsys):
     (tmp_path / "checkpoint-2" / "model.safetensors").write_text("other weights")
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "model.safetensors").write_text("of another training")
+    for number in (2, 4):
+        (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
     capsys.readouterr()
     assert check(tmp_path) == 1
     output = said(capsys)
     for number in (2, 4):
         assert f"did not save these weights: model.safetensors in {tmp_path / f'checkpoint-{number}'}." in output
+
+
+@pytest.mark.parametrize("state", [None, '{"global_step": 4, "log_'])
+def test_a_checkpoint_whose_writing_was_interrupted_is_ignored(tmp_path, capsys, state):
+    """The ledger has no entry of it yet, and the trainer's state, which is written last, is missing or cut off."""
+    ledger = covered(tmp_path, "model.safetensors")
+    interrupted = tmp_path / "checkpoint-4"
+    interrupted.mkdir()
+    (interrupted / "model.safetensors").write_text("half")
+    if state is not None:
+        (interrupted / "trainer_state.json").write_text(state)
+    assert check(tmp_path) == 0
+    output = said(capsys)
+    assert output.startswith(f"VERIFIED: ({ledger.epsilon():.4g}, ")
+    assert "Incomplete, ignored: checkpoint-4. The run was probably stopped while it wrote there." in output
+    assert check(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["incomplete_checkpoints"], found["unchecked"]) == (["checkpoint-4"], ["checkpoint-4/model.safetensors"])
+    assert (found["epsilon"], found["weights"]) == (ledger.epsilon(), ["model.safetensors"])
+    # Its weights are accepted nowhere.
+    ledger.save(interrupted)
+    assert check(interrupted) == 1
+    (interrupted / LEDGER_NAME).unlink()
+    (interrupted / "trainer_state.json").write_text("{}")
+    assert check(tmp_path) == 1
+
+
+def test_an_entry_of_the_ledger_keeps_a_checkpoint_from_passing_as_interrupted(tmp_path, capsys):
+    """Otherwise whoever removes the trainer's state could exchange the weights."""
+    ledger = after(PrivacyLedger.open(statement(steps_planned=20)), 4)
+    (tmp_path / "checkpoint-4").mkdir()
+    weights = tmp_path / "checkpoint-4" / "model.safetensors"
+    weights.write_text("mine")
+    ledger.checkpoint(4)
+    ledger.speak_for(hashes(weights.parent), model=MODEL)
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 0
+    weights.write_text("exchanged")
+    capsys.readouterr()
+    assert check(tmp_path) == 1
+    assert "did not save these weights" in said(capsys)
+    # A run that is resumed from this checkpoint keeps it, and one from an earlier checkpoint replaces it.
+    ledger = after(ledger.resume(statement(steps_planned=20), from_step=4), 2)
+    ledger.save(tmp_path)
+    assert check(tmp_path) == 1
+    capsys.readouterr()
+    after(ledger.resume(statement(steps_planned=20), from_step=2), 2).save(tmp_path)
+    assert check(tmp_path) == 0
+    assert "Incomplete, ignored: checkpoint-4." in said(capsys)
 
 
 def test_weights_that_no_ledger_covers_are_named(tmp_path, capsys):
