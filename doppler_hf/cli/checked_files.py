@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from doppler_hf.privacy import LEDGER_NAME, PrivacyLedger
 from doppler_hf.privacy.ledger.ledger import ledgers_in
 from doppler_hf.privacy.ledger.weights import (
+    copies_below,
     hashes,
     is_index,
     is_lfs_pointer,
@@ -30,6 +31,7 @@ class CheckedFiles(NamedTuple):
 
     Attributes:
         weights: The files with weights in the folder itself, whether the ledger covers them or not.
+        copies: The files in its subfolders that are copies of weights which the run has saved.
         mismatches: A line for each contradiction, empty if there is none.
         notes: A line for what was not checked, or says something else without being wrong.
         unchecked: Files that seem to hold weights, of which the ledger says nothing; those of incomplete checkpoints too.
@@ -38,6 +40,7 @@ class CheckedFiles(NamedTuple):
     """
 
     weights: list[str]
+    copies: list[str]
     mismatches: list[str]
     notes: list[str]
     unchecked: list[str]
@@ -49,10 +52,14 @@ def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
     """Return what a ledger says of the weights in its folder, in its checkpoints, and of the model card."""
     checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.is_dir())
     family = [ledger, *ledgers_in(folder).values()]
-    unchecked, found = other_weights(folder), hashes(folder)
+    copies = copies_below(folder, saved=ledger.saved)
+    unchecked = [name for name in other_weights(folder) if name not in copies]
+    found = {name: value for name, value in hashes(folder).items() if name not in copies}
     wrong = {checkpoint: _weight_mismatches(checkpoint, hashes(checkpoint), family) for checkpoint in checkpoints}
     incomplete = [each for each, lines in wrong.items() if lines and _is_incomplete(each, ledger=ledger)]
     notes = [*_card_notes(folder, ledger)]
+    if copies:
+        notes.append(f"Copies of weights that the run has saved: {', '.join(copies)}.")
     if unchecked:
         notes.append(
             f"Not checked: {', '.join(unchecked)}. The ledger says nothing of weights in other folders and formats. Verify "
@@ -65,7 +72,8 @@ def checked_files(folder: Path, *, ledger: PrivacyLedger) -> CheckedFiles:
             "ledger states for all steps. Remove it before you publish this folder."
         )
     return CheckedFiles(
-        weights=[name for name in weight_files(folder) if not is_index(name)],
+        weights=[name for name in found if not is_index(name)],
+        copies=copies,
         mismatches=[
             *_checkpoint_mismatches(checkpoints, family),
             *_weight_mismatches(folder, found, [ledger]),

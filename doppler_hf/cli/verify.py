@@ -236,6 +236,7 @@ def as_json(ledger: PrivacyLedger, checked: Checked) -> dict[str, Any]:
         "other_ledgers": [_other_as_json(path, other) for path, other in checked.others.items()],
         "weights": checked.files.weights,
         "step_of_weights": checked.files.step,
+        "copies": checked.files.copies,
         "unchecked": checked.files.unchecked,
         "incomplete_checkpoints": checked.files.incomplete,
         "failures": checked.mismatches,

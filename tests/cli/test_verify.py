@@ -470,6 +470,35 @@ def test_an_entry_of_the_ledger_keeps_a_checkpoint_from_passing_as_interrupted(t
     assert "Incomplete, ignored: checkpoint-4." in said(capsys)
 
 
+@pytest.mark.parametrize("names", [["model.safetensors"], ["adapter_model.safetensors"], SHARDS])
+def test_copies_of_saved_weights_in_subfolders_are_recognised(tmp_path, capsys, names):
+    """As those of the best checkpoint, which somebody has put beside the last weights."""
+    covered(tmp_path, *names)
+    copies = [f"{folder}/{name}" for folder in ("best", "for/release") for name in names]
+    for copy in copies:
+        (tmp_path / copy).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / copy).write_text(Path(copy).name)
+    assert check(tmp_path) == 0
+    output = said(capsys)
+    assert f"Copies of weights that the run has saved: {', '.join(sorted(copies))}." in output
+    assert "Not checked" not in output
+    assert check(tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["copies"], found["unchecked"], found["verdict"]) == (sorted(copies), [], "verified")
+    assert [name for name in found["weights"] if "/" in name] == []
+    # A copy that was changed is none, nor is a part of a model.
+    (tmp_path / copies[-1]).write_text("changed")
+    if len(names) > 1:
+        (tmp_path / "best" / names[0]).unlink()
+    else:
+        (tmp_path / "best" / names[0]).write_text("changed")
+    is_adapter = names == ["adapter_model.safetensors"]
+    assert check(tmp_path, "--json") == is_adapter
+    found = json.loads(capsys.readouterr().out)
+    assert (found["copies"], bool(found["failures"])) == ([], is_adapter)
+    assert len(found["unchecked"]) >= 1
+
+
 def test_weights_that_no_ledger_covers_are_named(tmp_path, capsys):
     others = ["fp16/model.safetensors", "model.gguf", "onnx/model.onnx"]
     covered(tmp_path, "model.safetensors", "checkpoint-2/optimizer.pt", ".git/lfs/a.bin", "training_args.bin")

@@ -50,7 +50,7 @@ from doppler_hf.privacy.ledger.file import (
 )
 from doppler_hf.privacy.ledger.record import Claim, LedgerRecord, ModelDigests, Run, split_marks
 from doppler_hf.privacy.ledger.statement import NEIGHBOURING_RELATION, ROLE_OF_NUM_UNITS, PrivacyStatement
-from doppler_hf.privacy.ledger.weights import hashes, unknown_files
+from doppler_hf.privacy.ledger.weights import copies_below, hashes, unknown_files
 
 LEDGER_NAME: Final = "privacy_ledger.json"
 SEARCH_NOTE_NAME: Final = "privacy_search_running.json"  # of searches that have not ended (`run/search`)
@@ -435,7 +435,9 @@ class PrivacyLedger:
 
     def unknown_weights(self, folder: Path) -> list[str]:
         """Return the weight files of a folder that this ledger does not cover."""
-        return unknown_files(hashes(folder), saved=self.saved)
+        unknown = unknown_files(hashes(folder), saved=self.saved)
+        copies = copies_below(folder, saved=self.saved) if any("/" in name for name in unknown) else []
+        return [name for name in unknown if name not in copies]
 
     def is_prefix_of(self, other: "PrivacyLedger") -> bool:
         """Return whether `other` is this ledger or a continuation of it."""

@@ -6,7 +6,7 @@ the configuration beside them is not covered.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +51,21 @@ def other_weights(folder: Path) -> list[str]:
         and not name.parts[0].startswith("checkpoint-")
         and not any(part.startswith(".") for part in name.parts)
     )
+
+
+def copies_below(folder: Path, *, saved: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the files in the subfolders of a folder that are, with those beside them, a model as it was saved."""
+    below = {*other_weights(folder), *(name for name in weight_files(folder) if "/" in name)}
+    found: set[str] = set()
+    for parent in sorted({parent for name in below for parent in (folder / name).parents if parent.is_relative_to(folder)}):
+        names = {name: (parent / name).relative_to(folder).as_posix() for name in weight_files(parent)}
+        # Only files with the names of saved ones are read, which may be large.
+        if parent == folder or found.issuperset(names.values()) or not any(names.keys() <= files.keys() for files in saved):
+            continue
+        of_parent = hashes(parent)
+        if not unknown_files(of_parent, saved=saved) and not missing_shards(of_parent, saved=saved):
+            found.update(names.values())
+    return sorted(found)
 
 
 def is_lfs_pointer(path: Path) -> bool:
