@@ -124,8 +124,14 @@ def base_of(model: Any) -> Any:
 
 
 def base_name(model: Any) -> str:
-    """Return the name of the weights with which the training began: on the hub, or that of a folder; "" if unknown."""
-    return str(getattr(getattr(base_of(model), "config", None), "_name_or_path", "") or "")
+    """Return the name of the weights with which the training began: on the hub, or that of a folder; "" if unknown.
+
+    A module of the user's own has the name of its part that is a model of Transformers, if all such parts have one name.
+    """
+    base = base_of(model)
+    known = [base] if hasattr(base, "config") else [part for part in base.modules() if isinstance(part, PreTrainedModel)]
+    names = {str(getattr(each.config, "_name_or_path", "") or "") for each in known}
+    return names.pop() if len(names) == 1 else ""
 
 
 def shown_name(name: str) -> str:

@@ -63,13 +63,31 @@ def with_privacy_section(inherited: Callable[..., None]) -> Callable[..., None]:
         # Transformers writes a row of its table in the order of its own keys, and a checkpoint's are sorted.
         self.state.log_history = with_columns_in_one_order(history)
         try:
-            inherited(self, *args, **kwargs)
+            with described_for_card(self.model):
+                inherited(self, *args, **kwargs)
         finally:
             self.state.log_history = history
         if is_ours:
             write_card(card, run, self, before=before, ledger=there)
 
     return create_model_card
+
+
+@contextlib.contextmanager
+def described_for_card(model: nn.Module) -> Iterator[None]:
+    """Give a module of the user's own, during the block, what Transformers takes each model to have when it writes a card.
+
+    It reads the base's name from `config`. If the folder has the card of an adapter, such as that of a part of the module,
+    it calls `create_or_update_model_card`.
+    """
+    described = {"config": None, "create_or_update_model_card": lambda folder: None}
+    added = {name: value for name, value in described.items() if not hasattr(model, name)}
+    vars(model).update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del vars(model)[name]
 
 
 def with_columns_in_one_order(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+from unittest import mock
 
 import datasets
 import pytest
@@ -399,6 +400,39 @@ def test_a_base_model_and_a_data_set_of_the_hub_are_linked(tmp_path):
     assert data.datasets == ["me/sentences"]
 
 
+@pytest.mark.parametrize("part", ["a model", "an adapter", "neither"])
+def test_a_module_of_ones_own_without_a_configuration_has_a_card_too(tmp_path, monkeypatch, part):
+    base = tiny_bert()
+    base.config._name_or_path = "google/a-bert"
+    model = {"a model": lambda: Around(base), "an adapter": lambda: Around(adapted(base)), "neither": Sums}[part]()
+    trainer = trained(trainer_of(tmp_path, model=model, cls=OfLogits, remove_unused_columns=False, max_steps=1))
+    path, hub = tmp_path / "out" / "README.md", mock.Mock()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    if part == "an adapter":
+        model.model.save_pretrained(path.parent)  # with a card of PEFT's, to which Transformers lets the model add
+        assert "library_name: peft" in path.read_text("utf-8")
+    trainer.hub_model_id = "me/mine"
+    trainer.push_to_hub(license="mit")
+    hub.upload_folder.assert_called_once()
+    card = path.read_text("utf-8")
+    assert "information needed" not in card.lower()
+    assert headings(card) == ["Differential privacy", "How to load it", "The model", "Training arguments"]
+    facts, data = items(card), ModelCard(card).data
+    assert facts["class"] == f"`{type(model).__name__}`"
+    assert data.license == "mit"
+    assert data.base_model == (None if part == "neither" else "google/a-bert")
+    assert ("google/a-bert" in facts.get("base model", "")) == (part != "neither")
+    assert not hasattr(model, "config")
+
+
+def test_a_module_of_ones_own_has_transformers_card_without_privacy(tmp_path):
+    options = dict(disable_dp=True, noise_multiplier=None, remove_unused_columns=False, max_steps=1)
+    trainer_of(tmp_path, model=Around(tiny_bert()), cls=OfLogits, **options).create_model_card(license="mit")
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "license: mit" in card
+    assert "Differential privacy" not in card
+
+
 def test_the_card_of_users_counts_users_and_not_their_rows(tmp_path):
     rows = datasets.Dataset.from_list([*text_data()]).add_column("who", [number // 2 for number in range(24)])
     trainer = trained(trainer_of(tmp_path, data=rows, privacy_unit_column="who", per_device_train_batch_size=2))
@@ -414,10 +448,21 @@ class Around(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.config = model, model.config  # Transformers writes no card without a configuration
+        self.model = model
 
     def forward(self, **inputs):
         return self.model(**inputs).logits
+
+
+class Sums(nn.Module):
+    """A module without a part of Transformers'."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 4), nn.Linear(4, 2)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head((self.words(input_ids) * attention_mask[..., None]).sum(dim=1))
 
 
 BY_HAND = (
