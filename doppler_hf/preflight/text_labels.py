@@ -1,8 +1,10 @@
 """Labels that are texts: what is wrong with them, and how numbers are made of them."""
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +15,9 @@ from doppler_hf.privacy.batching.collators import tried
 from doppler_hf.privacy.batching.columns import LABELS, is_stored, is_table
 from doppler_hf.privacy.losses import WITHOUT_TOKENS, task_of, without_adapters
 
-_FEW: Final = 1000  # so many rows are read to see if texts are written numbers
+_MANY: Final = 100_000  # so many rows are read to see if texts are written numbers
+_GAPS: Final = ("", "nan")  # what is written for a missing number
+_PLAIN: Final = {"int": r"-?\d+", "float": r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"}
 
 
 def refuse_text_as_label(
@@ -73,15 +77,40 @@ def _refusal(base: Any, examples: Any, value: Any, *, column: str, name: str) ->
     )
 
 
-def _kind_of_numbers(base: Any, examples: Any, value: Any, *, column: str) -> str | None:
-    """Return "int" or "float" if texts are written numbers, which need no numbers of their own; None if they are not."""
-    texts = examples[:_FEW][column] if is_stored(examples) else [value]
+class _Numbers(NamedTuple):
+    """Texts that are written numbers.
+
+    Attributes:
+        kind: "int" or "float".
+        are_plain: Whether `datasets` can cast them to this kind, which takes neither "3.0" for an int nor " 3".
+        have_gaps: Whether some rows have an empty text or "nan" in place of a number.
+    """
+
+    kind: str
+    are_plain: bool
+    have_gaps: bool
+
+
+def _numbers(base: Any, examples: Any, value: Any, *, column: str) -> _Numbers | None:
+    """Return how numbers are written in a column of texts; None if the texts are none, and need numbers of their own."""
+    texts = [value]
+    if is_stored(examples):
+        texts = examples[:_MANY][column]
+    elif isinstance(examples, list):
+        texts = [row.get(column) for row in examples[:_MANY] if isinstance(row, Mapping)]
+    if not all(text is None or isinstance(text, str) for text in texts):
+        return None
+    known = [text for text in texts if str(text or "").strip().lower() not in _GAPS]
     try:
-        numbers = [float(text) for text in texts]
-    except (TypeError, ValueError):
+        numbers = [float(text) for text in known]
+    except ValueError:
         return None
     is_regression = getattr(getattr(base, "config", None), "num_labels", None) == 1
-    return "float" if is_regression or not all(number.is_integer() for number in numbers) else "int"
+    if not all(map(math.isfinite, numbers)) or not (numbers or is_regression):
+        return None
+    kind = "float" if is_regression or not all(number.is_integer() for number in numbers) else "int"
+    are_plain = all(re.fullmatch(_PLAIN[kind], text) for text in known)
+    return _Numbers(kind, are_plain, have_gaps=len(known) < len(texts))
 
 
 def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> str:
@@ -90,9 +119,11 @@ def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> st
     has_names = any(label != f"LABEL_{number}" for label, number in known.items())
     number = "model.config.label2id[{}]" if has_names else "names.index({})"
     where = "" if has_names else ", where names is the list of your classes"
-    kind = _kind_of_numbers(base, examples, value, column=column)
-    if kind is not None:
-        number, where = f"{kind}({{}})", ""
+    numbers = _numbers(base, examples, value, column=column)
+    has_gaps = numbers is not None and numbers.have_gaps
+    if numbers is not None:
+        number = "{}({{}})" if numbers.are_plain else "{}(float({{}}))"
+        number, where = "float({})" if numbers.kind == "float" else number.format("int"), ""
     is_list, is_of_tokens = (
         isinstance(value, list | tuple),
         task_of(base) is not None if isinstance(base, nn.Module) else False,
@@ -105,9 +136,13 @@ def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> st
         of_row = f"[{number.format('each')} for each in row[{column!r}]]"
     else:
         of_row = number.format(f"row[{column!r}]")
-    if is_stored(examples) and kind is not None:
-        of_column = "int64" if kind == "int" else "float32"
-        return f"{name}.cast_column({column!r}, Value({of_column!r})), with Value from datasets"
+    has_number = f"str(row[{column!r}] or '').strip().lower() not in {_GAPS}"
+    if is_stored(examples) and numbers is not None:
+        filled = f"{name}.filter(lambda row: {has_number})" if has_gaps else name
+        if not numbers.are_plain:
+            return f"{filled}.map(lambda row: {{{column!r}: {of_row}}})"
+        of_column = "int64" if numbers.kind == "int" else "float32"
+        return f"{filled}.cast_column({column!r}, Value({of_column!r})), with Value from datasets"
     if is_stored(examples) and not is_list and not has_names:
         return (
             f"{name}.class_encode_column({column!r}). Do that before the data are split, because each split is numbered by "
@@ -115,8 +150,10 @@ def _mend(base: Any, examples: Any, value: Any, *, column: str, name: str) -> st
         )
     if is_stored(examples):
         return f"{name}.map(lambda row: {{{column!r}: {of_row}}}){where}"
+    left_out = ". Leave out the rows without a number" if has_gaps else ""
     if is_table(examples):
-        return f"return {of_row} from its transform{where}, or change the column before with_transform"
+        return f"return {of_row} from its transform{where}, or change the column before with_transform{left_out}"
     if isinstance(examples, list):
-        return f"{name} = [row | {{{column!r}: {of_row}}} for row in {name}]{where}"
-    return f"return row | {{{column!r}: {of_row}}} from its __getitem__{where}"
+        chosen = f" if {has_number}" if has_gaps else ""
+        return f"{name} = [row | {{{column!r}: {of_row}}} for row in {name}{chosen}]{where}"
+    return f"return row | {{{column!r}: {of_row}}} from its __getitem__{where}{left_out}"

@@ -173,6 +173,52 @@ def test_scores_that_are_texts_stay_the_scores_that_they_are(tmp_path):
     assert {*mended(message, scores, None)["labels"]} == {0.25, 0.75}
 
 
+WRITTEN = {
+    "nan": ["0.5", "nan", "1.5"],
+    "empty": ["0.5", "", "1.5"],
+    "whole": ["2", "NaN", "1"],
+    "with blanks": [" 0.5", " ", "1.5"],
+    "all of the first rows": ["", "0.5"],
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("kind", ["table", "list"])
+def test_rows_without_a_number_among_scores_that_are_texts_are_left_out(tmp_path, written, kind):
+    scores = texts(label=lambda number: None)
+    values = [WRITTEN[written][row % len(WRITTEN[written])] for row in range(len(scores))]
+    scores = scores.remove_columns("labels").add_column("labels", values)
+    options = dict(collator=PADDING, model=tiny_bert(num_labels=1))
+    made = scores if kind == "table" else [*scores]
+    message = refused_training(tmp_path, "values-out-of-range", data=made, match="got text in some rows", **options)
+    data = mended(message, made, None)
+    found = data["labels"][:] if kind == "table" else [row["labels"] for row in data]
+    assert found == [float(each) for each in values if each.strip().lower() not in ("", "nan")]
+    trained(trainer_of(tmp_path / "mended", data=data, **options, max_steps=1))
+
+
+@pytest.mark.parametrize("kind", ["table", "list"])
+def test_classes_that_are_written_as_floats_become_whole_numbers(tmp_path, kind):
+    made = texts(label=lambda number: f"{number}.0")
+    made = made if kind == "table" else [*made]
+    message = refused_training(tmp_path, "values-out-of-range", data=made, collator=PADDING)
+    data = mended(message, made, None)
+    assert {*(data["labels"] if kind == "table" else [row["labels"] for row in data])} == {0, 1}
+    trained(trainer_of(tmp_path / "mended", data=data, collator=PADDING, max_steps=1))
+
+
+def test_a_data_set_of_ones_own_is_told_to_leave_out_rows_without_a_number(tmp_path):
+    options = dict(collator=PADDING, model=tiny_bert(num_labels=1))
+    message = refused_training(
+        tmp_path,
+        "values-out-of-range",
+        data=Rows(texts(label=lambda number: "nan")),
+        match="got text in some rows",
+        **options,
+    )
+    assert "float(row['labels'])} from its __getitem__. Leave out the rows without a number." in message
+
+
 def test_behind_a_transform_it_says_where_to_change_it(tmp_path):
     data = text_data().with_transform(lambda rows: rows | {"labels": [names[each] for each in rows["labels"]]})
     message = refused_training(tmp_path, "values-out-of-range", data=data, collator=PADDING)
