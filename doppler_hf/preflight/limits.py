@@ -151,13 +151,13 @@ def _limit_of_boxes(embeddings: nn.Module, end: int) -> Limit:
 
 def _limits_of_labels(base: PreTrainedModel, ids: str) -> Iterator[Limit]:
     task, config = losses.task_of(base), base.config
-    end, fix = config.num_labels, "Set num_labels to the number of classes, which begin at 0"
+    end, fix = config.num_labels, "Number the classes from 0, and set num_labels to how many they are"
     if task in losses.WITHOUT_TOKENS:
         return
     if task not in (None, "token_classification"):
         end, fix = _size(base.get_output_embeddings()), ids
     elif task is None:
-        fix += ", or to 1 for amounts"
+        fix += ", or for scores and other amounts to 1"
         if config.problem_type == "multi_label_classification":
             for column in LABELS:
                 cast = f"train_dataset.cast_column({column!r}, datasets.Sequence(datasets.Value('float32')))"

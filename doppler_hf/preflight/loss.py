@@ -6,9 +6,10 @@ several examples, because class weights cancel out in the mean of a single examp
 """
 
 import inspect
+import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -58,11 +59,29 @@ def note_other_number_of_classes(run: PrivateRun, trainer: Any) -> None:
         number = getattr(base.config, "num_labels", None)
         if not names or number in (None, len(names)):
             continue
-        so = ", so it trains amounts and no classes" if number == 1 else ""
+        so, mend = "", f"load it with num_labels={len(names)}"
+        if number == 1:
+            so = ", so it trains the numbers of the classes as amounts"
+            mend += ", unless their order is what it should learn"
+        if are_scores(names):  # `class_encode_column` has numbered them by the order of their texts
+            of_name = f"lambda row: {{{column!r}: float(names[int(row[{column!r}])])}}"
+            mend = (
+                f"load it with num_labels={len(names)} if they are classes. If their names are scores, load it with "
+                f"num_labels=1, and train on the scores: with names = train_dataset.features[{column!r}].names, take "
+                f"train_dataset.cast_column({column!r}, datasets.Value('float32')).map({of_name})"
+            )
         run.notes.append(
-            f"the column {column!r} has {len(names):,} classes, but the model has num_labels={number:,}{so}: load it with "
-            f"num_labels={len(names)}"
+            f"the column {column!r} has {len(names):,} classes, but the model has num_labels={number:,}{so}: {mend}"
         )
+
+
+def are_scores(names: Sequence[str]) -> bool:
+    """Return whether the names of classes are written numbers, other than those of the classes themselves."""
+    try:
+        numbers = [float(name) for name in names]
+    except ValueError:
+        return False
+    return all(map(math.isfinite, numbers)) and numbers != [*range(len(names))]
 
 
 def refuse_truth_values(run: PrivateRun, trainer: Any) -> None:

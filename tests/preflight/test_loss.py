@@ -1,5 +1,8 @@
 """A model's own loss, which Transformers would train: the same as that of a private run, or refused."""
 
+import re
+
+import datasets
 import pytest
 import torch
 from datasets import ClassLabel, Dataset
@@ -176,7 +179,11 @@ def test_another_loss_in_a_tuple_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("outputs", "words"),
     [
-        (1, "has 3 classes, but the model has num_labels=1, so it trains amounts and no classes: load it with num_labels=3"),
+        (
+            1,
+            "has 3 classes, but the model has num_labels=1, so it trains the numbers of the classes as amounts: load it "
+            "with num_labels=3, unless their order is what it should learn",
+        ),
         (10, "has 3 classes, but the model has num_labels=10: load it with num_labels=3"),
         (3, None),
     ],
@@ -186,6 +193,31 @@ def test_a_model_with_another_number_of_outputs_than_the_data_have_classes_is_to
     trained(trainer_of(tmp_path, model=tiny_bert(num_labels=outputs), data=data, max_steps=1))
     said = " ".join(capsys.readouterr().out.split())
     assert "classes, but the model has" not in said if words is None else f"the column 'labels' {words}" in said
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_scores_that_were_numbered_as_classes_become_the_scores_again(tmp_path, capsys, outputs):
+    scores = [0.5 + row % 3 for row in range(24)]
+    data = text_data(24).remove_columns("labels").add_column("labels", [str(score) for score in scores])
+    data = data.class_encode_column("labels")
+    trained(trainer_of(tmp_path / "1", model=tiny_bert(num_labels=3), data=data, max_steps=1))
+    assert "If their names are scores" not in capsys.readouterr().out
+    few = data if outputs == 1 else data.filter(lambda row: row["labels"] < 2)
+    trained(trainer_of(tmp_path / "2", model=tiny_bert(num_labels=outputs), data=few, max_steps=1))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "load it with num_labels=3 if they are classes. If their names are scores, load it with num_labels=1," in said
+    names, line = re.search(r"with names = (train_dataset\S+), take (train_dataset.*?\}\))", said).groups()
+    names = eval(names, {"train_dataset": few})
+    mended = eval(line, {"train_dataset": few, "datasets": datasets, "names": names})
+    assert mended["labels"][:] == [score for score in scores if outputs == 1 or score < 2]
+    trained(trainer_of(tmp_path / "3", model=tiny_bert(num_labels=1), data=mended, max_steps=1))
+    assert "classes, but the model has" not in capsys.readouterr().out
+
+
+def test_digits_are_classes_and_no_scores():
+    assert not loss_checks.are_scores([*"0123456789"])
+    assert loss_checks.are_scores(["1", "2", "3"])
+    assert not loss_checks.are_scores(["1", "nan"])
 
 
 class Own(torch.nn.Module):

@@ -177,6 +177,10 @@ CASES = {
         lambda: text_data(300).map(lambda row: {"labels": 1.5 + row["labels"]}), "'labels' .*num_labels",
         lambda model, data: (tiny_bert(num_labels=1), data),
     ),
+    "ids of classes": (
+        lambda: text_data(300).map(lambda row: {"labels": 100 * (1 + row["labels"])}), "Number the classes from 0",
+        lambda model, data: (model, data.map(lambda row: {"labels": [100, 200].index(row["labels"])})),
+    ),
 }  # fmt: skip
 
 
