@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForTokenClassification,
+    BertModel,
     PreTrainedTokenizerFast,
 )
 
@@ -121,6 +122,8 @@ def test_python_snippet_runs_as_it_stands(page, snippet, tmp_path, monkeypatch):
         names["pairs"] = Dataset.from_dict({"input_ids": answers, "attention_mask": [[[1, 1], [1, 1]]] * 300})
         names["other_pairs"] = Dataset.from_dict({name: names["pairs"][name][:8] for name in names["pairs"].column_names})
         names["reward_model"] = tiny_bert(num_labels=1)
+        names["scored_pairs"] = names["pairs"].add_column("labels", [row % 5 / 4 for row in range(300)])
+        names["encoder"] = BertModel(tiny_bert().config, add_pooling_layer=False)
         rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in text_data(1100)]
         tags = [[-100, *(token % 3 for token in row["input_ids"][1:])] for row in rows]
         names["tagged"] = Dataset.from_list(rows).add_column("labels", tags)

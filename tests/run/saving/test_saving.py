@@ -1,15 +1,20 @@
 """Whatever a trainer saves, the ledger beside it speaks for those weights, or is set aside."""
 
 import copy
+import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertForSequenceClassification,
+    BertModel,
     EarlyStoppingCallback,
     PreTrainedModel,
     Trainer,
@@ -28,8 +33,9 @@ from tests.support.adapters import prefixed
 from tests.support.refusals import refused
 from tests.support.tiers import thorough
 from tests.support.tiny import pad, text_data, tiny_bert
-from tests.support.trainers import ON_CPU, On, at, interrupt, trained, trainer_of, weights
+from tests.support.trainers import ON_CPU, On, arguments, at, interrupt, trained, trainer_of, weights
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "own-loss.md"
 CHECKPOINTS = dict(max_steps=4, save_strategy="steps", save_steps=2)
 PUBLIC = dict(disable_dp=True, noise_multiplier=None)
 
@@ -49,6 +55,39 @@ def test_an_adapter_that_is_called_when_it_is_saved_is_saved_during_training(tmp
     model = prefixed(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
     trainer_of(tmp_path, model=model, **CHECKPOINTS).train()
     assert "prompt_embeddings" in load_file(tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors")
+
+
+def test_an_adapter_within_a_module_of_ones_own_is_published_as_the_guide_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs = torch.arange(5, 25).repeat(60).view(300, 2, 2).tolist()
+    names = {
+        "encoder": BertModel(tiny_bert().config, add_pooling_layer=False),
+        "args": arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1),
+        "scored_pairs": Dataset.from_dict(
+            {"input_ids": pairs, "attention_mask": [[[1, 1], [1, 1]]] * 300, "labels": [row % 5 / 4 for row in range(300)]}
+        ),
+    }
+    untrained, base = copy.deepcopy(names["encoder"]).eval(), copy.deepcopy(names["encoder"])
+    section = GUIDE.read_text("utf-8").split("## LoRA inside a module of your own\n")[1].split("\n## ")[0]
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], names)
+    *commands, verify = re.search(r"```sh\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    subprocess.run(["sh", "-ec", "\n".join(commands)], check=True)
+    assert main(verify.split()[1:]) == main(["verify", "out"]) == 0
+    encoder, inputs = names["trainer"].model.encoder.cpu().eval(), torch.arange(5, 11)[None]
+    loaded = PeftModel.from_pretrained(base, "adapter").eval()
+    torch.testing.assert_close(loaded(inputs)[0], encoder(inputs)[0])
+    assert not torch.allclose(loaded(inputs)[0], untrained(inputs)[0])
+    # The whole module is in the checkpoint, too.
+    model = names["BiEncoder"](copy.deepcopy(untrained))
+    again = type(names["trainer"])(
+        model=model, args=names["args"], train_dataset=names["scored_pairs"], data_collator=default_data_collator
+    )
+    again.train(resume_from_checkpoint="out/checkpoint-1")
+    # An adapter that the trainer has not saved is not in the ledger.
+    with torch.no_grad():
+        next(each for each in encoder.parameters() if each.requires_grad).add_(1.0)
+    encoder.save_pretrained("adapter")
+    assert main(["verify", "adapter"]) == 1
 
 
 def test_a_callback_that_is_added_at_a_resume_is_saved(tmp_path):
