@@ -280,7 +280,8 @@ def add_baselines(output: EvalLoopOutput, *, prefix: str, is_own_loss: bool, lab
     if f"{prefix}_accuracy" in output.metrics and labels.dtype.kind in "iu":
         _, counts = np.unique(labels[labels != IGNORED_LABEL], return_counts=True)  # labels may be of tokens, too
         output.metrics[f"{prefix}_{MAJORITY}"] = float(counts.max(initial=0) / max(1, counts.sum()))
-    # One-dimensional labels are of a regression; with several classes each label is a row.
+    # One-dimensional labels are of a regression; with several classes each label is a row. The variance is the loss of the
+    # mean label for squared errors alone: which answer is best for a loss of the user's own, and what it costs, is unknown.
     if labels.dtype.kind == "f" and labels.ndim == 1 and not is_own_loss:
         output.metrics[f"{prefix}_{MEAN_LABEL}"] = float(labels.astype(np.float64).var())
     if labels.dtype.kind == "f" and labels.ndim == 2 and labels.shape[1] > 1 and np.isin(labels, (0.0, 1.0)).all():
