@@ -167,9 +167,9 @@ sampling and a constant rate that was searched. Muon is an optimizer that makes 
 has the package's defaults, but for the schedule, the batch and the optimizer that its line names: [random
 allocation](../../docs/method/accounting.md) in place of Poisson sampling, automatic clipping, AdamBC, filter and noise shape
 by `auto`, and no learning rate given. Here `auto` took momentum with noise that is correlated over 8 steps. So these lines
-differ in several things at once, and have few seeds: they do not show what made the difference. With a cosine, they are 1 to
-3 points worse than at a constant rate. *Average* is that of the weights. Test accuracy is in %, ± the standard error over
-seeds.
+differ in several things at once, and have few seeds: they do not show what made the difference. With a linear schedule,
+which is the package's default, or a cosine they are 1 to 3 points worse than at a constant rate. *Average* is that of the
+weights. Test accuracy is in %, ± the standard error over seeds.
 """.strip()
 AVERAGE: Final = "test_of_average"
 

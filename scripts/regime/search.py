@@ -213,7 +213,7 @@ def further_cells(task: str) -> list[Cell]:
         return []
     usual = Cell(task, FURTHER[0], None, sampling="allocation", clipping="automatic", tests_once=True)
     changes: list[dict[str, Any]] = [
-        {"method": method, "schedule": schedule} for schedule in ("constant", "cosine") for method in FURTHER
+        {"method": method, "schedule": schedule} for schedule in ("constant", "linear", "cosine") for method in FURTHER
     ]
     changes += [{"batch_size": 5000}, {"views": 4}]
     return [dataclasses.replace(usual, **change, seed=seed) for change in changes for seed in reported_seeds(task)]
